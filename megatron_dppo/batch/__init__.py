@@ -1,0 +1,6 @@
+"""The data that travels between rollout, trainer and actor: flat arrays with row offsets, no padding."""
+
+from megatron_dppo.batch.aligned import AlignedBatch, align
+from megatron_dppo.batch.rollout_batch import RolloutBatch
+
+__all__ = ["AlignedBatch", "RolloutBatch", "align"]

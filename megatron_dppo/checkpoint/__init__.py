@@ -1,0 +1,1 @@
+"""Weights between Hugging Face and Megatron-Core, and training state."""

@@ -1,0 +1,1 @@
+"""Typed, frozen configuration: YAML files plus `a.b=c` overrides."""

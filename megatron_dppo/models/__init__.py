@@ -1,0 +1,1 @@
+"""Hugging Face configuration to Megatron-Core model, one small file per model family."""

@@ -1,0 +1,1 @@
+"""Prompts, rewards and environments."""

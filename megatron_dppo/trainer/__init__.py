@@ -1,0 +1,1 @@
+"""The training program: loop, evaluation, metrics, what a person sees."""
