@@ -1,0 +1,99 @@
+"""Tiny random Hugging Face checkpoints, written by transformers itself. Every parameter is random (norms and biases
+too), so that a test sees a weight that went missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+VOCAB_SIZE = 300
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+_FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+    ),
+    "qwen3": (Qwen3Config, {"head_dim": 32}),
+    "qwen2": (Qwen2Config, {}),
+    "llama": (LlamaConfig, {"rms_norm_eps": 1e-5}),
+}
+
+
+def tiny_model(family: str, path: Path | str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """Write a random fp32 model of `family` (qwen3_moe, qwen3, qwen2, llama) with a tokenizer to `path`; return it.
+
+    `overrides` are fields of the family's Hugging Face configuration, and `dtype` and `max_shard_size` of the file.
+    """
+    config_class, special = _FAMILIES[family]
+    dtype = overrides.pop("dtype", torch.float32)
+    max_shard_size = overrides.pop("max_shard_size", "50GB")
+    config = config_class(**{**_COMMON, **special, **overrides})
+    config._attn_implementation = "sdpa"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                centre = 0.0 if parameter.abs().max() == 0 else 1.0  # biases start at 0, norms at 1
+                parameter.copy_(centre + 0.2 * noise)
+            else:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+    model.tie_weights()
+    model = model.to(dtype).eval()
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    tiny_tokenizer().save_pretrained(path)
+    return model
+
+
+def tiny_qwen3_moe(path: Path | str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """`tiny_model("qwen3_moe", ...)`: 4 MoE layers, 8 experts, top-2, GQA 4:2, QK-norm, untied head."""
+    return tiny_model("qwen3_moe", path, seed, **overrides)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, an end-of-sequence and a padding token, and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<pad>": 0, "<eos>": 1} | {symbol: 2 + i for i, symbol in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    return fast
