@@ -2,5 +2,6 @@
 
 from megatron_dppo.batch.aligned import AlignedBatch, align
 from megatron_dppo.batch.rollout_batch import RolloutBatch
+from megatron_dppo.batch.source import InMemorySource, SequenceSource
 
-__all__ = ["AlignedBatch", "RolloutBatch", "align"]
+__all__ = ["AlignedBatch", "InMemorySource", "RolloutBatch", "SequenceSource", "align"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
-from megatron_dppo.batch.rollout_batch import RolloutBatch
+from megatron_dppo.batch.rollout_batch import RolloutBatch, rows_of
 from megatron_dppo.router_replay.routes import Routes
 
 
@@ -43,7 +43,26 @@ class AlignedBatch:
 
     @property
     def lengths(self) -> np.ndarray:
+        """Rows per sequence, int64 `[B]`."""
         return np.diff(self.offsets)
+
+    @property
+    def trained_per_sequence(self) -> np.ndarray:
+        """Rows per sequence whose target the policy sampled, int64 `[B]`."""
+        return np.add.reduceat(self.loss_mask.astype(np.int64), self.offsets[:-1])
+
+    def select(self, sequences: np.ndarray) -> AlignedBatch:
+        """The named sequences, in the order named (copies their rows)."""
+        sequences = np.asarray(sequences, dtype=np.int64)
+        rows = rows_of(self.offsets, sequences)
+        arrays = {
+            f.name: getattr(self, f.name)[rows] for f in fields(AlignedBatch) if f.name not in ("offsets", "routes")
+        }
+        return AlignedBatch(
+            **arrays,
+            offsets=np.concatenate([[0], np.cumsum(self.lengths[sequences])]).astype(np.int64),
+            routes=None if self.routes is None else self.routes.take(rows),
+        )
 
 
 def align(batch: RolloutBatch) -> AlignedBatch:

@@ -91,7 +91,7 @@ class RolloutBatch:
     def select(self, sequences: np.ndarray | list[int]) -> RolloutBatch:
         """The named sequences, in the order named (copies their rows)."""
         sequences = np.asarray(sequences, dtype=np.int64)
-        rows = _rows_of(self.offsets, sequences)
+        rows = rows_of(self.offsets, sequences)
         return RolloutBatch(
             token_ids=self.token_ids[rows],
             offsets=np.concatenate([[0], np.cumsum(self.lengths[sequences])]),
@@ -129,7 +129,7 @@ class RolloutBatch:
         )
 
 
-def _rows_of(offsets: np.ndarray, sequences: np.ndarray) -> np.ndarray:
+def rows_of(offsets: np.ndarray, sequences: np.ndarray) -> np.ndarray:
     """Row numbers of the named sequences, concatenated."""
     if len(sequences) == 0:
         return np.zeros(0, dtype=np.int64)

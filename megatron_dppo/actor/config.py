@@ -1,0 +1,57 @@
+"""Settings of the Megatron actor and its optimizer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from megatron_dppo.config.base import ConfigModel
+
+
+class ActorConfig(ConfigModel):
+    """Precision, batching and memory of the training side."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Of weights and activations; statistics of the LM head and the router are float32 always."""
+    max_tokens_per_microbatch: int = Field(default=16384, ge=1)
+    """Token budget of one packed microbatch on one data-parallel rank."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation: nothing, the modules of `recompute_modules`, or whole layers."""
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    """Megatron-Core module names for selective recomputation."""
+    router_replay: bool = True
+    """Replay the experts that the engine chose (R3). Needs `rollout.router_replay`."""
+    max_skipped_steps: int = Field(default=3, ge=0)
+    """Gradient steps in a row that may be skipped because loss or gradient norm is not finite; one more stops the run."""
+
+
+class OptimizerConfig(ConfigModel):
+    """Adam on Megatron-Core's distributed optimizer."""
+
+    lr: float = Field(default=1e-6, ge=0.0)
+    """Peak learning rate."""
+    min_lr: float = Field(default=0.0, ge=0.0)
+    """Floor that a decaying schedule reaches."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Gradient steps of linear warm-up from 0."""
+    decay_steps: int = Field(default=0, ge=0)
+    """Gradient steps until `min_lr` for a decaying schedule."""
+    beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    beta2: float = Field(default=0.999, ge=0.0, lt=1.0)
+    epsilon: float = Field(default=1e-8, gt=0.0)
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    """Decoupled (AdamW)."""
+    clip_grad: float = Field(default=1.0, ge=0.0)
+    """Global gradient norm above which gradients are scaled down; 0 switches clipping off."""
+
+    @model_validator(mode="after")
+    def _decay_is_complete(self) -> OptimizerConfig:
+        if self.schedule != "constant" and self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"optimizer.decay_steps={self.decay_steps} must exceed optimizer.warmup_steps={self.warmup_steps} "
+                f"for optimizer.schedule={self.schedule}"
+            )
+        return self

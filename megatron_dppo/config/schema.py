@@ -1,0 +1,65 @@
+"""The whole configuration of a run, composed of the classes that live beside the code they configure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
+from megatron_dppo.config.algorithm import AlgorithmConfig
+from megatron_dppo.config.base import ConfigModel
+from megatron_dppo.models.parallel import ParallelConfig
+from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.tasks.config import TaskConfig
+from megatron_dppo.trainer.config import EvaluationConfig, TrainerConfig
+
+
+class RunConfig(ConfigModel):
+    """Where a run lives and what makes it repeatable."""
+
+    dir: Path
+    """Folder of the run: metrics, checkpoints, plots and the trained model. Made when absent."""
+    name: str = "run"
+    """Shown in titles."""
+    seed: int = Field(default=0, ge=0)
+    """Root of every random stream: prompt order, sampling of each request, initialisation."""
+    collective_timeout_minutes: float = Field(default=120.0, gt=0)
+    """How long a rank waits for the others before it gives up; must exceed the longest rollout."""
+
+
+class ModelConfig(ConfigModel):
+    """The model that is trained."""
+
+    path: Path
+    """Folder with a Hugging Face checkpoint: config.json, safetensors, tokenizer."""
+
+
+class Config(ConfigModel):
+    """A training run. Every key may be overridden on the command line as `section.key=value`."""
+
+    run: RunConfig
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    actor: ActorConfig = ActorConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    task: TaskConfig = TaskConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @model_validator(mode="after")
+    def _cross_check(self) -> Config:
+        if self.trainer.prompts_per_step % self.trainer.prompts_per_mini_batch:
+            raise ValueError(
+                f"trainer.prompts_per_mini_batch={self.trainer.prompts_per_mini_batch} does not divide "
+                f"trainer.prompts_per_step={self.trainer.prompts_per_step}; choose a divisor"
+            )
+        preset = self.algorithm.resolve()
+        if preset.needs_topk and self.rollout.top_k_logprobs < 1:
+            raise ValueError(
+                f"algorithm.preset={self.algorithm.preset} needs the engine's top-K log-probabilities; "
+                "set rollout.top_k_logprobs (the paper uses 20)"
+            )
+        return self
