@@ -1,0 +1,96 @@
+"""Local statistics and gradients by vocabulary chunk in plain PyTorch: any device, any floating type."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from megatron_dppo.vocab_parallel.matmul import accumulation_dtype, add_product, product
+from megatron_dppo.vocab_parallel.reference import local_partials_of_logits
+from megatron_dppo.vocab_parallel.stats import Partials, merge
+from megatron_dppo.vocab_parallel.weight_grad import WeightGrad
+
+# Logits alive at once, where the caller sets no chunk: 128 MB in float32.
+_CHUNK_ELEMENTS = 1 << 25
+_TOKEN_CHUNK = 4096
+
+
+def forward(
+    hidden: Float[Tensor, "N H"],
+    weight: Float[Tensor, "V H"],
+    wanted: Int[Tensor, "N I"],
+    *,
+    start: int,
+    temperature: float,
+    entropy: bool,
+    token_chunk: int | None = None,
+    vocab_chunk: int | None = None,
+) -> Partials:
+    """Statistics of the columns ``[start, start + V)``, whose weights are ``weight``.
+
+    Peak memory: a few ``[token_chunk, vocab_chunk]`` tensors in the accumulation type.
+    """
+    rows = token_chunk or _TOKEN_CHUNK
+    columns = vocab_chunk or max(1024, _CHUNK_ELEMENTS // max(1, min(rows, hidden.shape[0])))
+    dtype = accumulation_dtype(hidden.dtype)
+    blocks = []
+    for t in range(0, max(1, hidden.shape[0]), rows):
+        h, ids = hidden[t : t + rows], wanted[t : t + rows]
+        total = local_partials_of_logits(h.new_empty((h.shape[0], 0), dtype=dtype), ids, start, entropy)
+        for j in range(0, weight.shape[0], columns):
+            z = product(h, weight[j : j + columns].t()) / temperature
+            total = merge(total, local_partials_of_logits(z, ids, start + j, entropy))
+        blocks.append(total)
+    if len(blocks) == 1:
+        return blocks[0]
+    return Partials(
+        torch.cat([b.m for b in blocks]),
+        torch.cat([b.s for b in blocks]),
+        torch.cat([b.d for b in blocks if b.d is not None]) if entropy else None,
+        torch.cat([b.z for b in blocks]),
+    )
+
+
+def backward(
+    hidden: Float[Tensor, "N H"],
+    weight: Float[Tensor, "V H"],
+    token_ids: Int[Tensor, " N"],
+    lse: Float[Tensor, " N"],
+    entropy: Float[Tensor, " N"] | None,
+    grad_logp: Float[Tensor, " N"],
+    grad_entropy: Float[Tensor, " N"] | None,
+    *,
+    start: int,
+    temperature: float,
+    weight_grad: WeightGrad | None,
+    hidden_grad: Float[Tensor, "N H"] | None,
+    vocab_chunk: int | None = None,
+) -> None:
+    """Add this shard's part of the gradients to ``weight_grad`` and ``hidden_grad`` (either may be None).
+
+    With ``p_j = exp(z_j - lse)``, ``g = dL/dlogp`` and ``g_H = dL/dentropy``::
+
+        dL/dz_j = g (1[j = a] - p_j) - g_H p_j (ln p_j + entropy)
+
+    Logits are recomputed by vocabulary chunk over all rows, so a chunk of dW is written once.
+    """
+    columns = vocab_chunk or max(1024, _CHUNK_ELEMENTS // max(1, hidden.shape[0]))
+    for j in range(0, weight.shape[0], columns):
+        chunk = weight[j : j + columns]
+        log_p = product(hidden, chunk.t()).div_(temperature).sub_(lse[:, None])
+        scale = grad_logp[:, None]
+        if grad_entropy is not None and entropy is not None:
+            scale = scale + grad_entropy[:, None] * (log_p + entropy[:, None])
+        dz = log_p.exp_().mul_(scale).neg_()
+        column = token_ids - (start + j)
+        own = ((column >= 0) & (column < chunk.shape[0])).to(dz.dtype)
+        dz.scatter_add_(1, column.clamp(0, chunk.shape[0] - 1)[:, None], (grad_logp * own)[:, None])
+        dz = dz.div_(temperature)
+        # Half-precision tensor cores take half-precision factors; a CPU computes in float32 anyway.
+        if dz.is_cuda:
+            dz = dz.to(hidden.dtype)
+        if hidden_grad is not None:
+            add_product(hidden_grad, dz, chunk)
+        if weight_grad is not None:
+            weight_grad.add(j, j + chunk.shape[0], dz, hidden)

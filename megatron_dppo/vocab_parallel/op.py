@@ -1,0 +1,220 @@
+"""The op: hidden states and a vocabulary shard of the LM head to TokenStats, with gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from megatron_dppo.vocab_parallel import chunked
+from megatron_dppo.vocab_parallel.collectives import (
+    gather_sequence,
+    merge_over_ranks,
+    reduce_replicated,
+    reduce_sequence,
+)
+from megatron_dppo.vocab_parallel.matmul import accumulation_dtype
+from megatron_dppo.vocab_parallel.reference import topk_rows
+from megatron_dppo.vocab_parallel.rows import active_rows, put_rows, take_rows
+from megatron_dppo.vocab_parallel.shard import VocabShard
+from megatron_dppo.vocab_parallel.stats import TokenStats, finish
+from megatron_dppo.vocab_parallel.weight_grad import WeightGrad
+
+HiddenLayout = Literal["replicated", "sequence_sharded"]
+Implementation = Literal["auto", "chunked", "fused"]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Everything about a call that is no tensor."""
+
+    shard: VocabShard
+    temperature: float
+    entropy: bool
+    sequence_sharded: bool
+    implementation: Implementation
+    token_chunk: int | None
+    vocab_chunk: int | None
+
+
+def token_stats(
+    hidden: Float[Tensor, "T H"] | Float[Tensor, "T_local H"],
+    weight: Float[Tensor, "V_local H"],
+    token_ids: Int[Tensor, " T"],
+    topk_ids: Int[Tensor, "T K"] | None = None,
+    *,
+    shard: VocabShard,
+    temperature: float = 1.0,
+    entropy: bool = True,
+    hidden_layout: HiddenLayout = "replicated",
+    loss_mask: Bool[Tensor, " T"] | None = None,
+    implementation: Implementation = "auto",
+    token_chunk: int | None = None,
+    vocab_chunk: int | None = None,
+) -> TokenStats:
+    """Log-probability, entropy and top-K log-probabilities of each token, without ``[T, V]`` or ``[T, V_local]``.
+
+    With ``z = hidden weight^T / temperature`` over the columns below ``shard.vocab_size`` of all ranks::
+
+        log pi(a) = z_a - ln sum_j exp z_j          entropy = -sum_j p_j ln p_j
+        dL/dz_j = g (1[j = a] - p_j) - g_H p_j (ln p_j + entropy)
+
+    Arguments
+        hidden: ``[T, H]``, the same on every rank; or with ``hidden_layout="sequence_sharded"`` this rank's
+            ``[T / ranks, H]`` in rank order, which the op gathers.
+        weight: this rank's rows ``[shard.start, shard.stop)`` of the LM head; the head has no bias.
+        token_ids: global ids, the same on every rank; ``-1`` marks a row without a token, which is not computed.
+        topk_ids: global ids, a different set for each row, in any order, repeats allowed; ``-1`` is an absent id.
+        temperature: divides the logits.
+        entropy: False saves its sum; ``TokenStats.entropy`` is then None.
+        loss_mask: rows where it is 0 are dropped before any product and come back as constants (see TokenStats).
+        implementation: ``"chunked"`` is plain PyTorch, ``"fused"`` the CUDA kernels, ``"auto"`` the latter where they
+            run.
+        token_chunk, vocab_chunk: tile of logits alive at once; results differ by rounding only.
+
+    Returns float32 (float64 for float64 inputs), logits in float32 until after the exponential.
+
+    Collectives over ``shard.group``: forward one all-gather of ``[3 + 1 + K, N]`` statistics (``4 (4 + K)`` bytes a
+    token and rank in float32), plus the gather of a sequence-sharded hidden; backward that gather again, and one
+    all-reduce (replicated) or reduce-scatter (sequence-sharded) of the hidden gradient, so it is reduced exactly once.
+    They run even where no row is left.
+
+    Gradients flow from ``logp`` and ``entropy`` to ``hidden`` and ``weight``; ranks must back-propagate the same
+    gradients. Rows whose gradients are all zero are dropped before the backward's products. With Megatron's
+    ``weight.main_grad`` the weight gradient is added there (see :class:`WeightGrad`). Not twice differentiable.
+
+    Raises ``ValueError`` for shapes or ids that do not fit together.
+    """
+    sequence_sharded = _check(hidden, weight, token_ids, topk_ids, loss_mask, shard, temperature, hidden_layout)
+    plan = _Plan(shard, temperature, entropy, sequence_sharded, implementation, token_chunk, vocab_chunk)
+    rows = active_rows(token_ids, topk_ids, loss_mask, shard.vocab_size)
+    logp, row_entropy, topk_logp = _TokenStats.apply(hidden, weight, token_ids, topk_ids, rows, plan)
+    return TokenStats(logp, row_entropy, topk_logp)
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    topk_ids: Tensor | None,
+    loss_mask: Tensor | None,
+    shard: VocabShard,
+    temperature: float,
+    hidden_layout: str,
+) -> bool:
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden must be [T, H] and weight [V_local, H], got {list(hidden.shape)} and {list(weight.shape)}"
+        )
+    if hidden.dtype != weight.dtype or not hidden.is_floating_point():
+        raise ValueError(f"hidden and weight must share a floating type, got {hidden.dtype} and {weight.dtype}")
+    if weight.shape[0] != shard.stop - shard.start:
+        raise ValueError(
+            f"weight has {weight.shape[0]} rows, the shard [{shard.start}, {shard.stop}) has {shard.stop - shard.start}"
+        )
+    if hidden_layout not in ("replicated", "sequence_sharded"):
+        raise ValueError(f"hidden_layout must be 'replicated' or 'sequence_sharded', got {hidden_layout!r}")
+    sequence_sharded = hidden_layout == "sequence_sharded"
+    rows = hidden.shape[0] * (shard.world_size if sequence_sharded else 1)
+    if token_ids.shape != (rows,):
+        raise ValueError(
+            f"token_ids must be [{rows}] for hidden {list(hidden.shape)} ({hidden_layout}, "
+            f"{shard.world_size} rank(s)), got {list(token_ids.shape)}"
+        )
+    if topk_ids is not None and (topk_ids.ndim != 2 or topk_ids.shape[0] != rows):
+        raise ValueError(f"topk_ids must be [{rows}, K], got {list(topk_ids.shape)}")
+    if loss_mask is not None and loss_mask.shape != (rows,):
+        raise ValueError(f"loss_mask must be [{rows}], got {list(loss_mask.shape)}")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    return sequence_sharded
+
+
+class _TokenStats(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        token_ids: Tensor,
+        topk_ids: Tensor | None,
+        rows: Tensor | None,
+        plan: _Plan,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        shard, total = plan.shard, token_ids.shape[0]
+        wanted = token_ids[:, None] if topk_ids is None else torch.cat([token_ids[:, None], topk_ids], dim=1)
+        wanted = take_rows(wanted, rows)
+        full = gather_sequence(hidden, shard.group) if plan.sequence_sharded else hidden
+        local = chunked.forward(
+            take_rows(full, rows),
+            weight[: shard.valid],
+            wanted,
+            start=shard.start,
+            temperature=plan.temperature,
+            entropy=plan.entropy,
+            token_chunk=plan.token_chunk,
+            vocab_chunk=plan.vocab_chunk,
+        )
+        lse, entropy, logp = finish(merge_over_ranks(local, shard.group))
+
+        ctx.plan = plan
+        # A leaf's saved tensor may come back as another object (saved-tensor hooks), which would lack main_grad.
+        ctx.weight = weight
+        ctx.save_for_backward(hidden, weight, token_ids, rows, lse, entropy)
+        ctx.set_materialize_grads(False)
+        topk_logp = None
+        if topk_ids is not None:
+            absent = token_ids.new_zeros(total, dtype=torch.bool)
+            topk_logp = topk_rows(put_rows(logp[:, 1:].contiguous(), rows, total), topk_ids, absent)
+            ctx.mark_non_differentiable(topk_logp)
+        row_entropy = None if entropy is None else put_rows(entropy, rows, total)
+        return put_rows(logp[:, 0].contiguous(), rows, total), row_entropy, topk_logp
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+        hidden, weight, token_ids, rows, lse, entropy = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        shard, total = plan.shard, token_ids.shape[0]
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+
+        g = take_rows(token_ids.new_zeros(total, dtype=lse.dtype) if grad_logp is None else grad_logp, rows)
+        g_h = None if grad_entropy is None else take_rows(grad_entropy, rows)
+        live = g != 0 if g_h is None else (g != 0) | (g_h != 0)
+        kept = live.nonzero().squeeze(1)
+        ids = take_rows(token_ids, rows)
+        if kept.shape[0] < lse.shape[0]:
+            ids, lse, g = ids[kept], lse[kept], g[kept]
+            entropy, g_h = (None if x is None else x[kept] for x in (entropy, g_h))
+            rows = kept if rows is None else rows[kept]
+
+        full = gather_sequence(hidden, shard.group) if plan.sequence_sharded else hidden
+        live_hidden = take_rows(full, rows)
+        dtype = accumulation_dtype(hidden.dtype)
+        hidden_grad = torch.zeros_like(live_hidden, dtype=dtype) if need_hidden else None
+        weight_grad = WeightGrad(ctx.weight) if need_weight else None
+        if ids.shape[0]:
+            chunked.backward(
+                live_hidden,
+                weight[: shard.valid],
+                ids,
+                lse,
+                entropy,
+                g,
+                g_h,
+                start=shard.start,
+                temperature=plan.temperature,
+                weight_grad=weight_grad,
+                hidden_grad=hidden_grad,
+                vocab_chunk=plan.vocab_chunk,
+            )
+        d_hidden = None
+        if hidden_grad is not None:
+            # Partial sums of the ranks may cancel, so they meet in float32 and are rounded once.
+            d_full = put_rows(hidden_grad, rows, total)
+            reduce = reduce_sequence if plan.sequence_sharded else reduce_replicated
+            d_hidden = reduce(d_full, shard.group).to(hidden.dtype)
+        return d_hidden, None if weight_grad is None else weight_grad.result(), None, None, None, None

@@ -1,0 +1,73 @@
+"""The readable reference: statistics of local logits by plain differentiable PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from megatron_dppo.vocab_parallel.collectives import GatherForMerge, fold
+from megatron_dppo.vocab_parallel.shard import VocabShard
+from megatron_dppo.vocab_parallel.stats import Partials, TokenStats, finish
+
+
+def token_stats_from_logits(
+    logits_local: Float[Tensor, "T V_local"],
+    token_ids: Int[Tensor, " T"],
+    topk_ids: Int[Tensor, "T K"] | None = None,
+    *,
+    shard: VocabShard,
+    temperature: float = 1.0,
+    entropy: bool = True,
+) -> TokenStats:
+    """Log-probability, entropy and top-K log-probabilities from this rank's logits.
+
+    With ``z = logits / temperature`` over the columns below ``shard.vocab_size``::
+
+        log pi(a) = z_a - ln sum_j exp z_j          entropy = -sum_j p_j ln p_j
+
+    Shapes: ``logits_local [T, V_local]`` with ``V_local = shard.stop - shard.start``; ids are global; results are
+    replicated over ``shard.group``. Below float64 everything is computed in float32. Collectives: one all-gather of
+    ``[3 + 1 + K, T]``. Gradients flow from ``logp`` and ``entropy`` to ``logits_local``; every rank must
+    back-propagate the same gradients. Memory is that of several ``[T, V_local]`` tensors: this is what
+    :func:`token_stats` is tested against, not what trains.
+    """
+    if logits_local.shape[1] != shard.stop - shard.start:
+        raise ValueError(
+            f"logits_local has {logits_local.shape[1]} columns, the shard [{shard.start}, {shard.stop}) has "
+            f"{shard.stop - shard.start}"
+        )
+    z = logits_local.to(torch.promote_types(logits_local.dtype, torch.float32)) / temperature
+    z = z[:, : shard.valid]
+    wanted = token_ids[:, None] if topk_ids is None else torch.cat([token_ids[:, None], topk_ids], dim=1)
+    total = local_partials_of_logits(z, wanted, shard.start, entropy)
+    if shard.world_size > 1:
+        total = fold(GatherForMerge.apply(total.pack(), shard.group), entropy)
+    _, row_entropy, logp = finish(total)
+    absent = token_ids == -1
+    return TokenStats(
+        logp=logp[:, 0].masked_fill(absent, 0.0),
+        entropy=None if row_entropy is None else row_entropy.masked_fill(absent, 0.0),
+        topk_logp=None if topk_ids is None else topk_rows(logp[:, 1:].detach(), topk_ids, absent),
+    )
+
+
+def local_partials_of_logits(
+    z: Float[Tensor, "T C"], wanted: Int[Tensor, "T I"], first_column: int, entropy: bool
+) -> Partials:
+    """Statistics of the columns ``[first_column, first_column + C)``, which are ``z``."""
+    if z.shape[1] == 0:
+        zero = z.new_zeros(z.shape[0])
+        return Partials(zero - torch.inf, zero, zero if entropy else None, z.new_full(wanted.shape, -torch.inf))
+    m = z.detach().amax(1)
+    shifted = z - m[:, None]
+    exp = shifted.exp()
+    column = wanted - first_column
+    inside = (column >= 0) & (column < z.shape[1])
+    picked = z.gather(1, column.clamp(0, z.shape[1] - 1)).masked_fill(~inside, -torch.inf)
+    return Partials(m, exp.sum(1), (shifted * exp).sum(1) if entropy else None, picked)
+
+
+def topk_rows(topk_logp: Tensor, topk_ids: Tensor, absent_rows: Tensor) -> Tensor:
+    """``topk_logp`` with 0 at rows that were not computed and ``-inf`` at absent ids."""
+    return topk_logp.masked_fill(absent_rows[:, None], 0.0).masked_fill(topk_ids == -1, -torch.inf)
