@@ -1,0 +1,42 @@
+"""The algorithms of "Rethinking the Trust Region in LLM Reinforcement Learning" as pure functions over tensors.
+
+Every function takes flat [T] rows of a packed microbatch (`[T, K+1]` for top-K), works on any device, knows no
+process group and no configuration. In the order of use: `presets.get` -> `divergence_for` -> `policy_loss` ->
+`aggregate`, with `group_advantages` before and `TokenMetrics` after.
+"""
+
+from megatron_dppo.algorithm import presets
+from megatron_dppo.algorithm.advantage import Baseline, group_advantages
+from megatron_dppo.algorithm.aggregation import (
+    Aggregation,
+    Denominators,
+    aggregate,
+    sequence_token_counts,
+    token_weights,
+)
+from megatron_dppo.algorithm.metrics import TokenMetrics, masked_token_counts, most_masked_tokens
+from megatron_dppo.algorithm.objective import PolicyLoss, divergence_for, policy_loss
+from megatron_dppo.algorithm.preset import Anchor, DivergenceKind, Preset, PresetError, RatioLevel, TrustRegion
+
+__all__ = [
+    "Aggregation",
+    "Anchor",
+    "Baseline",
+    "Denominators",
+    "DivergenceKind",
+    "PolicyLoss",
+    "Preset",
+    "PresetError",
+    "RatioLevel",
+    "TokenMetrics",
+    "TrustRegion",
+    "aggregate",
+    "divergence_for",
+    "group_advantages",
+    "masked_token_counts",
+    "most_masked_tokens",
+    "policy_loss",
+    "presets",
+    "sequence_token_counts",
+    "token_weights",
+]

@@ -1,0 +1,78 @@
+"""Advantages of sequences from their rewards and their group (the answers to one prompt)."""
+
+from enum import StrEnum
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+class Baseline(StrEnum):
+    """What is subtracted from the reward."""
+
+    MEAN = "mean"
+    """The mean of the group, the answer itself included: the paper's choice (Section 4.1)."""
+    LEAVE_ONE_OUT = "leave-one-out"
+    """The mean of the other answers of the group (RLOO): G / (G - 1) times the above."""
+    NONE = "none"
+    """0: the reward itself."""
+
+
+def group_advantages(
+    rewards: Float[Tensor, " N"],
+    group_ids: Int[Tensor, " N"],
+    *,
+    baseline: Baseline | str = Baseline.MEAN,
+    normalize_std: bool = False,
+    epsilon: float = 1e-6,
+) -> Float[Tensor, " N"]:
+    """A_i = R_i - baseline of i's group, optionally divided by (std of the group + epsilon).
+
+    The paper's estimate is the default: group mean, no division (Section 4.1, Appendix D.1). The standard deviation
+    is the sample one (n - 1). Groups may be ragged, in any order, and are named by any integers.
+
+    A group of one answer, and a group whose rewards are all equal, says nothing about its answers: its advantages
+    are exactly 0 under both group baselines, not rounding noise divided by epsilon. With `Baseline.NONE` the
+    reward stays as it is, and a group without spread is divided by nothing.
+
+    Returns the dtype of `rewards`, [N], without gradient. Raises ValueError for a reward that is not finite, naming
+    the rows, and for shapes that do not agree. All answers of a group must be present: no collective is made.
+    """
+    baseline = Baseline(baseline)
+    if rewards.ndim != 1 or rewards.shape != group_ids.shape:
+        raise ValueError(
+            f"rewards and group_ids must be one flat array each, of equal length: "
+            f"{tuple(rewards.shape)} and {tuple(group_ids.shape)}"
+        )
+    finite = torch.isfinite(rewards)
+    if not bool(finite.all()):
+        rows = (~finite).nonzero().flatten().tolist()
+        raise ValueError(
+            f"rewards must be finite; rows {rows[:10]} are not (of {len(rows)}): check the reward function"
+        )
+    if rewards.numel() == 0:
+        return rewards.detach().clone()
+
+    reward = rewards.detach().double()
+    _, group = torch.unique(group_ids, return_inverse=True)
+    groups = int(group.max()) + 1
+
+    def total(values: Tensor) -> Tensor:
+        return reward.new_zeros(groups).index_add_(0, group, values)[group]
+
+    size = total(torch.ones_like(reward))
+    centred = reward - total(reward) / size
+    low = reward.new_zeros(groups).scatter_reduce_(0, group, reward, "amin", include_self=False)[group]
+    high = reward.new_zeros(groups).scatter_reduce_(0, group, reward, "amax", include_self=False)[group]
+    spread = high > low
+
+    if baseline is Baseline.MEAN:
+        advantage = torch.where(spread, centred, 0.0)
+    elif baseline is Baseline.LEAVE_ONE_OUT:
+        advantage = torch.where(spread, centred * size / (size - 1).clamp(min=1), 0.0)
+    else:
+        advantage = reward
+    if normalize_std:
+        std = (total(centred**2) / (size - 1).clamp(min=1)).sqrt()
+        advantage = torch.where(spread, advantage / (std + epsilon), advantage)
+    return advantage.to(rewards.dtype)

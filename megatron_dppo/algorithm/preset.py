@@ -1,0 +1,205 @@
+"""What an algorithm of the paper is, as data: the fields that tell the rows of the preset table apart.
+
+Under Eq. 23 every algorithm has the gradient M_t min(r_t, C) A_t grad log pi; a `Preset` says how M_t is decided,
+against which policy, and what r_t and C are. Nothing else in the package branches on an algorithm's name.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+from megatron_dppo.algorithm.aggregation import Aggregation
+
+
+class PresetError(ValueError):
+    """A preset that does not exist or whose settings contradict each other."""
+
+
+class TrustRegion(StrEnum):
+    """Which rule of `trust_region` decides the mask."""
+
+    NONE = "none"
+    RATIO_CLIP = "ratio-clip"
+    RELAXED_CLIP = "relaxed-clip"
+    DIVERGENCE = "divergence"
+    NEGATIVE_DROP = "negative-drop"
+
+
+class Anchor(StrEnum):
+    """A policy that the trained one is compared with."""
+
+    ROLLOUT = "rollout"
+    """mu: the log-probabilities of the engine that drew the tokens."""
+    RECOMPUTED = "recomputed"
+    """pi': the trainer's own log-probabilities before the update; costs one more forward pass (Section 5.2)."""
+
+
+class DivergenceKind(StrEnum):
+    """Which approximation of `divergence` D is (Section 4.4)."""
+
+    BINARY_TV = "binary-tv"
+    BINARY_KL = "binary-kl"
+    TOPK_TV = "topk-tv"
+    TOPK_KL = "topk-kl"
+
+    @property
+    def needs_topk(self) -> bool:
+        return self in (DivergenceKind.TOPK_TV, DivergenceKind.TOPK_KL)
+
+
+class RatioLevel(StrEnum):
+    """Whether r_t is a token's own ratio or, as in GSPO, the geometric mean over its sequence."""
+
+    TOKEN = "token"
+    SEQUENCE = "sequence"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """One algorithm. Strings are accepted for the enums. Contradictory settings raise PresetError with the reason."""
+
+    name: str
+    """Row of the table this came from; a label, nothing depends on it."""
+    constants: str
+    """Where the constants are published: `appendix-d`, `appendix-f`, ..."""
+    trust_region: TrustRegion
+    anchor: Anchor | None = None
+    """Policy that M_t is decided against; None only where there is no trust region."""
+    divergence: DivergenceKind | None = None
+    """D of the divergence trust region."""
+    threshold_negative: float | None = None
+    """For A < 0: epsilon_low of a clip, delta of a divergence or of the minimal mask."""
+    threshold_positive: float | None = None
+    """For A > 0: epsilon_high of a clip, delta of a divergence."""
+    relax_below: float | None = None
+    """alpha of the relaxed clip: it is lifted where the anchor's probability is below."""
+    relax_low: bool = False
+    relax_high: bool = False
+    topk: int | None = None
+    """K of the top-K divergences; the engine must return as many."""
+    include_other: bool = True
+    """Whether top-K TV counts the "other" bucket; False is Eq. 15 to the letter."""
+    ratio_cap: float = math.inf
+    """C of Eq. 23."""
+    ratio_reference: Anchor = Anchor.ROLLOUT
+    """Denominator of r_t in Eq. 23, the importance ratio of the gradient."""
+    ratio_level: RatioLevel = RatioLevel.TOKEN
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus; the paper uses none."""
+    aggregation: Aggregation = Aggregation.SEQ_MEAN_TOKEN_SUM_NORM
+    """How token losses combine, unless the run says otherwise."""
+
+    @property
+    def needs_recomputed_logp(self) -> bool:
+        """Whether the trainer must run its forward pass once more before the update."""
+        return Anchor.RECOMPUTED in (self.anchor, self.ratio_reference)
+
+    @property
+    def needs_topk(self) -> bool:
+        """Whether top-K log-probabilities of rollout and trainer are needed."""
+        return self.divergence is not None and self.divergence.needs_topk
+
+    @property
+    def needs_recomputed_topk(self) -> bool:
+        """Whether the extra forward pass must evaluate the rollout's top-K ids as well."""
+        return self.needs_topk and self.anchor is Anchor.RECOMPUTED
+
+    def __post_init__(self) -> None:
+        self._coerce("trust_region", TrustRegion)
+        self._coerce("anchor", Anchor)
+        self._coerce("divergence", DivergenceKind)
+        self._coerce("ratio_reference", Anchor)
+        self._coerce("ratio_level", RatioLevel)
+        self._coerce("aggregation", Aggregation)
+        for name in ("threshold_negative", "threshold_positive", "relax_below", "ratio_cap", "entropy_coefficient"):
+            self._coerce_number(name)
+        self._check_trust_region()
+        self._check_divergence()
+        self._check_relaxation()
+        self._check_ratio()
+
+    def _coerce(self, name: str, kind: type[StrEnum]) -> None:
+        value = getattr(self, name)
+        optional = name in ("anchor", "divergence")
+        if value is None and optional:
+            return
+        try:
+            object.__setattr__(self, name, kind(value))
+        except ValueError:
+            choices = ", ".join([*kind, *(["null"] if optional else [])])
+            raise self._error(f"{name}={value!r} is not one of {choices}") from None
+
+    def _coerce_number(self, name: str) -> None:
+        value = getattr(self, name)
+        if value is None and name not in ("ratio_cap", "entropy_coefficient"):
+            return
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if math.isnan(number) or number < 0:
+            raise self._error(f"{name}={value!r} must be a number, 0 or more")
+        object.__setattr__(self, name, number)
+
+    def _error(self, reason: str) -> PresetError:
+        return PresetError(f"preset {self.name!r}: {reason}")
+
+    def _refuse_unused(self, reason: str, *names: str) -> None:
+        """A setting without effect is a misunderstanding: refuse it rather than ignore it."""
+        defaults = {f.name: f.default for f in fields(self)}
+        for name in names:
+            if getattr(self, name) != defaults[name]:
+                raise self._error(
+                    f"{name}={getattr(self, name)} has no effect, because {reason}: set it to {defaults[name]}"
+                )
+
+    def _check_trust_region(self) -> None:
+        if self.trust_region is TrustRegion.NONE:
+            self._refuse_unused("there is no trust region", "anchor", "threshold_negative", "threshold_positive")
+            return
+        if self.anchor is None:
+            raise self._error("a trust region needs an anchor: rollout or recomputed")
+        if self.threshold_negative is None:
+            raise self._error("a trust region needs threshold_negative")
+        if self.trust_region is TrustRegion.NEGATIVE_DROP:
+            self._refuse_unused("the minimal mask only blocks negative advantages", "threshold_positive")
+        elif self.threshold_positive is None:
+            raise self._error(f"the trust region {self.trust_region} needs threshold_positive")
+
+    def _check_divergence(self) -> None:
+        if self.trust_region is TrustRegion.DIVERGENCE:
+            if self.divergence is None:
+                raise self._error(f"a divergence trust region needs divergence: one of {', '.join(DivergenceKind)}")
+        else:
+            self._refuse_unused(f"the trust region is {self.trust_region}", "divergence")
+        if self.needs_topk:
+            if not isinstance(self.topk, int) or isinstance(self.topk, bool) or self.topk < 1:
+                raise self._error(
+                    f"divergence {self.divergence} needs topk >= 1, the K the engine returns: {self.topk}"
+                )
+        else:
+            self._refuse_unused("the divergence is not a top-K one", "topk")
+        if self.divergence is not DivergenceKind.TOPK_TV:
+            self._refuse_unused(
+                "only top-K TV can leave the 'other' bucket out (Eq. 16 always counts it)", "include_other"
+            )
+
+    def _check_relaxation(self) -> None:
+        if self.trust_region is not TrustRegion.RELAXED_CLIP:
+            self._refuse_unused("the clip is not a relaxed one", "relax_below", "relax_low", "relax_high")
+            return
+        if self.relax_below is None:
+            raise self._error("a relaxed clip needs relax_below, the alpha of Section 6")
+        if not (self.relax_low or self.relax_high):
+            raise self._error("a relaxed clip must relax at least one end: relax_low, relax_high or both")
+
+    def _check_ratio(self) -> None:
+        if self.ratio_cap == 0:
+            raise self._error("ratio_cap=0 would remove every gradient")
+        if self.ratio_level is RatioLevel.SEQUENCE and self.trust_region not in (
+            TrustRegion.NONE,
+            TrustRegion.RATIO_CLIP,
+        ):
+            raise self._error(
+                f"ratio_level=sequence contradicts the trust region {self.trust_region}, which judges single tokens"
+            )

@@ -1,0 +1,160 @@
+"""The preset table: every algorithm of Appendices D and F, and PPO-clip and GSPO for comparison.
+
+A row has one set of constants per place that publishes some; the first set of a row is its default. The table in
+docs/algorithms.md lists all of them and is tested against this file.
+"""
+
+import dataclasses
+import difflib
+import math
+from typing import Any
+
+from megatron_dppo.algorithm.aggregation import Aggregation
+from megatron_dppo.algorithm.preset import Anchor, DivergenceKind, Preset, PresetError, RatioLevel, TrustRegion
+
+APPENDIX_D = "appendix-d"
+"""Stability analysis (Section 5): no truncation of the ratio except where TIS is in the name."""
+APPENDIX_F = "appendix-f"
+"""Scaling experiments (Section 7): C = 5 throughout; the top-K rows are Appendix G.2's, in the same setting."""
+APPENDIX_F_LORA = "appendix-f-lora"
+"""Scaling experiment with LoRA: Appendix F with delta = 0.15 for TV."""
+SECTION_5_3 = "section-5.3"
+SECTION_6 = "section-6"
+
+TOPK = 20
+"""K of Appendix G.2, the most that vLLM returns unless told otherwise."""
+
+
+def _unmasked(name: str, constants: str, cap: float) -> Preset:
+    return Preset(name=name, constants=constants, trust_region=TrustRegion.NONE, ratio_cap=cap)
+
+
+def _clip(name: str, constants: str, low: float, high: float, **fields: Any) -> Preset:
+    return Preset(
+        name=name,
+        constants=constants,
+        **{"trust_region": TrustRegion.RATIO_CLIP, "anchor": Anchor.ROLLOUT} | fields,
+        threshold_negative=low,
+        threshold_positive=high,
+    )
+
+
+def _dppo(name: str, constants: str, kind: DivergenceKind, delta: float, **fields: Any) -> Preset:
+    return Preset(
+        name=name,
+        constants=constants,
+        trust_region=TrustRegion.DIVERGENCE,
+        divergence=kind,
+        threshold_negative=delta,
+        threshold_positive=delta,
+        topk=TOPK if kind.needs_topk else None,
+        **{"anchor": Anchor.ROLLOUT} | fields,
+    )
+
+
+def _mask(name: str, delta: float, anchor: Anchor = Anchor.ROLLOUT) -> Preset:
+    return Preset(
+        name=name,
+        constants=SECTION_5_3,
+        trust_region=TrustRegion.NEGATIVE_DROP,
+        anchor=anchor,
+        threshold_negative=delta,
+    )
+
+
+def _relaxed(name: str, *, low: bool, high: bool) -> Preset:
+    return _clip(
+        name,
+        SECTION_6,
+        0.2,
+        0.28,
+        trust_region=TrustRegion.RELAXED_CLIP,
+        relax_below=0.1,
+        relax_low=low,
+        relax_high=high,
+    )
+
+
+def _dppo_rows(kind: DivergenceKind) -> list[Preset]:
+    name = f"dppo-{kind}"
+    is_tv = kind in (DivergenceKind.BINARY_TV, DivergenceKind.TOPK_TV)
+    delta_d, delta_f, delta_lora = (0.15, 0.2, 0.15) if is_tv else (0.05, 0.05, 0.05)
+    return [
+        _dppo(name, APPENDIX_F, kind, delta_f, ratio_cap=5.0),
+        _dppo(name, APPENDIX_F_LORA, kind, delta_lora, ratio_cap=5.0),
+        _dppo(name, APPENDIX_D, kind, delta_d),
+        _dppo(f"{name}-decoupled", APPENDIX_D, kind, delta_d, anchor=Anchor.RECOMPUTED),
+    ]
+
+
+_ROWS: list[Preset] = [
+    *(row for kind in DivergenceKind for row in _dppo_rows(kind)),
+    _clip("grpo-clip-higher", APPENDIX_F, 0.2, 0.27, ratio_cap=5.0),
+    _clip("grpo-clip-higher", APPENDIX_F_LORA, 0.2, 0.27, ratio_cap=5.0),
+    _clip("grpo-clip-higher", APPENDIX_D, 0.2, 0.28),
+    _unmasked("cispo", APPENDIX_F, 5.0),
+    _unmasked("cispo", APPENDIX_F_LORA, 5.0),
+    _unmasked("cispo", APPENDIX_D, 3.0),
+    _unmasked("pg-is", APPENDIX_D, math.inf),
+    _clip("minirl", APPENDIX_D, 0.2, 0.28, anchor=Anchor.RECOMPUTED),
+    _clip("minirl-tis", APPENDIX_D, 0.2, 0.28, anchor=Anchor.RECOMPUTED, ratio_cap=3.0),
+    _mask("mask-0.5", 0.5),
+    _mask("mask-0.8", 0.8),
+    _mask("mask-0.5-recompute", 0.5, Anchor.RECOMPUTED),
+    _relaxed("relax-low", low=True, high=False),
+    _relaxed("relax-high", low=False, high=True),
+    _relaxed("relax-both", low=True, high=True),
+    _clip("ppo-clip", "section-4.2", 0.2, 0.2),
+    _clip(
+        "gspo",
+        "arxiv-2507.18071",
+        3e-4,
+        4e-4,
+        ratio_level=RatioLevel.SEQUENCE,
+        aggregation=Aggregation.SEQ_MEAN_TOKEN_MEAN,
+    ),
+]
+
+_TABLE: dict[str, dict[str, Preset]] = {}
+for _row in _ROWS:
+    _TABLE.setdefault(_row.name, {})[_row.constants] = _row
+
+
+def names() -> list[str]:
+    """Names of all presets, in the order of the table."""
+    return list(_TABLE)
+
+
+def constant_sets(name: str) -> list[str]:
+    """Sets of constants published for this preset; the first is the default. Raises PresetError if unknown."""
+    return list(_lookup(name))
+
+
+def get(name: str, *, constants: str | None = None, **overrides: Any) -> Preset:
+    """The preset `name` with one published set of constants, and any field overridden.
+
+    Args: `constants` is one of `constant_sets(name)`, the first if None. `overrides` are fields of `Preset`.
+    Raises PresetError for an unknown name, set or field (with the nearest match), and for settings that contradict.
+    """
+    row = _lookup(name)
+    chosen = constants if constants is not None else next(iter(row))
+    if chosen not in row:
+        raise PresetError(f"preset {name!r} has no constants {chosen!r}; it has: {', '.join(row)}")
+    known = [f.name for f in dataclasses.fields(Preset) if f.name not in ("name", "constants")]
+    for field in overrides:
+        if field not in known:
+            raise PresetError(
+                f"preset {name!r} has no field {field!r}{_nearest(field, known)}; fields: {', '.join(known)}"
+            )
+    return dataclasses.replace(row[chosen], **overrides)
+
+
+def _lookup(name: str) -> dict[str, Preset]:
+    if name not in _TABLE:
+        raise PresetError(f"unknown preset {name!r}{_nearest(name, names())}; presets: {', '.join(names())}")
+    return _TABLE[name]
+
+
+def _nearest(word: str, choices: list[str]) -> str:
+    matches = difflib.get_close_matches(str(word), choices, n=2)
+    return f", did you mean {' or '.join(repr(m) for m in matches)}?" if matches else ""
