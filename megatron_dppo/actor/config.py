@@ -23,7 +23,7 @@ class ActorConfig(ConfigModel):
     router_replay: bool = True
     """Replay the experts that the engine chose (R3). Needs `rollout.router_replay`."""
     max_skipped_steps: int = Field(default=3, ge=0)
-    """Gradient steps in a row that may be skipped because loss or gradient norm is not finite; one more stops the run."""
+    """Gradient steps in a row that may be skipped because loss or gradients are not finite; one more stops the run."""
 
 
 class OptimizerConfig(ConfigModel):

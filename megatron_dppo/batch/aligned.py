@@ -51,6 +51,13 @@ class AlignedBatch:
         """Rows per sequence whose target the policy sampled, int64 `[B]`."""
         return np.add.reduceat(self.loss_mask.astype(np.int64), self.offsets[:-1])
 
+    @property
+    def routed_per_sequence(self) -> np.ndarray:
+        """Rows per sequence for which the engine recorded a route, int64 `[B]`."""
+        if self.routes is None:
+            return np.zeros(len(self), dtype=np.int64)
+        return np.add.reduceat(self.routes.valid.astype(np.int64), self.offsets[:-1])
+
     def select(self, sequences: np.ndarray) -> AlignedBatch:
         """The named sequences, in the order named (copies their rows)."""
         sequences = np.asarray(sequences, dtype=np.int64)

@@ -18,6 +18,8 @@ class SequenceSource(Protocol):
     """int64 `[B]`, rows of each sequence, prompt included."""
     trained: np.ndarray
     """int64 `[B]`, rows of each sequence whose target the policy sampled."""
+    routed: np.ndarray
+    """int64 `[B]`, rows of each sequence for which the engine recorded a route; 0 where it recorded none."""
 
     def rows(self, sequences: np.ndarray) -> AlignedBatch:
         """The named sequences in the order named. Pulls nothing else to this rank."""
@@ -31,11 +33,12 @@ class InMemorySource:
     batch: AlignedBatch
     lengths: np.ndarray
     trained: np.ndarray
+    routed: np.ndarray
 
     @staticmethod
     def of(batch: RolloutBatch) -> InMemorySource:
         aligned = align(batch)
-        return InMemorySource(aligned, aligned.lengths, aligned.trained_per_sequence)
+        return InMemorySource(aligned, aligned.lengths, aligned.trained_per_sequence, aligned.routed_per_sequence)
 
     def rows(self, sequences: np.ndarray) -> AlignedBatch:
         return self.batch.select(sequences)

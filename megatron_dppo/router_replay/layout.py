@@ -29,7 +29,9 @@ class LocalRoutes:
 def sequence_parallel_rows(rows: np.ndarray, rank: int, size: int) -> np.ndarray:
     """The contiguous slice of a pack's rows that sequence-parallel rank `rank` of `size` holds."""
     if len(rows) % size:
-        raise ValueError(f"a pack of {len(rows)} rows cannot be split over {size} sequence-parallel ranks; pad it first")
+        raise ValueError(
+            f"a pack of {len(rows)} rows cannot be split over {size} sequence-parallel ranks; pad it first"
+        )
     share = len(rows) // size
     return rows[rank * share : (rank + 1) * share]
 

@@ -148,6 +148,15 @@ class _Hook(RouterReplay):
         return scores.gather(1, indices), indices
 
 
+def moe_layer_numbers(config: Any) -> list[int]:
+    """1-based numbers of the MoE layers of the whole model, in order, from a Megatron-Core `TransformerConfig`."""
+    if config.num_moe_experts is None:
+        return []
+    frequency = config.moe_layer_freq
+    pattern = [i % frequency == 0 for i in range(config.num_layers)] if isinstance(frequency, int) else frequency
+    return [number for number, is_moe in enumerate(pattern, start=1) if is_moe]
+
+
 def find_routers(model_chunks: Sequence[Any], moe_layer_numbers: Sequence[int]) -> list[tuple[int, torch.nn.Module]]:
     """(index into the model's MoE layers, router) of every MoE layer the chunks hold.
 

@@ -1,0 +1,268 @@
+"""The Megatron actor: what a rank of the training job does with a rollout."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
+from megatron_dppo.actor.forward import run_schedule
+from megatron_dppo.actor.microbatch import Microbatch, MicrobatchBuilder
+from megatron_dppo.actor.objective import MicrobatchReport, MiniBatchObjective, Recomputed, collect
+from megatron_dppo.actor.optimizer import build_optimizer, guarded_step
+from megatron_dppo.actor.packing import plan_packs
+from megatron_dppo.actor.reduce import reduce_losses, reduce_replay_counts
+from megatron_dppo.actor.runtime import Runtime
+from megatron_dppo.actor.totals import StepTotals
+from megatron_dppo.algorithm import Denominators, Preset, TokenMetrics
+from megatron_dppo.batch import SequenceSource
+from megatron_dppo.models.parallel import ParallelConfig
+from megatron_dppo.router_replay.replay import ReplayCounts, RouterReplayController, find_routers, moe_layer_numbers
+
+
+class NonFiniteTraining(RuntimeError):
+    """More gradient steps in a row than allowed had a loss or gradient that is not finite."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingSignal:
+    """What a rollout step teaches, per sequence of the source; equal on all ranks.
+
+    advantages    float32 `[B]`
+    returns       float32 `[B]`, rewards before the baseline
+    mini_batches  sequence numbers of each gradient step, every sequence at most once
+    """
+
+    advantages: np.ndarray
+    returns: np.ndarray
+    mini_batches: Sequence[np.ndarray]
+
+
+class MegatronActor:
+    """One rank's share of the model, its optimizer, and the step that trains it.
+
+    Built from chunks that `megatron_dppo.models` made and `megatron_dppo.checkpoint` filled. Every method is
+    collective: all ranks call it with the same arguments (each pulls only its own rows from the source).
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        chunks: Sequence[torch.nn.Module],
+        *,
+        parallel: ParallelConfig,
+        config: ActorConfig,
+        optimizer: OptimizerConfig,
+        preset: Preset,
+        vocab_size: int,
+        temperature: float,
+        normaliser: float,
+    ) -> None:
+        """
+        vocab_size   true size, without padding
+        temperature  of the rollout: the policy is `softmax(logits / temperature)`
+        normaliser   L of the aggregation `seq-mean-token-sum-norm`, in tokens
+        """
+        self.runtime = runtime
+        self.model = list(chunks)
+        self._config, self._preset = config, preset
+        self._vocab_size, self._temperature, self._normaliser = vocab_size, temperature, normaliser
+        self._skipped_in_a_row = 0
+
+        model_config = get_model_config(self.model[0])
+        self._dtype = model_config.params_dtype
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        self.chunks = [
+            DistributedDataParallel(config=model_config, ddp_config=ddp, module=chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(self.model)
+        ]
+        self.optimizer, self.scheduler = build_optimizer(optimizer, self.chunks, self._dtype)
+        model_config.grad_scale_func = self.optimizer.scale_loss
+        model_config.finalize_model_grads_func = _finalise_by_sum
+
+        groups = runtime.groups
+        layer_numbers = moe_layer_numbers(model_config)
+        self._moe_layers = len(layer_numbers)
+        found = find_routers(self.model, layer_numbers)
+        self._routers = [(local, router) for local, (_, router) in enumerate(found)]
+        sequence_parallel = (groups.tp.rank(), groups.tp.size()) if parallel.sequence_parallel else (0, 1)
+        self._builder = MicrobatchBuilder(
+            device=runtime.device,
+            sequence_parallel=sequence_parallel,
+            moe_layers=[index for index, _ in found],
+            topk=preset.needs_topk,
+        )
+        interleaved = parallel.virtual_pipeline is not None
+        self._microbatch_multiple = parallel.pipeline if interleaved else 1
+        last_stage = groups.pp.rank() == groups.pp.size() - 1
+        self._contributes = last_stage and groups.tp.rank() == 0
+
+    def update(self, source: SequenceSource, signal: TrainingSignal) -> dict[str, float]:
+        """One gradient step per mini-batch. Returns metrics, the same on all ranks.
+
+        Raises NonFiniteTraining after too many skipped steps in a row, RuntimeError where routes went missing.
+        """
+        device = self.runtime.device
+        advantages = torch.from_numpy(signal.advantages.astype(np.float32)).to(device)
+        returns = torch.from_numpy(signal.returns.astype(np.float32)).to(device)
+        trained = torch.from_numpy(source.trained).to(device)
+        replay_on = self._config.router_replay and self._moe_layers > 0
+        packs = [self._pack(source, sequences) for sequences in signal.mini_batches]
+        # The anchor is the policy before the first of these steps, so all mini-batches are recomputed up front.
+        recomputed = None
+        if self._preset.needs_recomputed_logp:
+            recomputed = [self._recompute(self._build(source, pack, replay=replay_on), replay_on) for pack in packs]
+
+        metrics = TokenMetrics.empty(device)
+        totals = StepTotals()
+        for number, (sequences, pack) in enumerate(zip(signal.mini_batches, packs, strict=True)):
+            objective = MiniBatchObjective(
+                preset=self._preset,
+                denominators=Denominators(
+                    tokens=int(source.trained[sequences].sum()),
+                    sequences=len(sequences),
+                    constant=self._normaliser,
+                ),
+                advantages=advantages,
+                returns=returns,
+                trained=trained,
+                recomputed=None if recomputed is None else recomputed[number],
+            )
+            microbatches = self._build(source, pack, replay=replay_on)
+            totals.count_rows(microbatches)
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            controller = RouterReplayController(self._routers) if replay_on else None
+            with ExitStack() as stack:
+                if controller is not None:
+                    stack.enter_context(controller.installed())
+                reports = self._run(microbatches, objective, replay=controller, forward_only=False)
+            if controller is not None:
+                totals.add_replay(self._account(controller, source, sequences))
+            loss, part = reduce_losses(reports, contributes=self._contributes, device=device)
+            metrics = metrics.merge(part)
+            outcome = guarded_step(self.optimizer, self.scheduler, self.chunks, loss_is_finite=bool(np.isfinite(loss)))
+            self._watch_finite(outcome.applied, reports)
+            totals.add_step(loss, outcome)
+        sequences_in_all = sum(len(sequences) for sequences in signal.mini_batches)
+        policy = {f"policy/{name}": value for name, value in metrics.finalize(sequences_in_all).items()}
+        return policy | totals.metrics(replay_on)
+
+    def parity(self, source: SequenceSource, *, replay: bool) -> dict[str, float]:
+        """How far this model's log-probabilities are from the engine's, over all trained rows (forward passes only).
+
+        Returns `max_abs_logp_gap` in nats, `mean_abs_prob_gap` and, for MoE models with recorded routes,
+        `differing_routings`: (row, layer) pairs whose live top-k differs from the engine's. With `replay=False`
+        the live routers decide, and the record is only compared with.
+        """
+        watch = self._moe_layers > 0 and bool(source.routed.sum())
+        controller = RouterReplayController(self._routers, force=replay) if watch else None
+        microbatches = self._build(source, self._pack(source, np.arange(len(source.lengths))), replay=watch)
+        with ExitStack() as stack:
+            if controller is not None:
+                stack.enter_context(controller.installed())
+            passed = self._run(microbatches, collect, replay=controller, forward_only=True)
+        gap = torch.zeros(1, dtype=torch.float64, device=self.runtime.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
+        if self._contributes:
+            for microbatch, stats in passed:
+                rows = microbatch.rows
+                pi, mu = stats.logp[rows.loss_mask].double(), rows.mu_logp[rows.loss_mask].double()
+                if len(pi):
+                    gap = torch.maximum(gap, (pi - mu).abs().max())
+                sums += torch.stack([(pi.exp() - mu.exp()).abs().sum(), rows.loss_mask.sum().double()])
+        dist.all_reduce(gap, op=dist.ReduceOp.MAX)
+        dist.all_reduce(sums)
+        result = {"max_abs_logp_gap": float(gap), "mean_abs_prob_gap": float(sums[0] / sums[1].clamp(min=1))}
+        if controller is not None:
+            counts = reduce_replay_counts(controller.counts(), self.runtime.device)
+            result |= {"differing_routings": float(counts.differing), "compared_routings": float(counts.replayed)}
+        return result
+
+    def _pack(self, source: SequenceSource, sequences: np.ndarray) -> list[list[int]]:
+        """This data-parallel rank's microbatches, as numbers of the source's sequences."""
+        group = self.runtime.groups.dp
+        plan = plan_packs(
+            source.lengths[sequences],
+            budget=self._config.max_tokens_per_microbatch,
+            data_parallel=group.size(),
+            microbatch_multiple=self._microbatch_multiple,
+        )
+        return [[int(sequences[i]) for i in pack] for pack in plan[group.rank()]]
+
+    def _build(self, source: SequenceSource, packs: list[list[int]], *, replay: bool) -> list[Microbatch]:
+        return [
+            self._builder.build(source.rows(np.asarray(pack, dtype=np.int64)), pack, replay=replay) for pack in packs
+        ]
+
+    def _run(self, microbatches: list[Microbatch], loss: Any, **options: Any) -> list[Any]:
+        return run_schedule(
+            self.chunks,
+            microbatches,
+            loss,
+            vocab_size=self._vocab_size,
+            tensor_group=self.runtime.groups.tp,
+            temperature=self._temperature,
+            **options,
+        )
+
+    def _recompute(self, microbatches: list[Microbatch], replay: bool) -> list[Recomputed]:
+        """This model's own statistics of the rows, before any step; [] but on the last stage."""
+        controller = RouterReplayController(self._routers) if replay else None
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if controller is not None:
+                stack.enter_context(controller.installed())
+            passed = self._run(microbatches, collect, replay=controller, forward_only=True)
+        return [Recomputed(stats.logp, stats.topk_logp) for _, stats in passed]
+
+    def _account(
+        self, controller: RouterReplayController, source: SequenceSource, sequences: np.ndarray
+    ) -> ReplayCounts:
+        """Every recorded route must have been replayed once in every MoE layer, and nothing else."""
+        counts = reduce_replay_counts(controller.counts(), self.runtime.device)
+        recorded = int(source.routed[sequences].sum()) * self._moe_layers
+        gaps = int((source.lengths[sequences] - source.routed[sequences]).sum()) * self._moe_layers
+        if (counts.replayed, counts.gaps) != (recorded, gaps):
+            raise RuntimeError(
+                f"router replay consumed {counts.replayed} routes and found {counts.gaps} gaps, but the rollout "
+                f"recorded {recorded} routes and {gaps} gaps over {self._moe_layers} MoE layers: "
+                "routes were lost on the way"
+            )
+        return counts
+
+    def _watch_finite(self, finite: bool, reports: list[MicrobatchReport]) -> None:
+        """Say which tokens were not finite; stop after too many skipped steps in a row."""
+        if finite:
+            self._skipped_in_a_row = 0
+            return
+        self._skipped_in_a_row += 1
+        named = [
+            f"sequence {int(sequence)} row {int(position)}"
+            for report in reports
+            for sequence, position in zip(*(t[report.nonfinite[0]].tolist() for t in report.nonfinite[1:]), strict=True)
+        ]
+        where = f"tokens with a non-finite loss on this rank: {', '.join(named[:8])}" if named else ""
+        if named:
+            print(f"rank {self.runtime.rank}: gradient step skipped; {where}", flush=True)
+        if self._skipped_in_a_row > self._config.max_skipped_steps:
+            raise NonFiniteTraining(
+                f"{self._skipped_in_a_row} gradient steps in a row were not finite "
+                f"(actor.max_skipped_steps={self._config.max_skipped_steps}); "
+                f"{where or 'the tokens are named by the ranks that hold them'}"
+            )
+
+
+def _finalise_by_sum(model: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
+    """Megatron-Core's gradient reductions without its division by a token count: losses are divided beforehand."""
+    finalize_model_grads(model, None, **options)

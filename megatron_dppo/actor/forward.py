@@ -1,0 +1,83 @@
+"""One pass of the pipeline schedule over packed microbatches, with or without a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_dppo.actor.microbatch import Microbatch
+from megatron_dppo.router_replay.replay import RouterReplayController
+from megatron_dppo.vocab_parallel.megatron_hook import TokenStatsRequest, token_stats_processor
+from megatron_dppo.vocab_parallel.stats import TokenStats
+
+type LossFunction[Report] = Callable[[int, Microbatch, TokenStats], tuple[torch.Tensor, Report]]
+"""(index of the microbatch, microbatch, its statistics) to (this microbatch's share of the loss, anything to keep)."""
+
+
+def run_schedule[Report](
+    chunks: Sequence[torch.nn.Module],
+    microbatches: Sequence[Microbatch],
+    loss: LossFunction[Report],
+    *,
+    vocab_size: int,
+    tensor_group: torch.distributed.ProcessGroup,
+    temperature: float,
+    replay: RouterReplayController | None,
+    forward_only: bool,
+) -> list[Report]:
+    """Run every microbatch through Megatron-Core's schedule for this pipeline layout.
+
+    The last stage's model output is `TokenStats` (never logits); `loss` turns it into a scalar whose sum over
+    microbatches and ranks is the loss of the mini-batch. Gradients are accumulated in the chunks' buffers and
+    reduced by a plain sum (`calculate_per_token_loss`; the schedule's own division is switched off by reporting no
+    tokens, see `gradient_finaliser`). Returns the reports of `loss` in order on the last pipeline stage, [] elsewhere.
+
+    Collectives: those of the layout; every rank must call this with the same number of microbatches.
+    """
+    device = microbatches[0].input_ids.device
+
+    def forward_step(data: Iterator[tuple[int, Microbatch]], model: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
+        index, microbatch = next(data)
+        rows = microbatch.rows
+        request = TokenStatsRequest(
+            token_ids=rows.targets,
+            vocab_size=vocab_size,
+            group=tensor_group,
+            topk_ids=rows.topk_ids,
+            loss_mask=rows.loss_mask,
+            temperature=temperature,
+        )
+        around: AbstractContextManager[None] = nullcontext()
+        if replay is not None:
+            assert microbatch.routes is not None
+            around = replay.microbatch(microbatch.routes, device, training=not forward_only)
+        with around:
+            output = model(
+                input_ids=microbatch.input_ids,
+                position_ids=microbatch.position_ids,
+                attention_mask=None,
+                packed_seq_params=microbatch.packed,
+                output_processor=token_stats_processor,
+                output_processor_context=request,
+            )
+
+        def loss_function(stats: TokenStats) -> tuple[torch.Tensor, torch.Tensor, Report]:
+            value, report = loss(index, microbatch, stats)
+            return value, torch.zeros((), dtype=torch.int, device=device), report
+
+        return output, loss_function
+
+    iterators: list[Iterator[tuple[int, Microbatch]]] = [iter(enumerate(microbatches)) for _ in chunks]
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks),
+        num_microbatches=len(microbatches),
+        seq_length=max(m.input_ids.shape[1] for m in microbatches),
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )

@@ -1,0 +1,94 @@
+"""The policy objective of one mini-batch, as the loss of its microbatches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.actor.microbatch import Microbatch
+from megatron_dppo.algorithm import (
+    Denominators,
+    Preset,
+    RatioLevel,
+    TokenMetrics,
+    aggregate,
+    divergence_for,
+    policy_loss,
+    token_weights,
+)
+from megatron_dppo.vocab_parallel.stats import TokenStats
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """The trainer's own statistics of one microbatch before the update, `S` rows."""
+
+    logp: Tensor
+    topk_logp: Tensor | None
+
+
+@dataclass(frozen=True)
+class MicrobatchReport:
+    """What the last stage keeps of one microbatch."""
+
+    loss: Tensor
+    metrics: TokenMetrics
+    nonfinite: tuple[Tensor, Tensor, Tensor]
+    """(row is not finite `[S]`, sequence `[S]`, position `[S]`) to name the tokens of a non-finite loss."""
+
+
+@dataclass(frozen=True)
+class MiniBatchObjective:
+    """Everything the loss of a microbatch depends on besides its rows; equal on all ranks.
+
+    advantages, trained  `[B]` over the source's sequences: A of each, and its number of trained tokens
+    recomputed           per microbatch, for presets with a recomputed anchor
+    """
+
+    preset: Preset
+    denominators: Denominators
+    advantages: Tensor
+    returns: Tensor
+    trained: Tensor
+    recomputed: list[Recomputed] | None
+
+    def __call__(self, index: int, microbatch: Microbatch, stats: TokenStats) -> tuple[Tensor, MicrobatchReport]:
+        """This microbatch's share of the mini-batch loss; gradient through `stats.logp` (and entropy bonus) only."""
+        rows = microbatch.rows
+        sequence = rows.sequence.clamp(min=0)
+        recomputed = None if self.recomputed is None else self.recomputed[index]
+        divergence = divergence_for(
+            self.preset,
+            logp=stats.logp,
+            mu_logp=rows.mu_logp,
+            recomputed_logp=None if recomputed is None else recomputed.logp,
+            topk_logp=stats.topk_logp,
+            mu_topk_logp=rows.topk_mu_logp,
+            recomputed_topk_logp=None if recomputed is None else recomputed.topk_logp,
+            topk_member=rows.topk_member,
+        )
+        loss = policy_loss(
+            self.preset,
+            stats.logp,
+            rows.mu_logp,
+            self.advantages[sequence],
+            loss_mask=rows.loss_mask,
+            divergence=divergence,
+            recomputed_logp=None if recomputed is None else recomputed.logp,
+            entropy=stats.entropy,
+            sequence_ids=sequence if self.preset.ratio_level is RatioLevel.SEQUENCE else None,
+            returns=self.returns[sequence],
+        )
+        weights = token_weights(
+            rows.loss_mask, self.preset.aggregation, self.denominators, sequence_tokens=self.trained[sequence]
+        )
+        value = aggregate(loss.per_token, weights)
+        bad = rows.loss_mask & ~torch.isfinite(loss.per_token.detach())
+        return value, MicrobatchReport(value.detach(), loss.metrics, (bad, rows.sequence, rows.position))
+
+
+def collect(index: int, microbatch: Microbatch, stats: TokenStats) -> tuple[Tensor, tuple[Microbatch, TokenStats]]:
+    """The loss of a forward-only pass: nothing, but the statistics are kept."""
+    return stats.logp.sum() * 0.0, (microbatch, stats)

@@ -1,0 +1,31 @@
+"""Which objective is trained."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from megatron_dppo.algorithm import presets
+from megatron_dppo.algorithm.advantage import Baseline
+from megatron_dppo.algorithm.preset import Preset
+from megatron_dppo.config.base import ConfigModel
+
+
+class AlgorithmConfig(ConfigModel):
+    """A row of the preset table, and any field of it overridden. See docs/algorithms.md."""
+
+    preset: str = "dppo-binary-tv"
+    """Name of the preset; it fixes the trust region and its anchor."""
+    constants: str | None = None
+    """Published set of constants ("appendix-d", "appendix-f", ...); the preset's first when absent."""
+    overrides: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Fields of the preset to change, e.g. `algorithm.overrides.threshold_negative=0.2`."""
+    baseline: Baseline = Baseline.MEAN
+    """What is subtracted from a reward: the mean of its group, or of the others of its group."""
+    divide_by_std: bool = False
+    """Divide advantages by the group's standard deviation (the paper does not)."""
+    normaliser: float | None = Field(default=None, gt=0)
+    """L of the aggregation `seq-mean-token-sum-norm`, in tokens; `rollout.max_response_tokens` when absent."""
+
+    def resolve(self) -> Preset:
+        """The preset with the overrides applied. Raises PresetError (a ValueError) with the reason."""
+        return presets.get(self.preset, constants=self.constants, **self.overrides)

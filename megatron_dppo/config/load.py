@@ -1,0 +1,82 @@
+"""A YAML file and `a.b=c` overrides to a checked `Config`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import UserError
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read `path`, apply `overrides` in order, check everything.
+
+    Raises UserError naming the key, what is wrong with it and, for unknown keys, the nearest known one.
+    """
+    if not path.is_file():
+        raise UserError(f"config file {path} does not exist")
+    try:
+        tree = OmegaConf.load(path)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"config file {path} is not valid YAML: {_first_line(error)}") from error
+    if not OmegaConf.is_dict(tree):
+        raise UserError(f"config file {path} must hold sections (run:, model:, ...), found a {type(tree).__name__}")
+    for override in overrides:
+        if "=" not in override or override.startswith(("=", "-")):
+            raise UserError(f"override {override!r} must look like section.key=value")
+    try:
+        merged = OmegaConf.merge(tree, OmegaConf.from_dotlist(list(overrides)))
+        plain = OmegaConf.to_container(merged, resolve=True)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"overrides {' '.join(overrides)} cannot be applied to {path}: {_first_line(error)}") from error
+    try:
+        return Config.model_validate(plain)
+    except ValidationError as error:
+        raise UserError("; ".join(_explain(item) for item in error.errors())) from error
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Write the resolved configuration, readable by `load_config`."""
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+
+
+def _explain(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"unknown config key {key}{_nearest(error['loc'])}"
+    if error["type"] == "missing":
+        return f"config key {key} is required; set {key}=... or put it in the config file"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"config key {key}={error['input']!r}: {message}" if key else message
+
+
+def _nearest(location: tuple[Any, ...]) -> str:
+    """The known key most like the last part of `location`, in the section it was written in."""
+    section: Any = Config
+    for part in location[:-1]:
+        field = section.model_fields.get(part) if _is_model(section) else None
+        section = (
+            next((t for t in (field.annotation, *get_args(field.annotation)) if _is_model(t)), None) if field else None
+        )
+    known = list(section.model_fields) if _is_model(section) else []
+    close = difflib.get_close_matches(str(location[-1]), known, n=1)
+    prefix = ".".join(str(p) for p in location[:-1])
+    if close:
+        return f"; did you mean {prefix + '.' if prefix else ''}{close[0]}?"
+    return f"; known keys{' of ' + prefix if prefix else ''}: {', '.join(known)}" if known else ""
+
+
+def _is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
