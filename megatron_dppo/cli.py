@@ -1,0 +1,44 @@
+"""The command line: `megatron-dppo train | convert | plot`. Heavy imports happen inside the commands."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_dppo import __version__
+from megatron_dppo.launch import exit_status
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit code; what a user can act on is one line on stderr (`launch.exit_status`)."""
+    arguments = _parser().parse_args(argv)
+    return exit_status(lambda: arguments.run(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megatron-dppo", description="Reinforcement learning of MoE models with DPPO.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train",
+        help="train a model (start with torchrun)",
+        description="Train as CONFIG says: torchrun --nproc-per-node N --no-python megatron-dppo train CONFIG ...",
+    )
+    train.add_argument("config", type=Path, help="YAML file")
+    train.add_argument("overrides", nargs="*", metavar="a.b=c", help="config keys to change")
+    train.set_defaults(run=_train)
+    return parser
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from megatron_dppo.config.load import load_config
+    from megatron_dppo.trainer.train import train
+
+    return train(load_config(arguments.config, arguments.overrides))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

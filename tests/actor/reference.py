@@ -1,0 +1,147 @@
+"""The same training written a second time: transformers, autograd, one sequence at a time, AdamW."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import MethodType
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from megatron_dppo.batch import RolloutBatch
+from megatron_dppo.router_replay.routes import Routes
+
+
+def make_rollout(
+    model: PreTrainedModel, *, groups: int, samples: int, topk: int, moe_layers: int, experts: int, k: int, seed: int
+) -> RolloutBatch:
+    """Sequences of random tokens, as an engine might have sampled them: mu is the model's own law, perturbed.
+
+    Routes are random (so replaying them matters), with the last token of each sequence unrouted and a few gaps more.
+    """
+    rng = np.random.default_rng(seed)
+    vocab = model.config.vocab_size
+    prompts = rng.integers(3, 9, size=groups)
+    parts = []
+    for group in range(groups):
+        for sample in range(samples):
+            length = int(rng.integers(2, 12))
+            n = int(prompts[group]) + length
+            tokens = rng.integers(2, vocab, size=n)
+            with torch.no_grad():
+                logits = model(torch.tensor(tokens)[None]).logits[0].double()
+            mu = (logits + 0.6 * torch.from_numpy(rng.standard_normal(logits.shape))).log_softmax(-1)
+            mu_logp, ids, id_logp = np.zeros(n), np.full((n, topk), -1), np.full((n, topk), -np.inf)
+            for t in range(int(prompts[group]), n):
+                law = mu[t - 1]
+                if rng.random() < 0.7:  # often a likely token, as sampling would give
+                    tokens[t] = int(law.topk(3).indices[int(rng.integers(3))])
+                mu_logp[t] = law[tokens[t]]
+                best = law.topk(topk)
+                ids[t], id_logp[t] = best.indices.numpy(), best.values.numpy()
+            chosen = np.argsort(rng.random((n, moe_layers, experts)), axis=-1)[..., :k].astype(np.uint8)
+            valid = rng.random(n) < 0.9
+            valid[-1] = False
+            chosen[~valid] = 0
+            parts.append(
+                RolloutBatch(
+                    token_ids=tokens.astype(np.int32),
+                    offsets=np.array([0, n]),
+                    prompt_lengths=np.array([prompts[group]], dtype=np.int32),
+                    loss_mask=np.arange(n) >= prompts[group],
+                    mu_logp=mu_logp.astype(np.float32),
+                    topk_ids=ids.astype(np.int32),
+                    topk_logp=id_logp.astype(np.float32),
+                    routes=Routes(chosen, valid, experts),
+                    request_ids=(f"0/{group}/{sample}",),
+                    finish_reasons=("stop",),
+                    weight_versions=np.zeros(n, dtype=np.int32),
+                )
+            )
+    return RolloutBatch.concatenate(parts)
+
+
+def force_routes(model: PreTrainedModel, routes: Routes | None, rows: np.ndarray) -> None:
+    """Make every gate of the model pick the recorded experts on `rows`, and its own where there is no record."""
+    for index, layer in enumerate(model.model.layers):
+        gate = layer.mlp.gate
+
+        def forward(self, hidden_states, index=index):
+            logits = hidden_states.reshape(-1, self.hidden_dim) @ self.weight.t()
+            chosen = logits.topk(self.top_k, dim=-1).indices
+            if routes is not None:
+                record = torch.from_numpy(routes.experts[rows, index].astype(np.int64))
+                chosen = torch.where(torch.from_numpy(routes.valid[rows])[:, None], record, chosen)
+            weights = logits.gather(1, chosen).softmax(-1)
+            return logits, weights, chosen
+
+        gate.forward = MethodType(forward, gate)
+
+
+@dataclass
+class Reference:
+    """Trains `model` on a rollout with one objective, by the paper's formulas."""
+
+    model: PreTrainedModel
+    batch: RolloutBatch
+    advantages: np.ndarray
+    preset: str
+    normaliser: float
+    replay: bool
+
+    def log_probs(self, sequence: int) -> tuple[torch.Tensor, np.ndarray]:
+        """All log-probabilities `[n - 1, V]` (row t predicts token t + 1), and the rows that are trained."""
+        start, stop = self.batch.offsets[sequence], self.batch.offsets[sequence + 1]
+        force_routes(self.model, self.batch.routes if self.replay else None, np.arange(start, stop))
+        tokens = torch.from_numpy(self.batch.token_ids[start:stop].astype(np.int64))
+        return self.model(tokens[None]).logits[0, :-1].double().log_softmax(-1), np.arange(start, stop - 1)
+
+    def loss(self, sequences: np.ndarray, before: dict[int, torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for i in sequences:
+            logp, rows = self.log_probs(int(i))
+            for t, row in enumerate(rows):
+                if not self.batch.loss_mask[row + 1]:
+                    continue
+                token, advantage = int(self.batch.token_ids[row + 1]), float(self.advantages[i])
+                mu, pi = math.exp(self.batch.mu_logp[row + 1]), float(logp[t, token].detach().exp())
+                if not self._blocked(row + 1, token, advantage, mu, pi, logp[t].detach(), before.get(int(i)), t):
+                    total = total - min(pi / mu, self._cap()) * advantage * logp[t, token]
+        return total / (len(sequences) * self.normaliser)
+
+    def _cap(self) -> float:
+        return {"minirl": math.inf}.get(self.preset, 5.0)
+
+    def _blocked(self, row, token, advantage, mu, pi, law, before, t) -> bool:
+        away = pi > mu if advantage > 0 else pi < mu
+        if self.preset == "dppo-binary-tv":
+            return away and abs(pi - mu) > 0.2
+        if self.preset == "dppo-topk-kl":
+            ids, logs = self.batch.topk_ids[row], self.batch.topk_logp[row].astype(np.float64)
+            members = dict(zip(ids.tolist(), np.exp(logs), strict=True)) | {token: mu}
+            kl = sum(m * (math.log(m) - float(law[i])) for i, m in members.items())
+            other_mu = max(1 - sum(members.values()), 1e-6)
+            other_pi = max(1 - sum(float(law[i].exp()) for i in members), 1e-6)
+            return away and kl + other_mu * math.log(other_mu / other_pi) > 0.05
+        ratio = pi / mu if self.preset == "grpo-clip-higher" else pi / float(before[t, token].exp())
+        high = 0.27 if self.preset == "grpo-clip-higher" else 0.28
+        return ratio > 1 + high if advantage > 0 else ratio < 0.8
+
+    def train(self, mini_batches: list[np.ndarray], *, lr: float, clip: float) -> list[tuple[float, float]]:
+        """One AdamW step per mini-batch; returns (loss, gradient norm) of each."""
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+        before: dict[int, torch.Tensor] = {}
+        if self.preset == "minirl":
+            with torch.no_grad():
+                before = {int(i): self.log_probs(int(i))[0] for batch in mini_batches for i in batch}
+        history = []
+        for sequences in mini_batches:
+            optimizer.zero_grad()
+            loss = self.loss(sequences, before)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+            optimizer.step()
+            history.append((float(loss.detach()), float(norm)))
+        return history
