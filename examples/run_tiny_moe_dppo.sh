@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+""":"
+# Train a tiny Qwen3-MoE by DPPO on sums, on two CPU cores: Megatron-Core, vLLM and router replay, all real.
+#
+#   bash examples/run_tiny_moe_dppo.sh [a.b=c ...]
+#   torchrun --nproc-per-node 2 examples/run_tiny_moe_dppo.sh [a.b=c ...]
+#
+# Each a.b=c overrides a key of examples/tiny_moe_dppo.yaml. Variables:
+#   SEED       of the model, the task and the run (default 0)
+#   MODEL_DIR  folder of the model to train; made when absent (default runs/tiny_moe_model/seed-SEED)
+#   RUN_DIR    folder of the run: metrics, plots, checkpoints, result (default runs/tiny_moe_dppo/START-TIME)
+#   NPROC      ranks, when started by bash (default 2)
+#   PYTHON     interpreter, when started by bash (default .venv/bin/python, made first where there is none)
+#
+# torchrun starts a file with Python, so this one is both: to bash the line above is a command that does nothing, to
+# Python it opens a docstring, which closes after bash has handed over to Python.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [ -z "${PYTHON:-}" ]; then
+  bash "$root/tools/setup_venv.sh"
+  PYTHON=${VENV:-$root/.venv}/bin/python
+fi
+exec "$PYTHON" "${BASH_SOURCE[0]}" "$@"
+: <<'# end of Python'
+"""
+
+import os
+from pathlib import Path
+
+from megatron_dppo.launch import MadeOnce, job_stamp, run_example
+
+ROOT = Path(__file__).resolve().parent.parent
+SEED = os.environ.get("SEED", "0")
+MODEL_DIR = Path(os.environ.get("MODEL_DIR", ROOT / f"runs/tiny_moe_model/seed-{SEED}"))
+RUN_DIR = Path(os.environ.get("RUN_DIR", ROOT / f"runs/tiny_moe_dppo/{job_stamp()}"))
+CONFIG = ROOT / "examples/tiny_moe_dppo.yaml"
+
+if __name__ == "__main__":  # processes that the run spawns import this file again
+    run_example(
+        __file__,
+        processes=os.environ.get("NPROC", "2"),
+        model=MadeOnce(MODEL_DIR, [f"{ROOT}/tools/make_tiny_model.py", "{out}", "--seed", SEED]),
+        arguments=["train", str(CONFIG), f"model.path={MODEL_DIR}", f"run.dir={RUN_DIR}", f"run.seed={SEED}"],
+        settings={"SEED": SEED, "MODEL_DIR": MODEL_DIR, "RUN_DIR": RUN_DIR},
+    )
+# end of Python

@@ -1,0 +1,92 @@
+"""What every example script does: make its model once, then train on all ranks, however it was started."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.launch.local import launch_local
+from megatron_dppo.launch.rank import exit_status
+
+
+def job_stamp() -> str:
+    """Start time of the job as `20260131-235959`, the same in every rank of a node: ranks have one parent."""
+    launcher = psutil.Process(os.getppid()) if "LOCAL_RANK" in os.environ else psutil.Process()
+    return time.strftime("%Y%m%d-%H%M%S", time.localtime(launcher.create_time()))
+
+
+@dataclass(frozen=True)
+class MadeOnce:
+    """A folder that `command` (a Python script and its arguments) writes when it is absent.
+
+    `{out}` in the command is where to write: a folder beside the final one, renamed when complete, so that an
+    interrupted run leaves nothing that looks finished. Ranks that come at the same time wait for the first.
+    """
+
+    folder: Path
+    command: Sequence[str]
+
+    def ensure(self) -> None:
+        """Errors: `UserError` when the folder cannot be written or the command fails."""
+        if self.folder.exists():
+            return
+        partial, lock_file = (self.folder.with_name(f".{self.folder.name}.{part}") for part in ("partial", "lock"))
+        try:
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            with open(lock_file, "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if self.folder.exists():
+                    return
+                command = [sys.executable, *(part.replace("{out}", str(partial)) for part in self.command)]
+                shutil.rmtree(partial, ignore_errors=True)
+                if subprocess.run(command, check=False).returncode:
+                    raise UserError(f"making {self.folder} failed, see above: {' '.join(command)}")
+                partial.rename(self.folder)
+        except OSError as error:
+            raise UserError(f"cannot write {self.folder}: {error.strerror}; choose another folder") from error
+
+
+def run_example(
+    script: str, *, processes: str, model: MadeOnce, arguments: Sequence[str], settings: Mapping[str, object]
+) -> None:
+    """Run `megatron-dppo ARGUMENTS EXTRA...` on all ranks and exit; EXTRA is what follows the script's name.
+
+    Started by torchrun (or another launcher that sets LOCAL_RANK) this process is one rank. Started alone it makes the
+    model, then starts `processes` ranks of the same script. `settings` are the variables that name this run: with them
+    the closing line after an interruption says how to go on.
+    """
+    extra = sys.argv[1:]
+    if "LOCAL_RANK" in os.environ:
+        sys.exit(_rank(model, [*arguments, *extra]))
+
+    def launch() -> int:
+        if not processes.isdecimal() or int(processes) < 1:
+            raise UserError(f"NPROC={processes}: must be the number of ranks, 1 or more")
+        model.ensure()
+        variables = [f"{name}={shlex.quote(str(value))}" for name, value in settings.items()]
+        again = " ".join([*variables, "bash", *map(shlex.quote, [script, *extra]), "trainer.resume=true"])
+        on_stop = f"To go on from the last checkpoint, if there is one: {again}"
+        return launch_local([sys.executable, "-u", script, *extra], processes=int(processes), on_stop=on_stop)
+
+    sys.exit(exit_status(launch))
+
+
+def _rank(model: MadeOnce, arguments: Sequence[str]) -> int:
+    def train() -> int:
+        model.ensure()
+        from megatron_dppo.cli import main  # after the model, since importing the stack takes seconds of every rank
+
+        return main(list(arguments))
+
+    return exit_status(train)

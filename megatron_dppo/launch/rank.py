@@ -1,0 +1,110 @@
+"""How one process ends: an exit status, and one line that says why."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from megatron_dppo.errors import UserError
+
+PROGRAM = "megatron-dppo"
+PEER_GRACE_SECONDS = 15.0
+"""How long a rank that lost a peer lets the peer's own reason come first."""
+EXIT_GRACE_SECONDS = 60
+"""A failed rank is gone this much later, whatever its exit handlers do."""
+
+_PR_SET_PDEATHSIG = 1
+_PEER_LOSS = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket closed", "remote process")
+
+
+class Stopped(BaseException):
+    """SIGTERM or SIGINT arrived. Not an Exception, so that only `finally` and `with` see it pass."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def exit_status(run: Callable[[], int | None]) -> int:
+    """Call `run` and return the status that the process should exit with:
+
+    0 (or what `run` returned), 1 unexpected exception, 2 `UserError`, 130 interrupted (Ctrl-C), 143 terminated.
+
+    Run alone, the process prints the reason as its last line on stderr (a `UserError` without traceback). Under
+    torchrun or `launch_local` it hands the reason to the launcher, through torch's error file, and prints nothing: the
+    launcher is the last to write to the terminal. SIGTERM and SIGINT unwind the stack, so that `finally` blocks close
+    engines and files. A rank whose collective failed because another rank is gone first waits for the launcher to end
+    it, so that the other rank's reason is the one reported.
+    """
+    under_launcher = bool(os.environ.get("TORCHELASTIC_ERROR_FILE"))
+    if under_launcher:
+        # Also when the launcher is killed with SIGKILL its ranks must not stay behind.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    try:
+        with _signals_raise(once=under_launcher):
+            try:
+                return run() or 0
+            except Exception as error:
+                if under_launcher and _lost_a_peer(error):
+                    time.sleep(PEER_GRACE_SECONDS)
+                raise
+    except UserError as error:
+        status, details, reason = 2, "", f"{PROGRAM}: error: {error}"
+    except Stopped as stop:
+        status, details, reason = 128 + stop.number, "", f"{PROGRAM}: stopped by {stop}"
+    except Exception as error:
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        status, details, reason = 1, traceback.format_exc(), f"{PROGRAM}: failed: {rank}{type(error).__name__}: {error}"
+    if not under_launcher:
+        print(f"{details}{reason}", file=sys.stderr, flush=True)
+        return status
+    if status < 128:
+        _write_error_file(reason, f"{details}{reason}")
+    # If an exit handler hangs, the kernel ends the process: a failed rank must never keep the others waiting.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(EXIT_GRACE_SECONDS)
+    return status
+
+
+@contextmanager
+def _signals_raise(*, once: bool) -> Iterator[None]:
+    """Inside, the first SIGINT or SIGTERM raises `Stopped`. With `once` later ones are ignored, for the rest of the
+    process, so that closing down is not cut short (the launcher has its own time limit); else a second one kills."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for known in before:
+            signal.signal(known, signal.SIG_IGN if once else signal.SIG_DFL)
+        raise Stopped(number)
+
+    before = {known: signal.signal(known, stop) for known in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        if not once:
+            for known, handler in before.items():
+                signal.signal(known, handler)
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    """Is this what a collective raises when another rank has gone, and so not the cause of the failure?"""
+    text = str(error).lower()
+    return type(error).__name__.startswith("Dist") or any(sign in text for sign in _PEER_LOSS)
+
+
+def _write_error_file(reason: str, text: str) -> None:
+    """torch's format; torchrun shows `py_callstack` in its closing summary, `launch_local` prints it as it is."""
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+        json.dump({"message": {"message": reason, "extraInfo": extra}}, file)
