@@ -1,0 +1,84 @@
+"""Settings of the rollout engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from megatron_dppo.config.base import ConfigModel
+
+
+class RolloutConfig(ConfigModel):
+    """How responses are sampled, what is recorded of them, and what the engine may use."""
+
+    temperature: float = Field(default=1.0, gt=0.0)
+    """Divides the logits of training rollouts. Nothing else may bend the law: `log mu` is what the trainer recomputes."""
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    """Longer prompts are refused."""
+    max_response_tokens: int = Field(default=16384, ge=1)
+    """Most tokens sampled per response; a response cut here ends with finish reason "length"."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end a response beside the model's own end-of-sequence ids. The stop token is part of the response."""
+    top_k_logprobs: int = Field(default=20, ge=0)
+    """K: likeliest ids recorded per sampled token (the paper uses 20). 0 records the sampled token alone."""
+    router_replay: bool = True
+    """Record the experts of every token (R3). Ignored for models without experts."""
+
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
+    """Of the engine's weights and activations; "auto" takes the checkpoint's."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """"dummy" starts from random weights and refuses to generate until the first sync."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs (or CPU processes) that share one engine."""
+    enforce_eager: bool = False
+    """Without CUDA graphs. A CPU has none."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
+    """Share of each GPU's memory for weights, activations and the KV cache."""
+    kv_cache_mib: int | None = Field(default=None, ge=1)
+    """Size of the KV cache per device; None lets the platform choose."""
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Sequences decoded together."""
+    max_num_batched_tokens: int = Field(default=8192, ge=1)
+    """Tokens per engine step; longer prompts are prefilled in chunks."""
+    enable_prefix_caching: bool = True
+    """Samples of one prompt share its key-value cache. Emptied at every weight sync."""
+    enable_sleep: bool = False
+    """Let the engine give its GPU memory back between rollouts (`sleep` and `wake`); needed when it shares cards with
+    the trainer. A CPU has nothing to give back."""
+    cpu_threads: int | None = Field(default=None, ge=1)
+    """Threads of an engine on a CPU; None takes every core. On a GPU without effect."""
+
+    sequences_per_object: int = Field(default=64, ge=1)
+    """Sequences per object in Ray's object store: the grain in which ranks pull rollouts."""
+    object_store_mib: int = Field(default=512, ge=80)
+    """Size of the object store of a Ray that this run starts; reduced where /dev/shm is smaller."""
+    weight_sync_bucket_mib: int = Field(default=256, ge=1)
+    """Bytes of weights under way at once in a sync. A tensor larger than this travels alone."""
+    start_timeout_s: float = Field(default=1800.0, gt=0.0)
+    """From creating the engine until it must be ready."""
+    generate_timeout_s: float = Field(default=7200.0, gt=0.0)
+    """For one `generate` call; what is unfinished then is aborted and the call fails."""
+    sync_timeout_s: float = Field(default=600.0, gt=0.0)
+    """For each bucket of a weight sync."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, prompt included."""
+        return self.max_prompt_tokens + self.max_response_tokens
+
+    @model_validator(mode="after")
+    def _cross_check(self) -> RolloutConfig:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"rollout.max_num_batched_tokens={self.max_num_batched_tokens} cannot hold one token for each of "
+                f"rollout.max_num_seqs={self.max_num_seqs} sequences; raise the first or lower the second"
+            )
+        if self.temperature < 0.01:
+            raise ValueError(
+                f"rollout.temperature={self.temperature}: vLLM silently raises temperatures below 0.01, so log mu would "
+                "be another law's; use at least 0.01 (greedy decoding is for evaluation)"
+            )
+        if any(token < 0 for token in self.stop_token_ids):
+            raise ValueError(f"rollout.stop_token_ids={self.stop_token_ids} holds a negative token id")
+        return self

@@ -1,0 +1,92 @@
+"""The law tokens are drawn from, and what may not bend it.
+
+The trainer recomputes `log pi` as the log-softmax of logits / temperature over the whole vocabulary. `log mu` is
+comparable only if the engine drew from the same kind of law, so anything else that moves or removes probability is
+refused for training (paper, Section 4; top-p or penalties would enter the ratio pi / mu as if the policy had changed).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.protocol import SamplingLaw
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+LOWEST_TEMPERATURE = 0.01
+"""vLLM silently raises positive temperatures to this."""
+
+NEUTRAL: dict[str, Any] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_tokens": 0,
+    "logit_bias": None,
+    "bad_words": None,
+    "allowed_token_ids": None,
+    "structured_outputs": None,
+    "thinking_token_budget": None,
+    "extra_args": None,
+}
+"""Fields of vLLM's SamplingParams that bend the law, with the value at which they do not."""
+
+
+def sampling_params(law: SamplingLaw, seed: int, *, top_k_logprobs: int, stop_token_ids: list[int]) -> SamplingParams:
+    """vLLM's parameters for one request: token ids in and out, log-probabilities flat, one output at the end.
+
+    `top_k_logprobs` is K bounded by the vocabulary; the sampled token's log-probability comes in any case.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=law.temperature,
+        top_p=law.top_p,
+        max_tokens=law.max_tokens,
+        seed=seed,
+        logprobs=top_k_logprobs,
+        flat_logprobs=True,
+        stop_token_ids=stop_token_ids,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def refuse_bent_law(params: SamplingParams) -> None:
+    """Raise `UserError` unless tokens drawn under `params` follow softmax(logits / temperature) and nothing else."""
+    if params.temperature < LOWEST_TEMPERATURE:
+        raise UserError(
+            f"temperature={params.temperature} cannot be used for training rollouts: "
+            f"log mu of a greedy draw is not the policy's; use at least {LOWEST_TEMPERATURE}"
+        )
+    for name, neutral in NEUTRAL.items():
+        value = getattr(params, name)
+        if value != neutral and not (value in ([], {}) and neutral is None):
+            raise UserError(
+                f"{name}={value!r} bends the sampling law and cannot be used for training rollouts: the recorded log mu "
+                f"would not be the policy's; leave it at {neutral!r} (evaluation may use it)"
+            )
+
+
+def refuse_engine_defaults(default_params: dict[str, Any], logits_processors: list[str]) -> None:
+    """Raise `UserError` if the engine itself would bend the law of every request.
+
+    default_params    what vLLM took from the model's generation_config.json (must be nothing)
+    logits_processors vLLM plug-ins that are installed in this environment and run on every step
+    """
+    if default_params:
+        raise UserError(
+            f"the engine took sampling defaults from the model's generation_config.json: {default_params}; "
+            "they would bend the law of training rollouts"
+        )
+    if logits_processors:
+        raise UserError(
+            f"vLLM logits processors are installed and would bend the law of training rollouts: {logits_processors}; "
+            "uninstall the packages that bring them"
+        )

@@ -1,0 +1,354 @@
+"""vLLM's AsyncLLM behind the RolloutEngine protocol, its core in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
+import torch
+
+from megatron_dppo.batch import RolloutBatch
+from megatron_dppo.compat.vllm_cpu import engine_environment, engine_options
+from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.convert import to_batch
+from megatron_dppo.rollout.law import refuse_bent_law, refuse_engine_defaults, sampling_params
+from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
+from megatron_dppo.rollout.weight_transfer.backend import BACKEND
+from megatron_dppo.rollout.weight_transfer.bucket import Bucket, pack
+from megatron_dppo.rollout.weight_transfer.manifest import Manifest, read_shapes
+from megatron_dppo.rollout.weight_transfer.segment import MemorySegment
+from megatron_dppo.router_replay.record import RouteSchema
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_T = TypeVar("_T")
+
+
+class EngineClosed(RuntimeError):
+    """The engine was closed, or its gate is shut after a weight sync that did not finish."""
+
+
+class GenerationTimeout(TimeoutError):
+    """`generate` took longer than `rollout.generate_timeout_s`; its requests were aborted."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the engine must know of a checkpoint beforehand, from its folder's JSON files alone."""
+
+    folder: Path
+    vocab_size: int
+    stop_token_ids: tuple[int, ...]
+    """The model's own end-of-sequence ids: config.json's and generation_config.json's."""
+    tied_embeddings: bool
+    routes: RouteSchema | None
+
+    @staticmethod
+    def read(folder: Path) -> ModelFacts:
+        path = folder / "config.json"
+        try:
+            config = json.loads(path.read_text())
+        except FileNotFoundError as error:
+            raise UserError(f"{path}: no such file; model.path must be a folder with a Hugging Face checkpoint") from error
+        except ValueError as error:
+            raise UserError(f"{path}: not valid JSON ({error})") from error
+        generation = folder / "generation_config.json"
+        declared = [config.get("eos_token_id")]
+        if generation.exists():
+            declared.append(json.loads(generation.read_text()).get("eos_token_id"))
+        ids = [i for entry in declared for i in (entry if isinstance(entry, list) else [entry]) if i is not None]
+        return ModelFacts(
+            folder=folder,
+            vocab_size=int(config["vocab_size"]),
+            stop_token_ids=tuple(sorted(set(ids))),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            routes=RouteSchema.from_hf_config(config),
+        )
+
+
+class VllmEngine:
+    """One engine on this machine. Blocking; calls may come from several threads (pausing while generating).
+
+    `generate` samples from the weights of `weight_version` and from nothing else: the gate is shut from the beginning
+    of a weight sync until its end, and stays shut when a sync dies half-way.
+    """
+
+    def __init__(self, model: Path, config: RolloutConfig) -> None:
+        self.config = config
+        self.facts = ModelFacts.read(Path(model))
+        if not self.facts.stop_token_ids and not config.stop_token_ids:
+            raise UserError(
+                f"{self.facts.folder}/config.json names no eos_token_id, so no response would end before "
+                f"{config.max_response_tokens} tokens; set rollout.stop_token_ids"
+            )
+        dummy = config.load_format == "dummy"
+        self._manifest = Manifest(
+            None if dummy else read_shapes(self.facts.folder), tied_embeddings=self.facts.tied_embeddings
+        )
+        self._routes = self.facts.routes if config.router_replay else None
+        self.weight_version = 0
+        """Version that `generate` samples from; 0 is the checkpoint the engine started with."""
+        self._shut: str | None = "the engine has random weights until its first weight sync" if dummy else None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-engine", daemon=True)
+        self._thread.start()
+        try:
+            self._engine = self._run(self._start(), timeout=config.start_timeout_s)
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    def generate(self, requests: Sequence[GenerationRequest], law: SamplingLaw, *, training: bool) -> RolloutBatch:
+        """Sample every request; see `RolloutEngine.generate`. `training=False` drops routes.
+
+        Raises `UserError` for a bent law, a prompt that is empty or too long, or twice the same request id;
+        `EngineClosed` while the gate is shut; `GenerationTimeout`; `MalformedOutput` and `RouteError` for what the
+        engine may not answer.
+        """
+        self._check_open()
+        self._check_requests(requests, law)
+        recorded = min(law.top_k_logprobs, self.facts.vocab_size)
+        stops = sorted({*self.facts.stop_token_ids, *self.config.stop_token_ids, *law.stop_token_ids})
+        params = [sampling_params(law, r.seed, top_k_logprobs=recorded, stop_token_ids=stops) for r in requests]
+        if training:
+            refuse_bent_law(params[0])
+        outputs = self._run(self._generate(requests, params), timeout=None)
+        return to_batch(
+            requests,
+            outputs,
+            recorded=recorded,
+            top_k=law.top_k_logprobs,
+            schema=self._routes if training else None,
+            weight_version=self.weight_version,
+        )
+
+    def update_weights(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace all weights, by Hugging Face name; `generate` then samples from `version`.
+
+        Memory: two buckets of `rollout.weight_sync_bucket_mib`. Running requests are finished first; the prefix cache
+        is emptied. An error of the source, of a name or shape, or inside vLLM leaves the gate shut until a full sync.
+        """
+        self.update_weights_from_buckets(version, pack(named_tensors, self.config.weight_sync_bucket_mib << 20))
+
+    def update_weights_from_buckets(self, version: int, buckets: Iterable[Bucket]) -> None:
+        """`update_weights` for weights that are packed already."""
+        self.begin_update(version)
+        with self.update_failure(version):
+            for bucket in buckets:
+                self.receive_bucket(version, bucket)
+            self.end_update(version)
+
+    def begin_update(self, version: int) -> None:
+        """Shut the gate, let running requests finish, and open a sync. Always followed by buckets and `end_update`,
+        or by `fail_update`."""
+        if version < 0:
+            raise ValueError(f"weight version {version} is negative")
+        self._check_alive()
+        self._shut = f"the sync to weight version {version} has not finished"
+        with self.update_failure(version):
+            self._run(self._engine.pause_generation(mode="wait", clear_cache=True))
+            self._manifest.begin()
+            self._run(self._engine.start_weight_update(), timeout=self.config.sync_timeout_s)
+
+    def receive_bucket(self, version: int, bucket: Bucket) -> None:
+        """Hand one bucket to vLLM's workers."""
+        for slot in bucket.slots:
+            self._manifest.check(slot.name, slot.shape)
+        with MemorySegment() as segment:
+            segment.write(bucket.payload)
+            self._update(
+                {
+                    "version": version,
+                    "segment": segment.path,
+                    "size": len(bucket.payload),
+                    "slots": [(s.name, s.dtype, list(s.shape), s.offset) for s in bucket.slots],
+                }
+            )
+
+    def end_update(self, version: int) -> None:
+        """Check that every tensor came, let vLLM finish, empty the prefix cache and open the gate."""
+        self._manifest.end()
+        timeout = self.config.sync_timeout_s
+        self._run(self._engine.finish_weight_update(), timeout=timeout)
+        held = self._run(self._engine.collective_rpc("held_weight_version"), timeout=timeout)
+        if set(held) != {version}:
+            raise RuntimeError(f"after the sync to weight version {version} the engine's workers hold {held}")
+        if not self._run(self._engine.reset_prefix_cache(), timeout=timeout):
+            raise RuntimeError("the prefix cache could not be emptied after a weight sync")
+        self.weight_version = version
+        self._shut = None
+        self._run(self._engine.resume_generation(), timeout=timeout)
+
+    def fail_update(self, version: int, reason: str) -> None:
+        """Give a sync up: the workers drop what they buffered, and the gate stays shut."""
+        self._shut = f"the sync to weight version {version} died ({reason}); a full sync opens it again"
+        try:
+            self._update({"version": version, "abandon": True})
+            self._run(self._engine.finish_weight_update(), timeout=self.config.sync_timeout_s)
+        except Exception:  # vLLM closed the session itself when a bucket failed; the next sync starts by clearing up
+            return
+
+    @contextmanager
+    def update_failure(self, version: int) -> Iterator[None]:
+        """Turn any error inside into a failed sync, and raise it on."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail_update(version, f"{type(error).__name__}: {error}")
+            raise
+
+    def sleep(self) -> None:
+        """Give the GPU memory of weights and KV cache back. Without effect on a CPU."""
+        self._check_alive()
+        self._run(self._engine.sleep(level=2))
+        self._shut = "the engine sleeps"
+
+    def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        """Allocate again; weights must be synced after, before anything is generated."""
+        self._check_alive()
+        self._run(self._engine.wake_up(tags=[what]))
+        if what == "weights":
+            self._shut = "the engine woke without weights; sync them"
+
+    def pause(self) -> None:
+        """Freeze running requests where they are, until `resume`."""
+        self._check_alive()
+        self._run(self._engine.pause_generation(mode="keep", clear_cache=False))
+
+    def resume(self) -> None:
+        self._check_open()
+        self._run(self._engine.resume_generation())
+
+    def close(self) -> None:
+        """Stop the core process and its workers. Idempotent."""
+        if self._loop.is_closed():
+            return
+        self._shut = "the engine is closed"
+        try:
+            self._engine.shutdown(timeout=5.0)
+        finally:
+            self._stop_loop()
+
+    async def _start(self) -> AsyncLLM:
+        os.environ.update(engine_environment(self.config))
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        from importlib.metadata import entry_points
+
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        config = self.config
+        options: dict[str, Any] = {
+            "model": str(self.facts.folder),
+            "dtype": config.dtype,
+            "load_format": config.load_format,
+            "max_model_len": config.max_model_len,
+            "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "kv_cache_memory_bytes": None if config.kv_cache_mib is None else config.kv_cache_mib << 20,
+            "tensor_parallel_size": config.tensor_parallel,
+            "enforce_eager": config.enforce_eager,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "enable_sleep_mode": config.enable_sleep,
+            "enable_return_routed_experts": self._routes is not None,
+            "logprobs_mode": "processed_logprobs",
+            "max_logprobs": -1,
+            "generation_config": "vllm",
+            "skip_tokenizer_init": True,
+            "weight_transfer_config": {"backend": BACKEND},
+            "worker_extension_cls": "megatron_dppo.rollout.weight_transfer.shared_memory.ReportsWeights",
+            "disable_log_stats": True,
+        }
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**(options | engine_options(config))))
+        refuse_engine_defaults(
+            engine.model_config.get_diff_sampling_param(),
+            [entry.value for entry in entry_points(group="vllm.logits_processors")],
+        )
+        return engine
+
+    async def _generate(self, requests: Sequence[GenerationRequest], params: list[Any]) -> list[RequestOutput]:
+        from vllm.inputs.engine import tokens_input
+
+        async def one(request: GenerationRequest, law: Any) -> RequestOutput:
+            prompt = tokens_input(np.asarray(request.prompt_ids).tolist())
+            async for output in self._engine.generate(prompt, law, request.request_id):
+                final = output
+            return final
+
+        tasks = [asyncio.ensure_future(one(r, p)) for r, p in zip(requests, params, strict=True)]
+        try:
+            async with asyncio.timeout(self.config.generate_timeout_s):
+                return await asyncio.gather(*tasks)
+        except TimeoutError as error:
+            raise GenerationTimeout(
+                f"{sum(not t.done() for t in tasks)} of {len(tasks)} requests were unfinished after "
+                f"rollout.generate_timeout_s={self.config.generate_timeout_s}"
+            ) from error
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _update(self, info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        request = WeightTransferUpdateRequest(update_info=info)
+        self._run(self._engine.update_weights(request), timeout=self.config.sync_timeout_s)
+
+    def _check_requests(self, requests: Sequence[GenerationRequest], law: SamplingLaw) -> None:
+        if not requests:
+            raise UserError("generate was called without requests")
+        if len({r.request_id for r in requests}) != len(requests):
+            raise UserError("generate was called with the same request_id twice")
+        if law.max_tokens < 1:
+            raise UserError(f"max_tokens={law.max_tokens}: a response has at least one token")
+        for request in requests:
+            length = len(request.prompt_ids)
+            if length == 0 or length > self.config.max_prompt_tokens:
+                raise UserError(
+                    f"request {request.request_id}: the prompt has {length} tokens, "
+                    f"rollout.max_prompt_tokens allows 1 to {self.config.max_prompt_tokens}"
+                )
+            if length + law.max_tokens > self.config.max_model_len:
+                raise UserError(
+                    f"request {request.request_id}: {length} prompt tokens and max_tokens={law.max_tokens} exceed "
+                    f"rollout.max_prompt_tokens + rollout.max_response_tokens = {self.config.max_model_len}"
+                )
+
+    def _check_alive(self) -> None:
+        if self._loop.is_closed():
+            raise EngineClosed("the engine is closed")
+
+    def _check_open(self) -> None:
+        self._check_alive()
+        if self._shut is not None:
+            raise EngineClosed(f"the engine refuses to generate: {self._shut}")
+
+    def _run(self, coroutine: Coroutine[Any, Any, _T], timeout: float | None = None) -> _T:
+        """Run on the engine's event loop and wait."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            return future.result(None if deadline is None else deadline - time.monotonic())
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

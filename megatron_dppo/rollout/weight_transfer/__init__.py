@@ -1,0 +1,1 @@
+"""Moving weights from a trainer into a running engine: buckets of bounded size, by Hugging Face name."""

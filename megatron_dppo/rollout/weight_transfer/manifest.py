@@ -1,0 +1,72 @@
+"""Which tensors a full sync must bring."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+
+from megatron_dppo.errors import UserError
+
+
+class IncompleteSync(RuntimeError):
+    """A sync brought other tensors than the engine's model has. The engine refuses to generate until a full one."""
+
+
+class Manifest:
+    """Names and shapes of the checkpoint the engine was started from; `expected=None` learns them from the first sync
+    (an engine started from random weights has no checkpoint)."""
+
+    def __init__(self, expected: Mapping[str, tuple[int, ...]] | None, *, tied_embeddings: bool = False) -> None:
+        self._optional = {"lm_head.weight"} if tied_embeddings else set()
+        self._expected = None if expected is None else {n: s for n, s in expected.items() if n not in self._optional}
+        self._seen: dict[str, tuple[int, ...]] = {}
+
+    def begin(self) -> None:
+        self._seen = {}
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise `IncompleteSync` for a tensor that comes twice, is unknown, or has another shape."""
+        if name in self._seen:
+            raise IncompleteSync(f"{name} came twice in one weight sync")
+        self._seen[name] = tuple(shape)
+        if self._expected is None or name in self._optional:
+            return
+        if name not in self._expected:
+            raise IncompleteSync(f"{name} is not a tensor of the engine's model")
+        if tuple(shape) != self._expected[name]:
+            raise IncompleteSync(f"{name} has shape {tuple(shape)}, the engine's model has {self._expected[name]}")
+
+    def end(self) -> None:
+        """Raise `IncompleteSync` naming what did not come."""
+        if self._expected is None:
+            self._expected = {n: s for n, s in self._seen.items() if n not in self._optional}
+        missing = sorted(self._expected.keys() - self._seen.keys())
+        if missing:
+            raise IncompleteSync(f"{len(missing)} tensors did not come, first {missing[0]}")
+
+    @property
+    def elements(self) -> int:
+        """Numbers brought by the sync so far."""
+        return sum(prod(shape) for shape in self._seen.values())
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes from the headers of a folder's safetensors files; no tensor is read."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder}: no .safetensors file; the engine needs a Hugging Face checkpoint in that format")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with file.open("rb") as stream:
+            try:
+                (length,) = struct.unpack("<Q", stream.read(8))
+                if length > file.stat().st_size:
+                    raise ValueError("header longer than the file")
+                header = json.loads(stream.read(length))
+            except (struct.error, ValueError) as error:
+                raise UserError(f"{file}: not a readable safetensors file ({error}); write it again") from error
+        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return shapes
