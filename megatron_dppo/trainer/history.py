@@ -1,0 +1,73 @@
+"""The metrics of a run as they lie on disk: one JSON object per line, read back as series."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_dppo.errors import UserError
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the run: `steps` int64 `[n]` rising, `values` float64 `[n]` (NaN where it was not finite)."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+class History:
+    """Every metric of a run by name. A metric that was never logged is an empty series."""
+
+    def __init__(self, series: dict[str, Series]) -> None:
+        self.series = series
+
+    def __getitem__(self, name: str) -> Series:
+        return self.series.get(name, Series(np.zeros(0, dtype=np.int64), np.zeros(0)))
+
+    @staticmethod
+    def read(path: Path) -> History:
+        """From a metrics file or the folder of a run. Where a step was logged twice, the later value counts.
+
+        Errors: `UserError` where there is no such file, it holds no rows, or a row is not what `Tracker` writes.
+        """
+        file = path / METRICS_FILE if path.is_dir() else path
+        if not file.is_file():
+            raise UserError(f"{file}: no such file; give a metrics file or the folder of a run that has one")
+        values: dict[str, dict[int, float]] = defaultdict(dict)
+        for row in read_rows(file):
+            for name, value in row.items():
+                if name != "step":
+                    values[name][row["step"]] = np.nan if value is None else float(value)
+        if not values:
+            raise UserError(f"{file}: holds no metrics yet; wait for the first step of the run")
+        series = {}
+        for name, by_step in values.items():
+            steps = sorted(by_step)
+            series[name] = Series(np.array(steps, dtype=np.int64), np.array([by_step[step] for step in steps]))
+        return History(series)
+
+
+def read_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The complete rows of a metrics file. A last line without its newline was cut off by a crash and is left out."""
+    with open(file, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
+                row = json.loads(line)
+                row["step"] = int(row["step"])
+            except (ValueError, TypeError, KeyError) as error:
+                raise UserError(f'{file}, line {number}: not a metrics row ({{"step": ..., ...}}): {error}') from error
+            yield row

@@ -1,0 +1,99 @@
+"""The picture of a run, in the manner of the paper's Figure 11."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.trainer.history import History, Series
+
+SMOOTHING_SIGMA = 2.0
+"""Standard deviation, in steps, of the Gaussian filter of Appendix G.1."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One metric of training, and optionally one measured on held-out prompts (drawn with markers, not smoothed)."""
+
+    title: str
+    unit: str
+    metric: str
+    held_out: str = ""
+    fraction: bool = False
+
+
+PANELS = (
+    Panel("Reward", "mean per answer", "reward/mean"),
+    Panel("Accuracy", "answers that are right", "reward/accuracy", held_out="eval/accuracy", fraction=True),
+    Panel(r"Mean of $|\pi - \mu|$", "probability", "policy/mean_abs_pi_mu"),
+    Panel("Response length", "tokens", "response/length_mean"),
+    Panel("Entropy", "nats per token", "policy/entropy"),
+    Panel("Masked tokens", "of all response tokens", "policy/masked_fraction", fraction=True),
+)
+
+
+def plot_runs(runs: Mapping[str, History], path: Path, *, title: str = "", panels: Sequence[Panel] = PANELS) -> None:
+    """Write a PNG with one panel per metric and one colour per run (label -> history).
+
+    As in the paper, training curves are smoothed by a Gaussian filter with a standard deviation of 2 steps, over the
+    unsmoothed curve in a paler shade; held-out evaluations are shown as measured. Panels of metrics that no run logged
+    say so.
+
+    Errors: `UserError` when there is no run or the file cannot be written.
+    """
+    if not runs:
+        raise UserError("plot: name at least one run")
+    figure = Figure(figsize=(13.5, 7.4), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+    FigureCanvasAgg(figure)  # no pyplot: its global state and its choice of a display have no place in a trainer
+    axes = figure.subplots(2, 3).ravel()
+    for axis, panel in zip(axes, panels, strict=True):
+        empty = True
+        for number, (label, history) in enumerate(runs.items()):
+            colour = f"C{number}"
+            curve, held_out = history[panel.metric], history[panel.held_out]
+            empty = empty and not len(curve) and not len(held_out)
+            if len(curve):
+                axis.plot(curve.steps, curve.values, color=colour, alpha=0.25, linewidth=1.0)
+                name = f"{label}, training" if panel.held_out else label
+                axis.plot(curve.steps, smooth(curve), color=colour, linewidth=2.0, label=name)
+            if len(held_out):
+                style = {"linestyle": "--", "marker": "o", "markersize": 4.5, "linewidth": 1.3}
+                axis.plot(held_out.steps, held_out.values, color=colour, label=f"{label}, held-out", **style)
+        if empty:
+            axis.text(0.5, 0.5, "not logged", ha="center", va="center", transform=axis.transAxes, color="grey")
+        axis.set_title(panel.title, fontsize=13)
+        axis.set_xlabel("training step")
+        axis.set_ylabel(panel.unit)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.grid(alpha=0.3)
+        if panel.fraction:
+            axis.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
+        if panel.held_out and not empty:
+            axis.legend(fontsize=9)
+    if len(runs) > 1:
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(runs), 5))
+    figure.suptitle(title, fontsize=15)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise UserError(f"{path}: cannot write the plot: {error.strerror}") from error
+
+
+def smooth(series: Series, sigma: float = SMOOTHING_SIGMA) -> np.ndarray:
+    """Gaussian filter over the row number, cut at 4 sigma and renormalised at the ends and around NaN, `[n]`."""
+    offsets = np.arange(-int(4 * sigma), int(4 * sigma) + 1)
+    kernel = np.exp(-0.5 * (offsets / sigma) ** 2)
+    known = np.isfinite(series.values)
+    reach = len(offsets) // 2
+    total = np.convolve(np.where(known, series.values, 0.0), kernel)[reach : reach + len(series)]
+    weight = np.convolve(known.astype(float), kernel)[reach : reach + len(series)]
+    return np.divide(total, weight, out=np.full(len(series), np.nan), where=weight > 0)

@@ -1,0 +1,66 @@
+"""The table at the end of a run: what it gained, what it took, and where everything is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from megatron_dppo.trainer.history import History
+from megatron_dppo.trainer.progress import clock
+
+_BEFORE_AND_AFTER = (
+    ("held-out accuracy", "eval/accuracy", ".3f"),
+    ("held-out answers well-formed", "eval/well_formed", ".3f"),
+    ("training reward", "reward/mean", ".3f"),
+    ("mean |pi - mu|", "policy/mean_abs_pi_mu", ".2e"),
+    ("entropy (nats per token)", "policy/entropy", ".3f"),
+    ("response length (tokens)", "response/length_mean", ".1f"),
+)
+_PHASES = ("rollout", "train", "sync", "eval")
+
+
+def summary_table(history: History, *, title: str, wall_seconds: float) -> Table:
+    """First and last value of every metric that was logged, then steps, time and throughput.
+
+    `wall_seconds` is the time of this process, model loading included; the shares of the phases come from the steps'
+    own `time/*_s`.
+    """
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for header in ("before", "after", "change"):
+        table.add_column(header, justify="right")
+    for label, name, spec in _BEFORE_AND_AFTER:
+        values = history[name].values
+        if len(values):
+            change = f"{values[-1] - values[0]:+{spec}}" if len(values) > 1 else ""
+            table.add_row(label, format(values[0], spec), format(values[-1], spec), change)
+    table.add_section()
+    table.add_row("steps", "", f"{_last_step(history)}", "")
+    table.add_row("time (min:s)", "", clock(wall_seconds), "")
+    for phase in _PHASES:
+        seconds = history[f"time/{phase}_s"].values
+        if len(seconds):
+            table.add_row(f"  of it {phase}", "", clock(float(np.nansum(seconds))), "")
+    throughput = history["throughput/tokens_per_second"].values
+    if len(throughput):
+        table.add_row("tokens/s (median step)", "", f"{np.nanmedian(throughput):,.0f}", "")
+    return table
+
+
+def print_summary(
+    history: History, *, title: str, wall_seconds: float, paths: Mapping[str, Path], console: Console | None = None
+) -> None:
+    """The table, then one line per path (label -> path), not wrapped, so that a path can be copied."""
+    console = console or Console(highlight=False)
+    console.print(summary_table(history, title=title, wall_seconds=wall_seconds))
+    width = max((len(label) for label in paths), default=0)
+    for label, path in paths.items():
+        console.print(f"{label:<{width}}  {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _last_step(history: History) -> int:
+    return max((int(series.steps[-1]) for series in history.series.values() if len(series)), default=0)

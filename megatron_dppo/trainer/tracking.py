@@ -1,0 +1,84 @@
+"""Where metrics go: a JSONL file that scripts read and TensorBoard events that people watch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from torch.utils.tensorboard import SummaryWriter
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.trainer.history import METRICS_FILE, read_rows
+
+
+class Tracker:
+    """Writes the metrics of a run under `folder`: `metrics.jsonl` and `tensorboard/`. One process of a run has one.
+
+    Each `log` call is one row, `{"step": 7, "reward/mean": 0.4, ...}`, on disk before the call returns, so that a crash
+    loses nothing that was logged. Values that are not finite are written as `null`, which JSON has, unlike NaN.
+
+    `resume_step` is the last step that the checkpoint in use contains: rows of later steps, which will be made again,
+    are removed from both sinks. Without it the folder must not hold metrics yet.
+
+    Errors: `UserError` when the folder cannot be written or already holds another run's metrics.
+    """
+
+    def __init__(self, folder: Path, *, resume_step: int | None = None) -> None:
+        self.path = folder / METRICS_FILE
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if resume_step is not None:
+                _drop_rows_after(self.path, resume_step)
+            elif self.path.exists() and self.path.stat().st_size:
+                raise UserError(
+                    f"run.dir={folder} already holds the metrics of a run; choose another run.dir, or continue it "
+                    "with trainer.resume=true"
+                )
+            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (closed by `close`)
+            purge = None if resume_step is None else resume_step + 1
+            self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=purge, flush_secs=10)
+        except OSError as error:
+            raise UserError(f"run.dir={folder}: cannot write metrics there: {error.strerror}") from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one row. Steps are the caller's; a step may have several rows (training, then evaluation)."""
+        if "step" in metrics:
+            raise ValueError("Tracker.log: `step` is an argument, not a metric")
+        values = {name: float(value) for name, value in metrics.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        try:
+            self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot write: {error.strerror}") from error
+        for name, value in values.items():
+            self._events.add_scalar(name, value, global_step=step)
+
+    def close(self) -> None:
+        self._file.close()
+        self._events.close()
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _drop_rows_after(path: Path, step: int) -> None:
+    """Rewrite the file without rows of later steps and without a torn last line; all or nothing."""
+    if not path.exists():
+        return
+    kept = [row for row in read_rows(path) if row["step"] <= step]
+    partial = path.with_suffix(".partial")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
