@@ -1,0 +1,67 @@
+"""Folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_dppo.errors import UserError
+
+INCOMPLETE = ".incomplete-"
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A folder to fill in place of `path`: renamed to it when the block ends well, removed when it fails.
+
+    It sits beside `path` as `.NAME.incomplete-...`, so that a killed process leaves nothing that looks finished.
+    """
+    check_target(path, overwrite=overwrite)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.parent / f".{path.name}{INCOMPLETE}{secrets.token_hex(4)}"
+    partial.mkdir()
+    try:
+        yield partial
+        sync(partial)
+        publish(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def check_target(path: Path, *, overwrite: bool) -> None:
+    """`UserError` where `path` cannot become a new folder."""
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is a file, not a folder; choose another output")
+    if path.is_dir() and any(path.iterdir()) and not overwrite:
+        raise UserError(f"{path} exists and is not empty; remove it or choose another output")
+    parent = path.parent
+    while not parent.exists():
+        parent = parent.parent
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"{parent} is not writable, so {path} cannot be created; choose another output")
+
+
+def publish(partial: Path, path: Path) -> None:
+    """Rename `partial` to `path`; a folder already there goes away after the new one is in place."""
+    old = None
+    if path.exists():
+        old = path.parent / f".{path.name}.replaced-{secrets.token_hex(4)}"
+        path.rename(old)
+    partial.rename(path)
+    sync(path.parent)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def sync(folder: Path) -> None:
+    """Flush the names in a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

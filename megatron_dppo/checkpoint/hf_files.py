@@ -1,0 +1,110 @@
+"""The safetensors files of a Hugging Face checkpoint: headers checked at once, blocks read as needed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.names import Block, Shape
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    file: Path
+    shape: Shape
+    dtype: torch.dtype
+
+
+class HFFiles:
+    """Every tensor of a checkpoint folder by name.
+
+    A file is mapped into memory while it is read, and pages once touched count as this process's memory until it is
+    unmapped: a file is therefore reopened after every `REOPEN_BYTES` read from it.
+    """
+
+    REOPEN_BYTES = 64 * 2**20
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors: dict[str, StoredTensor] = {}
+        self._open_file: Path | None = None
+        self._handle: Any = None
+        self._touched = 0
+        for file, indexed in _files(folder).items():
+            self._add(file, indexed)
+
+    def _add(self, file: Path, indexed: set[str] | None) -> None:
+        try:
+            with safe_open(file, "pt") as handle:
+                for name in handle.keys():  # noqa: SIM118 (not a mapping)
+                    described = handle.get_slice(name)
+                    stored = described.get_dtype()
+                    if stored not in DTYPES:
+                        raise UserError(f"{file}: {name} is stored as {stored}; only {', '.join(DTYPES)} are supported")
+                    if name in self.tensors:
+                        raise UserError(f"{file}: {name} is also stored in {self.tensors[name].file}")
+                    self.tensors[name] = StoredTensor(file, tuple(described.get_shape()), DTYPES[stored])
+        except SafetensorError as error:
+            raise UserError(
+                f"{file} is no intact safetensors file ({error}); it was cut off or overwritten: fetch it again"
+            ) from None
+        if indexed is not None:
+            absent = sorted(indexed - set(self.tensors))
+            if absent:
+                raise UserError(f"{file} lacks {absent[0]}, which {INDEX} places there; fetch it again")
+
+    def read(self, name: str, block: Block) -> torch.Tensor:
+        """A copy of one block, in the stored dtype."""
+        stored = self.tensors[name]
+        if self._open_file != stored.file or self._touched > self.REOPEN_BYTES:
+            self.close()
+            self._handle = safe_open(stored.file, "pt")
+            self._handle.__enter__()
+            self._open_file = stored.file
+        try:
+            tensor = self._handle.get_slice(name)[tuple(slice(*extent) for extent in block)]
+        except SafetensorError as error:
+            raise UserError(f"{stored.file}: {name} cannot be read ({error}); fetch the file again") from None
+        # Whole rows are touched where columns are cut out of them.
+        self._touched += tensor.numel() * tensor.element_size() * max(1, stored.shape[-1] // max(1, tensor.shape[-1]))
+        return tensor
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._handle.__exit__(None, None, None)
+        self._handle, self._open_file, self._touched = None, None, 0
+
+
+def _files(folder: Path) -> dict[Path, set[str] | None]:
+    """The weight files and, where there is an index, what it places in each."""
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            placed: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{index} is not a safetensors index: {error!r}") from None
+        files: dict[Path, set[str] | None] = {}
+        for name, file in placed.items():
+            if Path(file).name != file:
+                raise UserError(f"{index} places {name} outside the folder, in {file!r}")
+            entry = files.setdefault(folder / file, set())
+            assert entry is not None
+            entry.add(name)
+        for file_path in files:
+            if not file_path.is_file():
+                raise UserError(f"{file_path} is missing, but {INDEX} names it; fetch the checkpoint again")
+        return files
+    if (folder / SINGLE).is_file():
+        return {folder / SINGLE: None}
+    others = sorted(p.name for p in folder.glob("*.bin"))
+    hint = f" ({others[0]} is a pickle and is not read; convert it to safetensors)" if others else ""
+    raise UserError(f"{folder} has no weights: neither {SINGLE} nor {INDEX} is there{hint}")

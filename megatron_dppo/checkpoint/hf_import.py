@@ -1,0 +1,160 @@
+"""Hugging Face weights into a sharded Megatron-Core model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_dppo.checkpoint.hf_files import HFFiles
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.live import owned_parameters
+from megatron_dppo.models.names import Piece, Shape
+
+_EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_LISTED = 5
+
+
+def load_hf_weights(
+    models: Sequence[torch.nn.Module],
+    model: HFConfig,
+    groups: ProcessGroupCollection,
+    path: Path | str | None = None,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Fill every parameter of this rank's chunks from the safetensors files in `path` (default: `model.path`).
+
+    Each rank reads only the blocks it holds, so its memory grows by one block beside its shard. Files may hold one
+    tensor per expert or transformers 5's stacked ones. Stored fp32, fp16 and bf16 are cast to the parameter's dtype.
+    Rows of the padded vocabulary become zero. No collectives: every rank checks the headers of all files itself.
+
+    `UserError` lists what is missing, unused or of the wrong shape before anything is read; afterwards every parameter
+    of the model and every stored tensor has been used exactly once. `progress(parameters done, of)` is called as it goes.
+    """
+    folder = Path(path) if path is not None else model.path
+    if folder is None:
+        raise UserError("the model has no folder to load weights from; give one")
+    files = HFFiles(folder)
+    stacked = _stacked_experts(files, model)
+    check_tensors(files, model, stacked)
+    _check_tokenizer(folder, model)
+
+    owned = list(owned_parameters(models, model, groups))
+    _check_all_present([o.name for o in owned], models)
+    order = sorted(owned, key=lambda o: o.pieces[0].hf_name if o.pieces else "")
+    with torch.no_grad():
+        for done, item in enumerate(order, start=1):
+            if tuple(item.parameter.shape) != item.shape:
+                raise RuntimeError(f"{item.name} is {tuple(item.parameter.shape)} on this rank, not {item.shape}")
+            covered = sum(_numel(piece.local) for piece in item.pieces)
+            if covered != item.parameter.numel():
+                item.parameter.zero_()  # rows of the padded vocabulary
+            for piece in item.pieces:
+                stored = _in_stack(piece, model) if stacked else piece
+                target = item.parameter[tuple(slice(*extent) for extent in piece.local)]
+                target.copy_(files.read(stored.hf_name, stored.source).reshape(target.shape))
+            if progress:
+                progress(done, len(order))
+    files.close()
+
+
+def check_tensors(files: HFFiles, model: HFConfig, stacked: bool) -> None:
+    """Names and shapes in the files against the model's table: a bijection, or `UserError`."""
+    expected = _stack(model) if stacked else model.tensors
+    stored = files.tensors
+    where = files.folder
+    if model.tied and "lm_head.weight" in stored:
+        raise UserError(
+            f"{where} stores lm_head.weight although config.json says tie_word_embeddings: true; set it to false to use "
+            "the stored output layer, or remove the tensor"
+        )
+    missing = [name for name in expected if name not in stored]
+    unused = sorted(name for name in stored if name not in expected)
+    wrong = [
+        f"{name} {stored[name].shape} in place of {shape}"
+        for name, shape in expected.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    for what, names in (
+        ("lacks", missing),
+        ("has tensors of the wrong shape:", wrong),
+        ("has unused tensors:", unused),
+    ):
+        if names:
+            more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+            raise UserError(f"{where} {what} {', '.join(names[:_LISTED])}{more}; it does not match its config.json")
+    dtypes = {t.dtype for t in stored.values()}
+    if len(dtypes) > 1:
+        odd = min(dtypes, key=lambda d: sum(t.dtype == d for t in stored.values()))
+        name = next(n for n, t in stored.items() if t.dtype == odd)
+        raise UserError(f"{where}: {name} is stored as {odd}, other tensors are not; store all in one dtype")
+
+
+def _check_all_present(names: list[str], models: Sequence[torch.nn.Module]) -> None:
+    doubled = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+    if doubled:
+        raise RuntimeError(f"parameters held twice on this rank: {sorted(doubled)[:_LISTED]}")
+    if not names:
+        raise RuntimeError(f"the {len(models)} model chunks of this rank hold no parameters")
+
+
+def _check_tokenizer(folder: Path, model: HFConfig) -> None:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise UserError(f"{file} is not valid JSON: {error}") from None
+    vocabulary = content.get("model", {}).get("vocab", {})
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+    largest = max([*ids, *(t["id"] for t in content.get("added_tokens", []))], default=-1)
+    if largest >= model.vocab_size:
+        raise UserError(
+            f"{file} has token ids up to {largest}, but config.json says vocab_size {model.vocab_size}: the embedding has "
+            "no row for them"
+        )
+
+
+def _stacked_experts(files: HFFiles, model: HFConfig) -> bool:
+    return model.moe is not None and any(name.endswith(".mlp.experts.gate_up_proj") for name in files.tensors)
+
+
+def _stack(model: HFConfig) -> dict[str, Shape]:
+    """The tensors of the model with all experts of a layer in one."""
+    shapes: dict[str, Shape] = {}
+    for name, shape in model.tensors.items():
+        match = _EXPERT.fullmatch(name)
+        if not match:
+            shapes[name] = shape
+        elif match[3] == "gate":
+            shapes[f"{match[1]}.gate_up_proj"] = (model.dims["experts"], 2 * shape[0], shape[1])
+        elif match[3] == "down":
+            shapes[f"{match[1]}.down_proj"] = (model.dims["experts"], *shape)
+    return shapes
+
+
+def _in_stack(piece: Piece, model: HFConfig) -> Piece:
+    """Where transformers 5 stacks the block: `gate_up_proj [experts, 2 x ffn, hidden]`, `down_proj [experts, hidden, ffn]`."""
+    match = _EXPERT.fullmatch(piece.hf_name)
+    if not match:
+        return piece
+    expert, rows, cols = int(match[2]), *piece.source
+    if match[3] == "up":
+        rows = (rows[0] + model.dims["moe_ffn"], rows[1] + model.dims["moe_ffn"])
+    name = f"{match[1]}.{'down_proj' if match[3] == 'down' else 'gate_up_proj'}"
+    return replace(piece, hf_name=name, source=((expert, expert + 1), rows, cols))
+
+
+def _numel(block: tuple[tuple[int, int], ...]) -> int:
+    count = 1
+    for start, stop in block:
+        count *= stop - start
+    return count

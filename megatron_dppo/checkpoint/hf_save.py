@@ -1,0 +1,142 @@
+"""A Hugging Face checkpoint folder from a sharded Megatron-Core model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_dppo.checkpoint.atomic import check_target, whole_folder
+from megatron_dppo.checkpoint.hf_export import BUCKET_BYTES, ExportedTensor, WeightExporter
+from megatron_dppo.checkpoint.hf_files import INDEX, SINGLE
+from megatron_dppo.checkpoint.safetensors_stream import SafetensorsStream
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.hf_config import HFConfig
+
+SHARD_BYTES = 5 * 10**9
+_COPIED = ["generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"]
+
+
+def save_hf_checkpoint(
+    path: Path | str,
+    models: Sequence[torch.nn.Module],
+    model: HFConfig,
+    groups: ProcessGroupCollection,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    bucket_bytes: int = BUCKET_BYTES,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write the model as transformers reads it: safetensors (several files and an index beyond `shard_bytes`),
+    config, tokenizer, chat template and generation config, the latter copied from `model.path`.
+
+    A collective over all ranks; rank 0 writes, with two buckets of memory beside its shard. The same weights always
+    give the same bytes. The folder appears whole, by a rename at the end, or not at all; every rank then raises the
+    same `UserError`. `progress(bytes done, of)` is called on rank 0.
+    """
+    target = Path(path)
+    exporter = WeightExporter(models, model, groups)
+    tensors = [ExportedTensor(t.name, t.shape, dtype or t.dtype) for t in exporter.tensors]
+    writer = dist.get_rank() == 0
+    problem: list[str | None] = [None]
+    if writer:
+        problem = [_cannot_write(target, tensors, model, overwrite)]
+    _raise_everywhere(problem)
+
+    stream = exporter.stream(dtype=dtype, bucket_bytes=bucket_bytes)
+    if not writer:
+        for _ in stream:
+            pass
+    else:
+        try:
+            with whole_folder(target, overwrite=overwrite) as folder:
+                _write_weights(folder, stream, _shards(tensors, shard_bytes), progress)
+                _write_rest(folder, model, tensors[0].dtype)
+        except OSError as error:
+            problem = [f"cannot write {target}: {error.strerror or error}; nothing was left there"]
+            for _ in stream:  # the other ranks are still sending
+                pass
+    _raise_everywhere(problem)
+
+
+def _raise_everywhere(problem: list[str | None]) -> None:
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0]:
+        raise UserError(problem[0])
+
+
+def _cannot_write(target: Path, tensors: list[ExportedTensor], model: HFConfig, overwrite: bool) -> str | None:
+    try:
+        check_target(target, overwrite=overwrite)
+    except UserError as error:
+        return str(error)
+    if model.path is None or not (model.path / "config.json").is_file():
+        return f"{model.path} no longer has the config.json and tokenizer that the exported model needs"
+    existing = target
+    while not existing.exists():
+        existing = existing.parent
+    needed, free = sum(t.nbytes for t in tensors), shutil.disk_usage(existing).free
+    if free < needed:
+        return f"{target} needs {needed / 1e9:.2f} GB, {existing} has {free / 1e9:.2f} GB free; make room"
+    return None
+
+
+def _shards(tensors: list[ExportedTensor], shard_bytes: int) -> list[list[ExportedTensor]]:
+    shards: list[list[ExportedTensor]] = [[]]
+    for tensor in tensors:
+        if shards[-1] and sum(t.nbytes for t in shards[-1]) + tensor.nbytes > shard_bytes:
+            shards.append([])
+        shards[-1].append(tensor)
+    return shards
+
+
+def _write_weights(
+    folder: Path,
+    stream: object,
+    shards: list[list[ExportedTensor]],
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    total, done = sum(t.nbytes for shard in shards for t in shard), 0
+    names = (
+        [SINGLE]
+        if len(shards) == 1
+        else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    )
+    for file, shard in zip(names, shards, strict=True):
+        with SafetensorsStream(folder / file, shard) as writer:
+            for _ in shard:
+                name, tensor = next(stream)  # type: ignore[call-overload]
+                writer.write(name, tensor)
+                done += tensor.nbytes
+                if progress:
+                    progress(done, total)
+    if len(shards) > 1:
+        placed = {tensor.name: file for file, shard in zip(names, shards, strict=True) for tensor in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+
+
+def _write_rest(folder: Path, model: HFConfig, dtype: torch.dtype) -> None:
+    assert model.path is not None
+    for name in _COPIED:
+        if (model.path / name).is_file():
+            shutil.copyfile(model.path / name, folder / name)
+    raw = json.loads((model.path / "config.json").read_text())
+    raw["torch_dtype" if "torch_dtype" in raw else "dtype"] = str(dtype).removeprefix("torch.")
+    write_text(folder / "config.json", json.dumps(raw, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write and flush to the disk."""
+    with file.open("w") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())

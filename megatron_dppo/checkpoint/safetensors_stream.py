@@ -1,0 +1,65 @@
+"""Write safetensors files tensor by tensor (the library's writer wants all tensors of a file in memory at once)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, Self
+
+import torch
+
+from megatron_dppo.checkpoint.hf_export import ExportedTensor
+
+_STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class SafetensorsStream:
+    """One file: 8 bytes of header length (little endian), a JSON header, then the tensors' bytes in the header's order.
+
+    Used as a context manager; `write` takes the tensors in the order given, and leaving early leaves a file that
+    readers refuse, since it is shorter than its header says.
+    """
+
+    def __init__(self, path: Path, tensors: Sequence[ExportedTensor]) -> None:
+        self._path, self._tensors = path, list(tensors)
+        self._file: BinaryIO | None = None
+        self._next = 0
+
+    def __enter__(self) -> Self:
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for tensor in self._tensors:
+            end = offset + tensor.nbytes
+            header[tensor.name] = {
+                "dtype": _STORED[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [offset, end],
+            }
+            offset = end
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        encoded += b" " * (-len(encoded) % 8)  # readers map the data, which should be aligned
+        self._file = self._path.open("wb")
+        self._file.write(len(encoded).to_bytes(8, "little") + encoded)
+        return self
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        expected = self._tensors[self._next]
+        if (name, tuple(tensor.shape), tensor.dtype) != (expected.name, expected.shape, expected.dtype):
+            raise ValueError(f"expected {expected}, got {name} {tuple(tensor.shape)} {tensor.dtype}")
+        assert self._file is not None
+        self._file.write(memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).reshape(-1).numpy()))
+        self._next += 1
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        assert self._file is not None
+        complete = self._next == len(self._tensors)
+        try:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+        if kind is None and not complete:
+            raise ValueError(f"{self._path}: {len(self._tensors) - self._next} tensors were never written")

@@ -1,0 +1,34 @@
+"""The decoder's layer spec without TransformerEngine."""
+
+from __future__ import annotations
+
+import copy
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_dppo.compat.packed_attention import PackedAttention
+from megatron_dppo.compat.torch_norm import TorchRMSNorm
+
+
+def local_block_spec(
+    config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
+) -> TransformerBlockSubmodules:
+    """Megatron-Core's local spec for the layers of one pipeline stage, with attention that knows packed sequences and
+    a norm that knows sequence parallelism. Experts run one after another (no grouped GEMM without a GPU)."""
+    stock = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage, pp_rank=pp_rank
+    )
+    layers = []
+    for stock_layer in stock.layer_specs:
+        layer = copy.deepcopy(stock_layer)
+        layer.submodules.input_layernorm = TorchRMSNorm
+        layer.submodules.pre_mlp_layernorm = TorchRMSNorm
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if attention.q_layernorm not in (None, IdentityOp):
+            attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
+        layers.append(layer)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchRMSNorm)

@@ -1,0 +1,98 @@
+"""Attention of packed sequences in plain torch, for layer specs without TransformerEngine."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class PackedAttention(MegatronModule):
+    """Causal softmax attention with grouped queries; packed (THD) or batched (SBHD), on this rank's heads.
+
+        out_t = sum_{s <= t, s in the sequence of t} softmax_s(scale * q_t . k_s) v_s
+
+    Packed: query `[T, heads, d]`, key and value `[T, groups, d]`, `packed_seq_params` with `cu_seqlens_q`; returns
+    `[T, heads * d]`. Sequences are padded to one batch, so that one fused call serves them all. Rows past the last
+    sequence (padding of the pack) return 0. Batched: `[S, B, ...]` in, `[S, B, heads * d]` out.
+
+    No collectives: heads are sharded by tensor parallelism before and after. Context parallelism is refused: it needs
+    the ring exchange of TransformerEngine. Gradients flow to all three inputs.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        if config.context_parallel_size > 1:
+            raise NotImplementedError("PackedAttention (CPU) does not run under context parallelism")
+        if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
+            raise NotImplementedError(f"PackedAttention is causal; the layer asks for {attn_mask_type}")
+        if (config.attention_dropout if attention_dropout is None else attention_dropout) != 0.0:
+            raise NotImplementedError("PackedAttention has no dropout; set attention_dropout to 0")
+        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        if attention_bias is not None:
+            raise NotImplementedError("PackedAttention takes no attention bias")
+        if packed_seq_params is None:
+            batched = [t.permute(1, 2, 0, 3) for t in (query, key, value)]
+            return self._attend(*batched).permute(2, 0, 1, 3).flatten(2)
+
+        rows, batch, position, longest = _pack_index(packed_seq_params, query.shape[0])
+        padded = []
+        for packed in (query, key, value):
+            grid = packed.new_zeros(batch, longest, *packed.shape[1:])
+            padded.append(grid.view(-1, *packed.shape[1:]).index_copy(0, position, packed[:rows]).view_as(grid))
+        out = self._attend(*[t.transpose(1, 2) for t in padded]).transpose(1, 2).flatten(0, 1)
+        out = out.index_select(0, position).flatten(1)
+        return F.pad(out, (0, 0, 0, query.shape[0] - rows))
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """`[B, heads, L, d]`; padding sits after every sequence, so the causal mask alone hides it."""
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+
+
+def _pack_index(params: PackedSeqParams, tokens: int) -> tuple[int, int, torch.Tensor, int]:
+    """(packed rows in use, sequences, each row's place in the padded `[B * longest]` grid, longest)."""
+    cu = params.cu_seqlens_q_padded if params.cu_seqlens_q_padded is not None else params.cu_seqlens_q
+    if params.qkv_format != "thd" or cu is None:
+        raise ValueError("PackedAttention needs packed_seq_params with qkv_format='thd' and cu_seqlens_q")
+    lengths = cu[1:].long() - cu[:-1].long()
+    rows, longest = int(cu[-1]), int(lengths.max())
+    if rows > tokens or (lengths < 0).any() or int(cu[0]) != 0:
+        raise ValueError(f"cu_seqlens_q {cu.tolist()} must rise from 0 to at most the {tokens} packed rows")
+    if params.max_seqlen_q is not None and int(params.max_seqlen_q) != longest:
+        # Megatron-Core takes a table of max_seqlen_q positions that is as long as the pack for one of absolute
+        # positions in the pack, and then rotates every sequence after the first by a wrong angle.
+        raise ValueError(f"max_seqlen_q is {params.max_seqlen_q}, the longest packed sequence has {longest} rows")
+    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=cu.device), lengths)
+    position = torch.arange(rows, device=cu.device) + sequence * longest - cu[:-1].long()[sequence]
+    return rows, len(lengths), position, longest

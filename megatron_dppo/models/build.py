@@ -1,0 +1,68 @@
+"""Build the model chunks of this rank."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.rope import rope_frequencies
+
+
+def build_model(
+    model: HFConfig,
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    *,
+    max_sequence_length: int | None = None,
+) -> list[GPTModel]:
+    """The chunks this rank holds, one per virtual pipeline stage, weights allocated but not set.
+
+    `groups` are the ones Megatron-Core's `parallel_state` was initialised with
+    (`ProcessGroupCollection.use_mpu_process_groups()`): its pipeline helpers read the global state as well. Only the
+    first chunk of the pipeline has an embedding, only the last an output layer, whose logits stay sharded
+    (`parallel_output`). `max_sequence_length` (tokens, default `max_position_embeddings`) is what a sequence may reach.
+    With a GPU the weights are on the current device, otherwise (and under `torch.device("meta")`) where torch's default
+    device says. No collectives.
+    """
+    length = max_sequence_length or model.max_position_embeddings
+    frequencies, rope_factor = rope_frequencies(model, length)
+    if rope_factor != 1.0:
+        config.apply_rope_fusion = False  # the fused kernel for packed sequences knows no such factor
+    stages, chunks = groups.pp.size(), config.virtual_pipeline_model_parallel_size or 1
+    stage, last = groups.pp.rank(), (groups.pp.size() - 1, chunks - 1)
+    built = []
+    for chunk in range(chunks):
+        chunk_of_stage = chunk if chunks > 1 else None
+        gpt = GPTModel(
+            config=config,
+            transformer_layer_spec=_layer_spec(config, chunk_of_stage, stage),
+            vocab_size=model.padded_vocab_size(config.tensor_model_parallel_size),
+            max_sequence_length=length,
+            pre_process=(stage, chunk) == (0, 0),
+            post_process=(stage, chunk) == last,
+            parallel_output=True,
+            share_embeddings_and_output_weights=model.tied,
+            position_embedding_type="rope",
+            pg_collection=groups,
+            vp_stage=chunk_of_stage,
+        )
+        gpt.rotary_pos_emb.inv_freq = frequencies.to(gpt.rotary_pos_emb.inv_freq.device, copy=True)
+        for layer in gpt.decoder.layers:
+            layer.self_attention._yarn_concentration_factor = rope_factor
+        built.append(gpt)
+    assert stages == config.pipeline_model_parallel_size
+    return built
+
+
+def _layer_spec(config: TransformerConfig, chunk: int | None, stage: int) -> TransformerBlockSubmodules:
+    if torch.cuda.is_available():
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk, pp_rank=stage)
+    from megatron_dppo.compat.local_spec import local_block_spec
+
+    return local_block_spec(config, vp_stage=chunk, pp_rank=stage)

@@ -1,0 +1,75 @@
+"""Which parameters of the whole model the chunks of this rank hold, and which part of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.names import Piece, Shape
+
+# TransformerEngine fuses a norm into the linear layer after it, and numbers experts within one grouped module.
+_TE_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+
+
+@dataclass(frozen=True)
+class Owned:
+    """One parameter of this rank. `name` is global (layer and expert numbers of the whole model, local-spec names)."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    pieces: tuple[Piece, ...]
+    shape: Shape
+
+
+def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    """The GPTModel inside DistributedDataParallel and precision wrappers."""
+    while hasattr(module, "module"):
+        module = module.module  # type: ignore[assignment]
+    return module
+
+
+def owned_parameters(
+    models: Sequence[torch.nn.Module], model: HFConfig, groups: ProcessGroupCollection
+) -> Iterator[Owned]:
+    """Every parameter of this rank's chunks, in the chunks' order.
+
+    Raises KeyError for a parameter that the family's table does not know: the table and the layer spec disagree.
+    """
+    transforms = dict(model.parameters())
+    experts = model.moe.experts // groups.ep.size() if model.moe else 0
+    first_expert = experts * groups.ep.rank() if model.moe else 0
+    for chunk in models:
+        gpt = unwrap(chunk)
+        numbers = [layer.layer_number - 1 for layer in gpt.decoder.layers]
+        for local_name, parameter in gpt.named_parameters():
+            name = _global_name(local_name, numbers, first_expert)
+            if name not in transforms:
+                raise KeyError(f"{model.family.model_type} has no table entry for {name} ({local_name} on this rank)")
+            group = groups.expt_tp if ".mlp.experts." in name else groups.tp
+            part, parts = group.rank(), group.size()
+            pieces = tuple(transforms[name].pieces(model, part, parts))
+            yield Owned(name, parameter, pieces, transforms[name].shape(model, parts))
+
+
+def _global_name(name: str, layer_numbers: list[int], first_expert: int) -> str:
+    match = _LAYER.fullmatch(name)
+    if not match:
+        return name
+    layer, rest = layer_numbers[int(match[1])], match[2]
+    rest = _TE_NORMS.get(rest, rest)
+    if expert := _LOCAL_EXPERT.fullmatch(rest):
+        rest = f"mlp.experts.{first_expert + int(expert[1])}.{expert[2]}"
+    elif expert := _GROUPED_EXPERT.fullmatch(rest):
+        rest = f"mlp.experts.{first_expert + int(expert[2])}.{expert[1]}.weight"
+    return f"decoder.layers.{layer}.{rest}"

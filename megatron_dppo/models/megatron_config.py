@@ -1,0 +1,127 @@
+"""From a Hugging Face config and a layout to Megatron-Core's `TransformerConfig`: the one place that knows its flags."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.parallel import ParallelConfig
+
+Recompute = Literal["none", "selective", "full"]
+
+
+def transformer_config(
+    model: HFConfig,
+    parallel: ParallelConfig,
+    *,
+    params_dtype: torch.dtype = torch.float32,
+    recompute: Recompute = "none",
+    router_replay: bool = False,
+    router_dtype: Literal["fp32", "fp64"] | None = "fp32",
+    token_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall",
+    **overrides: Any,
+) -> TransformerConfig:
+    """Megatron-Core's config of `model` under `parallel`, for the device at hand.
+
+    params_dtype      of weights and activations: float32, bfloat16 or float16
+    recompute         activations kept: all, all but the attention core (selective), layer inputs only (full)
+    router_replay     put a `RouterReplay` on every router
+    router_dtype      of the router's logits and probabilities; None is params_dtype
+    token_dispatcher  how tokens reach their experts; with allgather a pipeline's microbatches must be equally long
+    overrides         any field of `TransformerConfig`, set last
+
+    Losses are summed, not averaged (`calculate_per_token_loss`): the caller divides by the global denominator.
+    With a GPU: TransformerEngine, grouped GEMM for experts, fused rotary embedding, permutation and activation. Without:
+    the plain modules. Interleaved pipelines send every message on its own: batched ones reach the wrong peer when two
+    stages exchange in both directions, with a loss that is silently wrong.
+    """
+    gpu = torch.cuda.is_available()
+    fields: dict[str, Any] = {
+        "num_layers": model.layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.intermediate_size,
+        "num_attention_heads": model.heads,
+        "num_query_groups": model.kv_heads,
+        "kv_channels": model.head_dim,
+        "qk_layernorm": model.family.qk_norm,
+        "add_bias_linear": False,
+        "add_qkv_bias": model.family.qkv_bias,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": model.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": params_dtype,
+        "pipeline_dtype": params_dtype,
+        "bf16": params_dtype == torch.bfloat16,
+        "fp16": params_dtype == torch.float16,
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.chunks if parallel.chunks > 1 else None,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "sequence_parallel": parallel.sequence_parallel,
+        "variable_seq_lengths": token_dispatcher != "allgather",
+        "moe_token_dispatcher_type": token_dispatcher,  # validated for dense models too
+        "calculate_per_token_loss": True,
+        "perform_initialization": False,  # every weight is loaded; a forgotten one stops the import
+        "use_cpu_initialization": not gpu,
+        "transformer_impl": "transformer_engine" if gpu else "local",
+        "masked_softmax_fusion": gpu,
+        "bias_activation_fusion": gpu,
+        "bias_dropout_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": gpu and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        "apply_rope_fusion": gpu,
+        "overlap_p2p_comm": parallel.chunks > 1,
+        "batch_p2p_comm": parallel.chunks == 1,
+        "pipeline_model_parallel_layout": _uneven_layout(model.layers, parallel.pipeline, parallel.chunks),
+    }
+    fields |= _recompute(recompute)
+    if model.moe:
+        fields |= {
+            "num_moe_experts": model.moe.experts,
+            "moe_ffn_hidden_size": model.moe.intermediate_size,
+            "moe_layer_freq": [int(is_moe) for is_moe in model.moe.layers],
+            "moe_router_topk": model.moe.topk,
+            # Renormalised top-k probabilities are the softmax of the top-k logits alone.
+            "moe_router_pre_softmax": not model.moe.normalise,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_dtype": router_dtype,
+            "moe_enable_routing_replay": router_replay,
+            "moe_router_fusion": False,  # the fused router returns before the replay hook
+            "moe_grouped_gemm": gpu,
+            "moe_permute_fusion": gpu,
+        }
+    return TransformerConfig(**(fields | overrides))
+
+
+def _recompute(recompute: Recompute) -> dict[str, Any]:
+    if recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {}
+
+
+def _uneven_layout(layers: int, stages: int, chunks: int) -> list[list[str]] | None:
+    """Layers per chunk where they do not divide evenly: the first and the last chunk, which also hold the embedding
+    and the output layer, count one layer more than they have, so that they are the ones that get fewer."""
+    parts = stages * chunks
+    if layers % parts == 0:
+        return None
+    counts = [(layers + 2) // parts + (i < (layers + 2) % parts) for i in range(parts)]
+    counts.sort()  # the smallest shares go to the ends
+    counts = [counts[0], *counts[2:], counts[1]]
+    counts[0] -= 1
+    counts[-1] -= 1
+    chunked = [["decoder"] * n for n in counts]
+    return [["embedding", *chunked[0]], *chunked[1:-1], [*chunked[-1], "loss"]]

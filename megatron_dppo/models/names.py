@@ -1,0 +1,237 @@
+"""The language of name tables: how one Megatron-Core parameter is made of Hugging Face tensors.
+
+Every transform cuts a parameter into rectangles (`Piece`): a block of one Hugging Face tensor that appears unchanged in
+the parameter of one rank. Import copies blocks in, export copies them out; nothing is ever computed, so a round trip is
+exact to the bit, whatever the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Protocol, Self
+
+if TYPE_CHECKING:
+    from megatron_dppo.models.hf_config import HFConfig
+
+Range = tuple[int, int]
+Block = tuple[Range, ...]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`parameter[local] = tensor(hf_name)[source]`, both given as (start, stop) per dimension.
+
+    `source` may have more leading dimensions than `local` (an expert of a stacked tensor): those have extent 1.
+    """
+
+    hf_name: str
+    source: Block
+    local: Block
+
+
+class Transform(Protocol):
+    """How one parameter, divided among `parts` ranks, is made of Hugging Face tensors."""
+
+    def sources(self, model: HFConfig) -> dict[str, Shape]:
+        """Hugging Face tensors used, with their full shapes."""
+        ...
+
+    def shape(self, model: HFConfig, parts: int) -> Shape:
+        """Shape of the parameter on each of `parts` ranks."""
+        ...
+
+    def pieces(self, model: HFConfig, part: int, parts: int) -> list[Piece]:
+        """The blocks rank `part` of `parts` holds."""
+        ...
+
+    def at(self, **indices: int) -> Self:
+        """The transform with `{layer}` and `{expert}` filled in."""
+        ...
+
+
+class _Named:
+    """Fills `{layer}` and `{expert}` in every name a transform carries."""
+
+    def at(self, **indices: int) -> Self:
+        named = {f.name: getattr(self, f.name).format(**indices) for f in fields(self) if "tensor" in f.metadata}  # type: ignore[arg-type]
+        return replace(self, **named)  # type: ignore[type-var]
+
+
+def _name() -> str:
+    from dataclasses import field
+
+    return field(metadata={"tensor": True})
+
+
+@dataclass(frozen=True)
+class Whole(_Named):
+    """The same tensor on every rank. `dims` name entries of `HFConfig.dims`."""
+
+    name: str = _name()
+    dims: tuple[str, ...] = ("hidden",)
+
+    def sources(self, model: HFConfig) -> dict[str, Shape]:
+        return {self.name: tuple(model.dims[d] for d in self.dims)}
+
+    def shape(self, model: HFConfig, parts: int) -> Shape:
+        return self.sources(model)[self.name]
+
+    def pieces(self, model: HFConfig, part: int, parts: int) -> list[Piece]:
+        everything = tuple((0, n) for n in self.shape(model, parts))
+        return [Piece(self.name, everything, everything)]
+
+
+@dataclass(frozen=True)
+class Columns(_Named):
+    """A `[rows, cols]` matrix whose columns are divided (the second matrix of a pair: row-parallel)."""
+
+    name: str = _name()
+    rows: str = "hidden"
+    cols: str = "hidden"
+
+    def sources(self, model: HFConfig) -> dict[str, Shape]:
+        return {self.name: (model.dims[self.rows], model.dims[self.cols])}
+
+    def shape(self, model: HFConfig, parts: int) -> Shape:
+        return model.dims[self.rows], model.dims[self.cols] // parts
+
+    def pieces(self, model: HFConfig, part: int, parts: int) -> list[Piece]:
+        rows, width = self.shape(model, parts)
+        return [Piece(self.name, ((0, rows), (part * width, (part + 1) * width)), ((0, rows), (0, width)))]
+
+
+@dataclass(frozen=True)
+class Vocabulary(_Named):
+    """`[vocabulary, hidden]`, rows divided after padding the vocabulary. Padding rows have no source: they are zero,
+    never exported, and whatever reads logits must leave their columns out."""
+
+    name: str = _name()
+
+    def sources(self, model: HFConfig) -> dict[str, Shape]:
+        return {self.name: (model.vocab_size, model.dims["hidden"])}
+
+    def shape(self, model: HFConfig, parts: int) -> Shape:
+        return model.padded_vocab_size(parts) // parts, model.dims["hidden"]
+
+    def pieces(self, model: HFConfig, part: int, parts: int) -> list[Piece]:
+        height, hidden = self.shape(model, parts)
+        start, stop = part * height, min((part + 1) * height, model.vocab_size)
+        if stop <= start:
+            return []
+        return [Piece(self.name, ((start, stop), (0, hidden)), ((0, stop - start), (0, hidden)))]
+
+
+@dataclass(frozen=True)
+class GateUp(_Named):
+    """Two `[rows, cols]` matrices, each divided by rows, the gate's share above the up projection's."""
+
+    gate: str = _name()
+    up: str = _name()
+    rows: str = "ffn"
+    cols: str = "hidden"
+
+    def sources(self, model: HFConfig) -> dict[str, Shape]:
+        shape = model.dims[self.rows], model.dims[self.cols]
+        return {self.gate: shape, self.up: shape}
+
+    def shape(self, model: HFConfig, parts: int) -> Shape:
+        return 2 * model.dims[self.rows] // parts, model.dims[self.cols]
+
+    def pieces(self, model: HFConfig, part: int, parts: int) -> list[Piece]:
+        both, cols = self.shape(model, parts)
+        height = both // 2
+        source = ((part * height, (part + 1) * height), (0, cols))
+        return [
+            Piece(self.gate, source, ((0, height), (0, cols))),
+            Piece(self.up, source, ((height, both), (0, cols))),
+        ]
+
+
+@dataclass(frozen=True)
+class QKV(_Named):
+    """Query, key and value projections (or their biases, `cols=None`) interleaved by query group:
+
+        q heads of group 0, k of group 0, v of group 0, q heads of group 1, ...
+
+    and then divided by rows. With more ranks than groups a share begins and ends inside a group.
+    """
+
+    q: str = _name()
+    k: str = _name()
+    v: str = _name()
+    cols: str | None = "hidden"
+
+    def _tail(self, model: HFConfig) -> Shape:
+        return () if self.cols is None else (model.dims[self.cols],)
+
+    def sources(self, model: HFConfig) -> dict[str, Shape]:
+        kv_rows = model.kv_heads * model.head_dim
+        rows = {self.q: model.heads * model.head_dim, self.k: kv_rows, self.v: kv_rows}
+        return {name: (n, *self._tail(model)) for name, n in rows.items()}
+
+    def shape(self, model: HFConfig, parts: int) -> Shape:
+        return (model.heads + 2 * model.kv_heads) * model.head_dim // parts, *self._tail(model)
+
+    def pieces(self, model: HFConfig, part: int, parts: int) -> list[Piece]:
+        height = self.shape(model, parts)[0]
+        first, last = part * height, (part + 1) * height
+        tail = tuple((0, n) for n in self._tail(model))
+        result = []
+        for name, source, place in self._interleaved(model):
+            start, stop = max(first, place), min(last, place + source[1] - source[0])
+            if start < stop:
+                rows = (source[0] + start - place, source[0] + stop - place)
+                result.append(Piece(name, (rows, *tail), ((start - first, stop - first), *tail)))
+        return result
+
+    def _interleaved(self, model: HFConfig) -> Iterator[tuple[str, Range, int]]:
+        """(tensor, its rows, where they begin in the undivided parameter), in order."""
+        queries, place = model.heads // model.kv_heads * model.head_dim, 0
+        for group in range(model.kv_heads):
+            for name, height in ((self.q, queries), (self.k, model.head_dim), (self.v, model.head_dim)):
+                yield name, (group * height, (group + 1) * height), place
+                place += height
+
+
+Table = Mapping[str, Transform]
+"""Megatron-Core parameter names, as the local layer spec has them, with `{layer}` and `{expert}` (both global)."""
+
+_L, _H = "decoder.layers.{layer}", "model.layers.{layer}"
+
+EMBEDDINGS: Table = {
+    "embedding.word_embeddings.weight": Vocabulary("model.embed_tokens.weight"),
+    "output_layer.weight": Vocabulary("lm_head.weight"),
+    "decoder.final_layernorm.weight": Whole("model.norm.weight"),
+}
+ATTENTION: Table = {
+    f"{_L}.input_layernorm.weight": Whole(f"{_H}.input_layernorm.weight"),
+    f"{_L}.self_attention.linear_qkv.weight": QKV(
+        f"{_H}.self_attn.q_proj.weight", f"{_H}.self_attn.k_proj.weight", f"{_H}.self_attn.v_proj.weight"
+    ),
+    f"{_L}.self_attention.linear_proj.weight": Columns(f"{_H}.self_attn.o_proj.weight", cols="query"),
+    f"{_L}.pre_mlp_layernorm.weight": Whole(f"{_H}.post_attention_layernorm.weight"),
+}
+QKV_BIAS: Table = {
+    f"{_L}.self_attention.linear_qkv.bias": QKV(
+        f"{_H}.self_attn.q_proj.bias", f"{_H}.self_attn.k_proj.bias", f"{_H}.self_attn.v_proj.bias", cols=None
+    ),
+}
+QK_NORM: Table = {
+    f"{_L}.self_attention.q_layernorm.weight": Whole(f"{_H}.self_attn.q_norm.weight", ("head_dim",)),
+    f"{_L}.self_attention.k_layernorm.weight": Whole(f"{_H}.self_attn.k_norm.weight", ("head_dim",)),
+}
+DENSE_MLP: Table = {
+    f"{_L}.mlp.linear_fc1.weight": GateUp(f"{_H}.mlp.gate_proj.weight", f"{_H}.mlp.up_proj.weight"),
+    f"{_L}.mlp.linear_fc2.weight": Columns(f"{_H}.mlp.down_proj.weight", cols="ffn"),
+}
+EXPERTS: Table = {
+    f"{_L}.mlp.router.weight": Whole(f"{_H}.mlp.gate.weight", ("experts", "hidden")),
+    f"{_L}.mlp.experts.{{expert}}.linear_fc1.weight": GateUp(
+        f"{_H}.mlp.experts.{{expert}}.gate_proj.weight", f"{_H}.mlp.experts.{{expert}}.up_proj.weight", rows="moe_ffn"
+    ),
+    f"{_L}.mlp.experts.{{expert}}.linear_fc2.weight": Columns(
+        f"{_H}.mlp.experts.{{expert}}.down_proj.weight", cols="moe_ffn"
+    ),
+}

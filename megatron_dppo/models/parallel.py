@@ -1,0 +1,109 @@
+"""How a model is spread over ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from megatron_dppo.config.base import ConfigModel
+from megatron_dppo.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_dppo.models.hf_config import HFConfig
+
+
+class ParallelConfig(ConfigModel):
+    """Sizes of the parallel groups. What is left of the world is data parallelism: `world / (tensor x pipeline x
+    context)` copies of the dense weights, `world / (expert_tensor x expert x pipeline)` copies of each expert."""
+
+    tensor: int = Field(1, ge=1)
+    """Ranks that share every dense matrix and the vocabulary (TP)."""
+    pipeline: int = Field(1, ge=1)
+    """Stages the layers are divided into (PP)."""
+    virtual_pipeline: int | None = Field(None, ge=1)
+    """Model chunks per stage (VPP, interleaved schedule); null is 1."""
+    context: int = Field(1, ge=1)
+    """Ranks that share every sequence (CP)."""
+    expert: int = Field(1, ge=1)
+    """Ranks the experts are divided among (EP)."""
+    expert_tensor: int = Field(1, ge=1)
+    """Ranks that share every expert's matrices (ETP)."""
+    sequence_parallel: bool = False
+    """Shard activations between the tensor-parallel regions by token; needed by mixture-of-experts models with
+    tensor > 1."""
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks per pipeline stage."""
+        return self.virtual_pipeline or 1
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the dense weights and one sequence: TP x PP x CP."""
+        return self.tensor * self.pipeline * self.context
+
+    def data(self, world_size: int) -> int:
+        """Data-parallel size of `world_size` ranks."""
+        return world_size // self.model_ranks
+
+    def check_fits(self, model: HFConfig, world_size: int) -> None:
+        """Raise `UserError` with the first reason why `model` cannot run like this on `world_size` ranks."""
+        experts = model.moe.experts if model.moe else 0
+        problems = [
+            (
+                world_size % self.model_ranks != 0,
+                f"world size {world_size} is not a multiple of tensor x pipeline x context = "
+                f"{self.tensor} x {self.pipeline} x {self.context} = {self.model_ranks}; change the number of ranks "
+                "or these sizes",
+            ),
+            (
+                world_size % (self.expert_tensor * self.expert * self.pipeline) != 0,
+                f"world size {world_size} is not a multiple of expert_tensor x expert x pipeline = "
+                f"{self.expert_tensor} x {self.expert} x {self.pipeline}; change the number of ranks or these sizes",
+            ),
+            (
+                not model.moe and self.expert * self.expert_tensor > 1,
+                f"the model ({model.family.model_type}) has no experts; set expert and expert_tensor to 1",
+            ),
+            (
+                bool(model.moe) and experts % self.expert != 0,
+                f"{experts} experts cannot be divided among expert = {self.expert} ranks; choose a divisor",
+            ),
+            (
+                bool(model.moe) and model.moe is not None and model.moe.intermediate_size % self.expert_tensor != 0,
+                f"the experts' intermediate size {model.moe.intermediate_size if model.moe else 0} cannot be divided "
+                f"by expert_tensor = {self.expert_tensor}",
+            ),
+            (
+                model.heads % self.tensor != 0,
+                f"{model.heads} attention heads cannot be divided by tensor = {self.tensor}",
+            ),
+            (
+                model.kv_heads % self.tensor != 0 and self.tensor % model.kv_heads != 0,
+                f"{model.kv_heads} key-value heads and tensor = {self.tensor}: one must divide the other",
+            ),
+            (
+                model.has_dense_layers and model.intermediate_size % self.tensor != 0,
+                f"the intermediate size {model.intermediate_size} cannot be divided by tensor = {self.tensor}",
+            ),
+            (
+                model.layers < self.pipeline * self.chunks,
+                f"{model.layers} layers are fewer than pipeline x virtual_pipeline = {self.pipeline} x {self.chunks}",
+            ),
+            (
+                self.chunks > 1 and self.pipeline == 1,
+                f"virtual_pipeline = {self.chunks} needs pipeline > 1",
+            ),
+            (
+                self.sequence_parallel and self.tensor == 1,
+                "sequence_parallel needs tensor > 1; set it to false",
+            ),
+            (
+                bool(model.moe) and self.tensor > 1 and not self.sequence_parallel,
+                "a mixture-of-experts model with tensor > 1 needs sequence_parallel: true",
+            ),
+        ]
+        for wrong, why in problems:
+            if wrong:
+                raise UserError(f"parallel: {why}")

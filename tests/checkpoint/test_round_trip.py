@@ -1,0 +1,69 @@
+"""Every family under every kind of layout: logits equal transformers', exported tensors equal the imported ones."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dppo.models.hf_config import load_hf_config
+from tests.checkpoint.round_trip import check_round_trip, write_reference
+from tests.distributed import run_ranks
+from tests.tiny import tiny_model
+
+DENSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "llama3-rope": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
+    "one-kv-head": ("qwen2", {"num_key_value_heads": 1}),
+}
+MIXED: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-moe": ("qwen3_moe", {}),
+    "mixed": ("qwen3_moe", {"mlp_only_layers": [0], "decoder_sparse_step": 2, "norm_topk_prob": False}),
+}
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, tuple[str, dict[str, Any]]]]] = {
+    "one": (1, {}, {**DENSE, **MIXED}),
+    "tp2": (2, {"tensor": 2, "sequence_parallel": True}, {**DENSE, **MIXED}),
+    "pp2": (2, {"pipeline": 2}, {**DENSE, **MIXED}),
+    "vpp": (2, {"pipeline": 2, "virtual_pipeline": 2}, {**DENSE, **MIXED}),
+    "ep2": (2, {"expert": 2}, MIXED),
+    "tp2-ep2": (2, {"tensor": 2, "expert": 2, "sequence_parallel": True}, MIXED),
+    "etp2": (2, {"tensor": 2, "expert_tensor": 2, "sequence_parallel": True}, MIXED),
+    "tp2-pp2-ep2": (4, {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True}, MIXED),
+    "tp2-ep2-etp2": (4, {"tensor": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True}, MIXED),
+    "tp4-dense": (4, {"tensor": 4, "sequence_parallel": True}, DENSE),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    paths = {}
+    for seed, (name, (family, overrides)) in enumerate({**DENSE, **MIXED}.items()):
+        path = tmp_path_factory.mktemp("models") / name
+        write_reference(tiny_model(family, path, seed, **overrides), path)
+        paths[name] = path
+    return paths
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_equal_transformers_and_export_equals_import(layout: str, checkpoints: dict[str, Path]) -> None:
+    world_size, sizes, cases = LAYOUTS[layout]
+    results = run_ranks(check_round_trip, world_size, sizes, [checkpoints[name] for name in cases])
+    for name in cases:
+        errors = [result[name][0] for result in results]
+        assert max(errors) >= 0, "no rank is a last stage"
+        assert max(errors) < 1e-4, (name, errors)
+        assert results[0][name][1] == len(load_hf_config(checkpoints[name]).tensors)
