@@ -29,7 +29,7 @@ lint: setup ## ruff, mypy, import-linter, shellcheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/shellcheck $(SHELL_SCRIPTS)
 
 format: setup ## rewrite the sources the way `make lint` wants them
@@ -43,5 +43,5 @@ constraints: setup ## resolve the pinned versions anew after a change of pyproje
 	$(COMPILE) --extra gpu pyproject.toml -o constraints/gpu.txt
 
 clean: ## remove caches and runs; the environment stays
-	rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

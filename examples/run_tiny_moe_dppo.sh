@@ -27,6 +27,7 @@ exec "$PYTHON" "${BASH_SOURCE[0]}" "$@"
 import os
 from pathlib import Path
 
+from megatron_dppo.cli import main
 from megatron_dppo.launch import MadeOnce, job_stamp, run_example
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,10 +38,11 @@ CONFIG = ROOT / "examples/tiny_moe_dppo.yaml"
 
 if __name__ == "__main__":  # processes that the run spawns import this file again
     run_example(
-        __file__,
+        main,
+        ["train", str(CONFIG), f"model.path={MODEL_DIR}", f"run.dir={RUN_DIR}", f"run.seed={SEED}"],
+        script=__file__,
         processes=os.environ.get("NPROC", "2"),
         model=MadeOnce(MODEL_DIR, [f"{ROOT}/tools/make_tiny_model.py", "{out}", "--seed", SEED]),
-        arguments=["train", str(CONFIG), f"model.path={MODEL_DIR}", f"run.dir={RUN_DIR}", f"run.seed={SEED}"],
         settings={"SEED": SEED, "MODEL_DIR": MODEL_DIR, "RUN_DIR": RUN_DIR},
     )
 # end of Python

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,17 +58,25 @@ class MadeOnce:
 
 
 def run_example(
-    script: str, *, processes: str, model: MadeOnce, arguments: Sequence[str], settings: Mapping[str, object]
+    main: Callable[[Sequence[str]], int],
+    arguments: Sequence[str],
+    *,
+    script: str,
+    processes: str,
+    model: MadeOnce,
+    settings: Mapping[str, object],
 ) -> None:
-    """Run `megatron-dppo ARGUMENTS EXTRA...` on all ranks and exit; EXTRA is what follows the script's name.
+    """Run `main([*arguments, *extra])` on all ranks and exit; `extra` is what follows the script's name.
 
     Started by torchrun (or another launcher that sets LOCAL_RANK) this process is one rank. Started alone it makes the
-    model, then starts `processes` ranks of the same script. `settings` are the variables that name this run: with them
-    the closing line after an interruption says how to go on.
+    model, then starts `processes` ranks of the same `script`. `settings` are the variables that name this run: with
+    them the closing line after an interruption says how to go on.
     """
     extra = sys.argv[1:]
-    if "LOCAL_RANK" in os.environ:
-        sys.exit(_rank(model, [*arguments, *extra]))
+
+    def rank() -> int:
+        model.ensure()
+        return main([*arguments, *extra])
 
     def launch() -> int:
         if not processes.isdecimal() or int(processes) < 1:
@@ -79,14 +87,4 @@ def run_example(
         on_stop = f"To go on from the last checkpoint, if there is one: {again}"
         return launch_local([sys.executable, "-u", script, *extra], processes=int(processes), on_stop=on_stop)
 
-    sys.exit(exit_status(launch))
-
-
-def _rank(model: MadeOnce, arguments: Sequence[str]) -> int:
-    def train() -> int:
-        model.ensure()
-        from megatron_dppo.cli import main  # after the model, since importing the stack takes seconds of every rank
-
-        return main(list(arguments))
-
-    return exit_status(train)
+    sys.exit(exit_status(rank if "LOCAL_RANK" in os.environ else launch))
