@@ -21,7 +21,7 @@ BAD_UPDATE_DROP = 0.5
 QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
 
 # Histogram of log r: one bin around 0, then log-spaced bins of |log r| on either side; the last is open-ended.
-_SMALLEST, _LARGEST, _BINS_PER_SIDE = 1e-6, 20.0, 256
+_SMALLEST, _LARGEST, _BINS_PER_SIDE = 1e-6, 100.0, 320
 _BINS = 2 * _BINS_PER_SIDE + 1
 
 _SUMS = (
@@ -76,7 +76,7 @@ class TokenMetrics:
         preset's D); masked_fraction, masked_fraction_positive and _negative (blocked tokens of A > 0 among
         tokens of A > 0, and so on); truncated_fraction (kept tokens with r > C); bad_update_fraction (of all trained
         tokens, masked or not); ratio_mean, _min, _max and quantiles (of log-spaced bins, so a quantile of log r is
-        right within 3.4 %, or 1e-6); entropy_mean; surrogate, the sample mean of Eq. 5; and
+        right within 3 %, or 1e-6); entropy_mean; surrogate, the sample mean of Eq. 5; and
         linear_penalty_estimate, the sample estimate of Eq. 19.
         """
         total = dict(zip(_SUMS, self.sums.tolist(), strict=False))

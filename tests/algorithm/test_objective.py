@@ -421,6 +421,41 @@ def test_gspo_uses_the_geometric_mean_ratio_of_the_sequence() -> None:
     assert gradient.tolist() == pytest.approx([-math.exp(0.1)] * 2 + [0.0] * 3)
 
 
+@settings(max_examples=50)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.floats(-4, 0), st.floats(-0.002, 0.002), st.booleans()), min_size=1, max_size=15
+    )
+)
+def test_gspo_matches_its_formula(rows: list[tuple[int, float, float, bool]]) -> None:
+    """s_i = exp(mean_t log r_t) is both the clipped ratio, at 1 - 3e-4 and 1 + 4e-4, and the weight of the gradient."""
+    advantage = [1.0, -1.0, 0.5, -0.5]
+    mean = {
+        s: math.fsum(step for i, _, step, on in rows if on and i == s) / max(sum(on for i, *_, on in rows if i == s), 1)
+        for s in range(4)
+    }
+    mu = torch.tensor([m if on else math.nan for _, m, _, on in rows], dtype=torch.float64)
+    logp = (mu + torch.tensor([step for _, _, step, _ in rows], dtype=torch.float64)).requires_grad_()
+    loss = policy_loss(
+        presets.get("gspo"),
+        logp,
+        mu,
+        torch.tensor([advantage[s] for s, *_ in rows], dtype=torch.float64),
+        loss_mask=torch.tensor([on for *_, on in rows]),
+        sequence_ids=torch.tensor([s if on else -1 for s, _, _, on in rows]),
+    )
+    (gradient,) = torch.autograd.grad(loss.per_token.sum(), logp)
+    for i, (s, _, _, on) in enumerate(rows):
+        ratio = math.exp(mean[s])
+        blocked = ratio > 1 + 4e-4 if advantage[s] > 0 else ratio < 1 - 3e-4
+        if on and min(abs(ratio - 1 - 4e-4), abs(ratio - 1 + 3e-4)) < 1e-9:
+            continue
+        assert loss.mask[i].item() is (on and not blocked)
+        expected = -ratio * advantage[s] if on and not blocked else 0.0
+        assert loss.per_token[i].item() == pytest.approx(expected, rel=1e-11)
+        assert gradient[i].item() == pytest.approx(expected, rel=1e-11)
+
+
 @pytest.mark.parametrize(
     ("name", "missing", "given", "message"),
     [
