@@ -7,13 +7,17 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
+import psutil
 import ray
 
 from megatron_dppo.errors import UserError
+
+_START_ATTEMPTS = 4
 
 _SMALLEST_STORE = 80 << 20
 """Ray refuses less than 75 MiB."""
@@ -50,7 +54,7 @@ class RaySession:
 
         CPUs are not counted against anything: placement is by GPUs, and torchrun's ranks use the cores anyway.
         """
-        quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": namespace}
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": namespace}
         joined = os.environ.get("RAY_ADDRESS")
         if joined:
             try:
@@ -60,21 +64,26 @@ class RaySession:
                     f"RAY_ADDRESS={joined}: no Ray cluster answers there ({error}); start one or unset RAY_ADDRESS"
                 ) from error
             return RaySession(RayAddress(joined if joined != "auto" else context["address"], namespace), None)
-        folder = tempfile.mkdtemp(prefix="dppo-ray-", dir="/tmp")  # socket paths are limited to 107 bytes
-        try:
-            with _environment_of_a_daemon():
-                context = ray.init(
-                    address="local",
-                    num_cpus=max(64, os.cpu_count() or 1),
-                    include_dashboard=False,
-                    object_store_memory=_store_bytes(object_store_mib),
-                    _temp_dir=folder,
-                    **quiet,
-                )
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        return RaySession(RayAddress(context["address"], namespace), folder)
+        for attempt in range(1, _START_ATTEMPTS + 1):
+            folder = tempfile.mkdtemp(prefix="dppo-ray-", dir="/tmp")  # socket paths are limited to 107 bytes
+            others = {child.pid for child in psutil.Process().children()}
+            try:
+                with _environment_of_a_daemon():
+                    context = ray.init(
+                        address="local",
+                        num_cpus=max(64, os.cpu_count() or 1),
+                        include_dashboard=False,
+                        object_store_memory=_store_bytes(object_store_mib),
+                        _temp_dir=folder,
+                        **quiet,
+                    )
+                return RaySession(RayAddress(context["address"], namespace), folder)
+            except BaseException as error:
+                _clear_up(folder, others)
+                # Ray gives its daemons 30 s, which a busy machine may need for other things.
+                if attempt == _START_ATTEMPTS or "timed out during startup" not in str(error):
+                    raise
+        raise AssertionError("unreachable")
 
     @staticmethod
     def connect(where: RayAddress) -> RaySession:
@@ -96,6 +105,17 @@ class RaySession:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _clear_up(folder: str, others: set[int]) -> None:
+    """End what a failed start left: daemons are children of this process until they are up."""
+    ray.shutdown()
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in others]
+    for child in left:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(left, timeout=10)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _store_bytes(wanted_mib: int) -> int:
