@@ -1,0 +1,102 @@
+"""The example is one file that bash and torchrun's Python both run; what they are given arrives."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples/run_tiny_moe_dppo.sh"
+BIN = Path(sys.executable).parent
+
+# Stands in for the training command only: prints what it was called with.
+ECHO_COMMAND = """
+import os
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    print(f"rank {os.environ.get('RANK')}: {list(argv)}", flush=True)
+    return 0
+"""
+MAKE_MODEL = """
+import pathlib, sys
+out = pathlib.Path(sys.argv[1])
+out.mkdir()
+(out / "made").write_text(" ".join(sys.argv[2:]))
+print("making the model", flush=True)
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A copy of the launcher and the examples, with a training command and a model maker that only echo."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    shutil.copytree(ROOT / "megatron_dppo/launch", tmp_path / "megatron_dppo/launch")
+    for name in ("__init__.py", "errors.py"):
+        shutil.copy(ROOT / "megatron_dppo" / name, tmp_path / "megatron_dppo" / name)
+    (tmp_path / "megatron_dppo/cli.py").write_text(ECHO_COMMAND)
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/make_tiny_model.py").write_text(MAKE_MODEL)
+    return tmp_path
+
+
+def run(command: list[str], project: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(project), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=project, env=environment | variables, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_is_valid_bash_and_valid_python() -> None:
+    subprocess.run(["bash", "-n", str(EXAMPLE)], check=True)
+    subprocess.run([str(BIN / "shellcheck"), str(EXAMPLE)], check=True)
+    documentation = ast.get_docstring(ast.parse(EXAMPLE.read_text()))
+    assert documentation is not None
+    for variable in ("SEED", "MODEL_DIR", "RUN_DIR", "NPROC", "PYTHON"):
+        assert f"#   {variable} " in documentation
+
+
+def test_bash_makes_the_model_once_and_passes_arguments_to_every_rank(project: Path) -> None:
+    script = str(project / "examples/run_tiny_moe_dppo.sh")
+    result = run(["bash", script, "trainer.steps=3", "run.name=a b"], project, SEED="7", RUN_DIR="here", NPROC="1")
+    assert result.returncode == 0, result.stderr
+    model = project / "runs/tiny_moe_model/seed-7"
+    assert result.stdout.splitlines() == [
+        "making the model",
+        f"rank 0: ['train', '{project}/examples/tiny_moe_dppo.yaml', 'model.path={model}', 'run.dir=here', "
+        "'run.seed=7', 'trainer.steps=3', 'run.name=a b']",
+    ]
+    assert (model / "made").read_text() == "--seed 7"
+
+
+def test_torchrun_runs_the_file_to_the_letter(project: Path) -> None:
+    command = [str(BIN / "torchrun"), "--nproc-per-node", "2", "examples/run_tiny_moe_dppo.sh", "trainer.steps=3"]
+    result = run(command, project, MODEL_DIR=str(project / "model"))
+    assert result.returncode == 0, result.stderr
+    lines = sorted(result.stdout.splitlines())
+    assert lines[0] == "making the model"
+    assert [line[:7] for line in lines[1:]] == ["rank 0:", "rank 1:"]  # so the model was made by one of the two
+    assert lines[1][7:] == lines[2][7:]  # the same run folder, too
+    assert "'trainer.steps=3'" in lines[1]
+
+
+@pytest.mark.parametrize("nproc", ["two", "0", "-1"])
+def test_a_wrong_number_of_ranks_is_one_clear_line(project: Path, nproc: str) -> None:
+    result = run(["bash", "examples/run_tiny_moe_dppo.sh"], project, NPROC=nproc)
+    assert result.returncode == 2
+    assert result.stderr == f"megatron-dppo: error: NPROC={nproc}: must be the number of ranks, 1 or more\n"
+
+
+def test_a_model_maker_that_fails_leaves_nothing_behind(project: Path) -> None:
+    (project / "tools/make_tiny_model.py").write_text(MAKE_MODEL + "sys.exit('no memory')\n")
+    result = run(["bash", "examples/run_tiny_moe_dppo.sh"], project, MODEL_DIR=str(project / "model"))
+    assert result.returncode == 2
+    assert "megatron-dppo: error: making" in result.stderr.splitlines()[-1]
+    assert not (project / "model").exists()

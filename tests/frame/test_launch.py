@@ -1,0 +1,157 @@
+"""Whatever ends a run, all of it ends, and the last line says why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.launch import exit_status
+
+LAUNCHER = """
+import sys
+from megatron_dppo.launch import exit_status, launch_local
+command = [sys.executable, "-u", *sys.argv[1:]]
+sys.exit(exit_status(lambda: launch_local(command, processes=2, on_stop="To go on: do this")))
+"""
+RANK = """
+import os, signal, subprocess, sys, time
+from megatron_dppo.errors import UserError
+from megatron_dppo.launch import exit_status
+
+def run():
+    rank = int(os.environ["RANK"])
+    if ending == "peer":
+        import torch, torch.distributed
+        torch.distributed.init_process_group("gloo")
+        if rank == 1:
+            raise UserError("key x of file y is wrong; change it")
+        torch.distributed.all_reduce(torch.ones(1))
+    if rank == 1 and ending == "fault":
+        raise ZeroDivisionError("a bug")
+    if rank == 1 and ending == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        detached = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        print("detached", detached.pid, flush=True)
+    try:
+        time.sleep(100)
+    finally:
+        if rank == 0:
+            print("engine closed", flush=True)
+
+ending = sys.argv[1]
+sys.exit(exit_status(run))
+"""
+
+
+def start(tmp_path: Path, ending: str, *launcher: str) -> subprocess.Popen[str]:
+    """Two ranks under `launch_local` (or the given launcher) that end as `ending` says."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    command = [*(launcher or (sys.executable, "-c", LAUNCHER)), str(script), ending]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_the_rank_that_gave_the_reason_is_reported_not_the_one_that_lost_its_peer(tmp_path: Path) -> None:
+    _, errors = start(tmp_path, "peer").communicate(timeout=120)
+    assert errors.splitlines()[-1] == "megatron-dppo: error: key x of file y is wrong; change it"
+    assert "Traceback" not in errors
+    assert not list(tmp_path.glob("megatron-dppo-*"))  # logs are kept for faults only
+
+
+def test_under_plain_torchrun_the_summary_ends_with_the_reason(tmp_path: Path) -> None:
+    torchrun = str(Path(sys.executable).parent / "torchrun")
+    process = start(tmp_path, "peer", torchrun, "--nproc-per-node", "2", "--standalone")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "megatron-dppo: error: key x of file y is wrong; change it" in errors.splitlines()[-2]
+
+
+def test_a_fault_shows_its_traceback_then_one_line_and_keeps_the_output(tmp_path: Path) -> None:
+    process = start(tmp_path, "fault")
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "engine closed" in out
+    assert "Traceback" in errors
+    assert errors.splitlines()[-1].startswith("megatron-dppo: failed: rank 1: ZeroDivisionError: a bug (output of the")
+    assert list(tmp_path.glob("megatron-dppo-*/*/attempt_0/1/stderr.log"))
+
+
+def test_a_rank_that_is_killed_ends_the_others_and_its_orphans(tmp_path: Path) -> None:
+    process = start(tmp_path, "killed")
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "rank 1 ended with SIGKILL (out of memory, or killed by hand)" in errors.splitlines()[-1]
+    for line in out.splitlines():
+        if line.startswith("detached"):
+            assert not psutil.pid_exists(int(line.split()[1]))
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interruption_closes_everything(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    process = start(tmp_path, "interrupted")
+    assert process.stdout is not None
+    detached = int(process.stdout.readline().split()[1])
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert out == "engine closed\n"
+    word = "interrupted" if number == signal.SIGINT else "stopped by SIGTERM"
+    assert errors == f"megatron-dppo: {word}; all ranks are stopped. To go on: do this\n"
+    assert not psutil.pid_exists(detached)
+    assert not any(member.is_running() for member in family)
+
+
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    process = start(tmp_path, "interrupted")
+    assert process.stdout is not None
+    detached = psutil.Process(int(process.stdout.readline().split()[1]))
+    ranks = psutil.Process(process.pid).children()
+    process.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    detached.kill()  # nothing is left that could have swept it
+    process.communicate(timeout=10)
+    assert not alive
+
+
+def raises(error: BaseException) -> int:
+    raise error
+
+
+def test_exit_status_of_a_single_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status(lambda: None) == 0
+    assert exit_status(lambda: 3) == 3
+    assert capsys.readouterr().err == ""
+    assert exit_status(lambda: raises(UserError("file f: missing"))) == 2
+    assert capsys.readouterr().err == "megatron-dppo: error: file f: missing\n"
+    assert exit_status(lambda: raises(KeyError("k"))) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Traceback")
+    assert lines[-1] == "megatron-dppo: failed: KeyError: 'k'"
+
+
+def test_a_signal_unwinds_the_stack_and_the_handlers_come_back(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    closed = []
+
+    def run() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            closed.append("engine")
+
+    assert exit_status(run) == 143
+    assert closed == ["engine"]
+    assert capsys.readouterr().err == "megatron-dppo: stopped by SIGTERM\n"
+    assert signal.getsignal(signal.SIGTERM) is before
