@@ -52,7 +52,6 @@ def packed(lengths: list[int]) -> PackedSeqParams:
 def forward(models: list[GPTModel], microbatches: list[tuple[torch.Tensor, list[int]]]) -> list[torch.Tensor]:
     """This rank's vocabulary shard of the logits `[T, V_local]` of every microbatch of packed ids `[T]`; on the last
     pipeline stage only (elsewhere an empty list)."""
-    collected: list[torch.Tensor] = []
 
     def step(data: Iterator[tuple[torch.Tensor, list[int]]], gpt: GPTModel) -> tuple[torch.Tensor, Any]:
         ids, lengths = next(data)
@@ -74,5 +73,6 @@ def forward(models: list[GPTModel], microbatches: list[tuple[torch.Tensor, list[
         forward_only=True,
         collect_non_loss_data=True,
     )
-    collected.extend(out[0] for out in results if torch.is_tensor(out))
-    return collected if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else []
+    if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        return []
+    return [out[0] for out in results if torch.is_tensor(out)]

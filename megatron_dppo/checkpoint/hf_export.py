@@ -119,6 +119,7 @@ class WeightExporter:
         device = next(iter(self._local.values()))[0].device
         received = {rank: torch.empty(size, dtype=bucket[0].dtype, device=device) for rank, size in sizes.items()}
         for request in [dist.irecv(buffer, src=rank) for rank, buffer in received.items()]:
+            assert request is not None  # None is for ranks outside the group
             request.wait()
         used = dict.fromkeys(received, 0)
         result = {}

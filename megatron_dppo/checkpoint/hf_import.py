@@ -36,7 +36,7 @@ def load_hf_weights(
     Rows of the padded vocabulary become zero. No collectives: every rank checks the headers of all files itself.
 
     `UserError` lists what is missing, unused or of the wrong shape before anything is read; afterwards every parameter
-    of the model and every stored tensor has been used exactly once. `progress(parameters done, of)` is called as it goes.
+    of the model and every stored tensor has been used exactly once. `progress(done, of)` counts parameters.
     """
     folder = Path(path) if path is not None else model.path
     if folder is None:
@@ -72,8 +72,8 @@ def check_tensors(files: HFFiles, model: HFConfig, stacked: bool) -> None:
     where = files.folder
     if model.tied and "lm_head.weight" in stored:
         raise UserError(
-            f"{where} stores lm_head.weight although config.json says tie_word_embeddings: true; set it to false to use "
-            "the stored output layer, or remove the tensor"
+            f"{where} stores lm_head.weight although config.json says tie_word_embeddings: true; set it to false to "
+            "use the stored output layer, or remove the tensor"
         )
     missing = [name for name in expected if name not in stored]
     unused = sorted(name for name in stored if name not in expected)
@@ -118,8 +118,8 @@ def _check_tokenizer(folder: Path, model: HFConfig) -> None:
     largest = max([*ids, *(t["id"] for t in content.get("added_tokens", []))], default=-1)
     if largest >= model.vocab_size:
         raise UserError(
-            f"{file} has token ids up to {largest}, but config.json says vocab_size {model.vocab_size}: the embedding has "
-            "no row for them"
+            f"{file} has token ids up to {largest}, but config.json says vocab_size {model.vocab_size}: the embedding "
+            "has no row for them"
         )
 
 
@@ -142,7 +142,7 @@ def _stack(model: HFConfig) -> dict[str, Shape]:
 
 
 def _in_stack(piece: Piece, model: HFConfig) -> Piece:
-    """Where transformers 5 stacks the block: `gate_up_proj [experts, 2 x ffn, hidden]`, `down_proj [experts, hidden, ffn]`."""
+    """Where transformers 5 stacks the block: `gate_up_proj [E, 2 x ffn, hidden]`, `down_proj [E, hidden, ffn]`."""
     match = _EXPERT.fullmatch(piece.hf_name)
     if not match:
         return piece

@@ -20,7 +20,18 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig
 
 SHARD_BYTES = 5 * 10**9
-_COPIED = ["generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"]
+_COPIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 def save_hf_checkpoint(

@@ -70,7 +70,7 @@ def patch_torch_cuda() -> None:
     cuda.Stream = _InertStream  # type: ignore[assignment, misc]
     cuda.Event = _InertEvent  # type: ignore[assignment, misc]
     cuda.current_stream = cuda.default_stream = lambda device=None: _THE_STREAM  # type: ignore[assignment, return-value]
-    cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
+    cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment, return-value]
 
 
 def _is_cuda(device: Any) -> bool:

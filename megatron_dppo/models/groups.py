@@ -12,7 +12,8 @@ from megatron_dppo.models.parallel import ParallelConfig
 def initialize_groups(parallel: ParallelConfig, seed: int, *, timeout_minutes: float = 30.0) -> ProcessGroupCollection:
     """Build every group of `parallel` over the world once, seed the per-rank generators, and return the groups.
 
-    Collective; torch.distributed is initialised. Rank order is tensor, context, (expert), data, pipeline, fastest first.
+    Collective; torch.distributed is initialised before. Ranks are numbered along tensor, context, (expert), data and
+    pipeline, the first fastest.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,

@@ -19,15 +19,36 @@ from megatron_dppo.models.names import Shape, Transform, Vocabulary
 VOCAB_MULTIPLE = 128
 """The vocabulary is padded to a multiple of this (and of the tensor-parallel size, where that is no divisor of it)."""
 
-_READ = frozenset(
-    ["model_type", "architectures", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size", "tie_word_embeddings", "rms_norm_eps", "max_position_embeddings", "hidden_act", "rope_theta", "rope_scaling", "rope_parameters", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types", "attention_dropout"]
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_READ = _words(
+    """
+        model_type architectures hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+        intermediate_size vocab_size tie_word_embeddings rms_norm_eps max_position_embeddings hidden_act
+        rope_theta rope_scaling rope_parameters use_sliding_window sliding_window max_window_layers layer_types
+        attention_dropout
+    """
 )
-_READ_MOE = frozenset(
-    ["num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"]
+_READ_MOE = _words(
+    """
+        num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step
+        mlp_only_layers
+    """
 )
-_WITHOUT_EFFECT = frozenset(
-    # names, files, generation and training settings: none of them changes the forward pass
-    ["_name_or_path", "transformers_version", "dtype", "torch_dtype", "initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "output_router_logits", "router_aux_loss_coef", "torchscript", "return_dict", "output_attentions", "output_hidden_states", "use_bfloat16", "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params", "tokenizer_class", "prefix", "is_decoder", "is_encoder_decoder", "_attn_implementation", "attn_implementation", "_attn_implementation_autoset", "chunk_size_feed_forward", "keys_to_ignore_at_inference", "use_mrope", "temperature", "top_k", "top_p", "do_sample", "max_length", "min_length", "repetition_penalty", "num_return_sequences", "unsloth_version", "unsloth_fixed"]
+# names, files, generation and training settings: none of them changes the forward pass
+_WITHOUT_EFFECT = _words(
+    """
+        _name_or_path transformers_version dtype torch_dtype initializer_range use_cache bos_token_id eos_token_id
+        pad_token_id sep_token_id decoder_start_token_id output_router_logits router_aux_loss_coef torchscript
+        return_dict output_attentions output_hidden_states use_bfloat16 id2label label2id problem_type
+        finetuning_task task_specific_params tokenizer_class prefix is_decoder is_encoder_decoder
+        _attn_implementation attn_implementation _attn_implementation_autoset chunk_size_feed_forward
+        keys_to_ignore_at_inference use_mrope temperature top_k top_p do_sample max_length min_length
+        repetition_penalty num_return_sequences unsloth_version unsloth_fixed
+    """
 )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_dppo.models.hf_config import HFConfig
@@ -32,10 +33,11 @@ class Owned:
     shape: Shape
 
 
-def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+def unwrap(module: torch.nn.Module) -> GPTModel:
     """The GPTModel inside DistributedDataParallel and precision wrappers."""
     while hasattr(module, "module"):
         module = module.module  # type: ignore[assignment]
+    assert isinstance(module, GPTModel)
     return module
 
 

@@ -1,4 +1,4 @@
-"""From a Hugging Face config and a layout to Megatron-Core's `TransformerConfig`: the one place that knows its flags."""
+"""From a Hugging Face config and a layout to Megatron-Core's `TransformerConfig`: the one place that sets flags."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def transformer_config(
     overrides         any field of `TransformerConfig`, set last
 
     Losses are summed, not averaged (`calculate_per_token_loss`): the caller divides by the global denominator.
-    With a GPU: TransformerEngine, grouped GEMM for experts, fused rotary embedding, permutation and activation. Without:
-    the plain modules. Interleaved pipelines send every message on its own: batched ones reach the wrong peer when two
-    stages exchange in both directions, with a loss that is silently wrong.
+    With a GPU: TransformerEngine, grouped GEMM for experts, fused rotary embedding, permutation and activation;
+    without, the plain modules. Interleaved pipelines send every message on its own: batched ones reach the wrong peer
+    when two stages exchange in both directions, with a loss that is silently wrong.
     """
     gpu = torch.cuda.is_available()
     fields: dict[str, Any] = {
