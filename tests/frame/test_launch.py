@@ -31,8 +31,9 @@ def run():
     if ending == "peer":
         import torch, torch.distributed
         torch.distributed.init_process_group("gloo")
-        if rank == 1:
-            raise UserError("key x of file y is wrong; change it")
+    if rank == 1 and ending in ("user", "peer"):
+        raise UserError("key x of file y is wrong; change it")
+    if ending == "peer":
         torch.distributed.all_reduce(torch.ones(1))
     if rank == 1 and ending == "fault":
         raise ZeroDivisionError("a bug")
@@ -70,7 +71,7 @@ def test_the_rank_that_gave_the_reason_is_reported_not_the_one_that_lost_its_pee
 
 def test_under_plain_torchrun_the_summary_ends_with_the_reason(tmp_path: Path) -> None:
     torchrun = str(Path(sys.executable).parent / "torchrun")
-    process = start(tmp_path, "peer", torchrun, "--nproc-per-node", "2", "--standalone")
+    process = start(tmp_path, "user", torchrun, "--nproc-per-node", "2", "--standalone")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "megatron-dppo: error: key x of file y is wrong; change it" in errors.splitlines()[-2]
@@ -96,18 +97,16 @@ def test_a_rank_that_is_killed_ends_the_others_and_its_orphans(tmp_path: Path) -
             assert not psutil.pid_exists(int(line.split()[1]))
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interruption_closes_everything(tmp_path: Path, number: signal.Signals, status: int) -> None:
+def test_ctrl_c_closes_everything(tmp_path: Path) -> None:
     process = start(tmp_path, "interrupted")
     assert process.stdout is not None
     detached = int(process.stdout.readline().split()[1])
     family = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=60)
-    assert process.returncode == status
+    assert process.returncode == 130
     assert out == "engine closed\n"
-    word = "interrupted" if number == signal.SIGINT else "stopped by SIGTERM"
-    assert errors == f"megatron-dppo: {word}; all ranks are stopped. To go on: do this\n"
+    assert errors == "megatron-dppo: interrupted; all ranks are stopped. To go on: do this\n"
     assert not psutil.pid_exists(detached)
     assert not any(member.is_running() for member in family)
 

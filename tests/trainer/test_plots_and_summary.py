@@ -1,0 +1,98 @@
+"""The picture and the table at the end of a run."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+from scipy.ndimage import gaussian_filter1d
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.trainer.history import History, Series
+from megatron_dppo.trainer.plots import PANELS, plot_runs, smooth
+from megatron_dppo.trainer.summary import print_summary
+
+
+def history(seed: int = 0, steps: int = 30) -> History:
+    random = np.random.default_rng(seed)
+    numbers = np.arange(1, steps + 1)
+    series = {panel.metric: Series(numbers, random.random(steps)) for panel in PANELS}
+    series["eval/accuracy"] = Series(np.array([0, 10, 30]), np.array([0.25, 0.5, 0.75]))
+    series["eval/well_formed"] = Series(np.array([0, 10, 30]), np.array([0.95, 0.96, 1.0]))
+    series["time/rollout_s"] = Series(numbers, np.full(steps, 2.0))
+    series["throughput/tokens_per_second"] = Series(numbers, np.full(steps, 2300.0))
+    return History(series)
+
+
+def ink_per_panel(path: Path) -> np.ndarray:
+    """Share of coloured (not grey) pixels in each cell of the 2 x 3 grid."""
+    pixels = np.asarray(Image.open(path).convert("RGB")).astype(int)
+    coloured = pixels.max(axis=2) - pixels.min(axis=2) > 40
+    rows = len(coloured)
+    cells = [coloured[: rows // 2], coloured[rows // 2 :]]
+    return np.array([[part.mean() for part in np.array_split(cell, 3, axis=1)] for cell in cells])
+
+
+def test_every_panel_shows_its_curve(tmp_path: Path) -> None:
+    plot_runs({"dppo-binary-tv": history()}, tmp_path / "new" / "plot.png", title="a run")
+    image = Image.open(tmp_path / "new" / "plot.png")
+    assert image.format == "PNG"
+    assert image.width > 1200
+    assert (ink_per_panel(tmp_path / "new" / "plot.png") > 0.002).all()
+
+
+def test_a_panel_without_data_says_so_and_the_others_are_drawn(tmp_path: Path) -> None:
+    partial = history()
+    del partial.series["policy/masked_fraction"]
+    plot_runs({"a": partial}, tmp_path / "plot.png")
+    ink = ink_per_panel(tmp_path / "plot.png")
+    assert ink[1, 2] == 0.0
+    assert (np.delete(ink.ravel(), 5) > 0.002).all()
+
+
+def test_two_runs_have_two_colours(tmp_path: Path) -> None:
+    plot_runs({"a": history(0), "b": history(1)}, tmp_path / "plot.png")
+    pixels = np.asarray(Image.open(tmp_path / "plot.png").convert("RGB")).reshape(-1, 3).tolist()
+    colours = {tuple(pixel) for pixel in pixels}
+    assert {(31, 119, 180), (255, 127, 14)} <= colours
+
+
+def test_plot_errors_name_the_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="at least one run"):
+        plot_runs({}, tmp_path / "plot.png")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/plot\.png: cannot write the plot"):
+        plot_runs({"a": history()}, tmp_path / "file" / "plot.png")
+
+
+def test_smoothing_is_the_papers_gaussian_filter() -> None:
+    values = np.random.default_rng(0).random(60)
+    series = Series(np.arange(60), values)
+    interior = slice(8, -8)  # at the ends scipy mirrors the curve, here the kernel is renormalised
+    np.testing.assert_allclose(smooth(series)[interior], gaussian_filter1d(values, 2.0)[interior], atol=1e-12)
+    np.testing.assert_allclose(smooth(Series(np.arange(5), np.full(5, 3.0))), 3.0)
+
+
+def test_smoothing_bridges_steps_that_were_not_finite() -> None:
+    values = np.where(np.arange(20) == 7, np.nan, 2.0)
+    np.testing.assert_allclose(smooth(Series(np.arange(20), values)), 2.0)
+    assert np.isnan(smooth(Series(np.arange(3), np.full(3, np.nan)))).all()
+
+
+def test_the_table_says_what_was_gained_and_where_it_is(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    path = tmp_path / ("long" * 30) / "metrics.jsonl"
+    print_summary(history(), title="tiny", wall_seconds=341.0, paths={"metrics": path}, console=console)
+    text = console.file.getvalue()
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    assert ["held-out accuracy", "0.250", "0.750", "+0.500"] in rows
+    assert ["held-out answers well-formed", "0.950", "1.000", "+0.050"] in rows
+    assert ["steps", "", "30", ""] in rows
+    assert ["time (min:s)", "", "5:41", ""] in rows
+    assert ["of it rollout", "", "1:00", ""] in rows
+    assert ["tokens/s (median step)", "", "2,300", ""] in rows
+    assert text.splitlines()[-1] == f"metrics  {path}"

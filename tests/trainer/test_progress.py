@@ -1,0 +1,83 @@
+"""What is shown while a run goes on, on a terminal and in a log."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from megatron_dppo.trainer import progress
+from megatron_dppo.trainer.progress import Progress, clock
+
+METRICS = {
+    "reward/mean": 0.41234,
+    "reward/accuracy": 0.4,
+    "policy/mean_abs_pi_mu": 0.00123,
+    "policy/entropy": 0.8,
+    "policy/masked_fraction": 0.0123,
+    "throughput/tokens_per_second": 2310.4,
+    "optimizer/loss": 7.0,
+}
+
+
+class Clock:
+    """Stands in for `time.monotonic`: the steps of the test take exactly as long as it says."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def wall(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    wall = Clock()
+    monkeypatch.setattr(progress.time, "monotonic", wall.monotonic)
+    return wall
+
+
+def show(console: Console, wall: Clock, steps: int = 2) -> str:
+    with Progress(total_steps=10, title="tiny", console=console) as shown:
+        for step in range(1, steps + 1):
+            shown.phase("training")
+            wall.now += 30.0
+            shown.step(step, METRICS)
+        shown.note("held-out accuracy 0.500")
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_log_gets_one_plain_line_per_step(wall: Clock) -> None:
+    text = show(Console(file=io.StringIO(), width=40), wall)
+    shown = "reward=0.412 accuracy=0.400 mean|pi-mu|=1.23e-03 entropy=0.800 masked=1.23% tokens/s=2,310"
+    assert text.splitlines() == [
+        f"step=1/10 {shown} left=4:30",
+        f"step=2/10 {shown} left=4:00",
+        "held-out accuracy 0.500",
+    ]
+
+
+def test_a_terminal_gets_a_table_that_fits_and_a_bar(wall: Clock) -> None:
+    text = show(Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None), wall, steps=21)
+    text = re.sub(r"\x1b\[[0-9?]*[A-Za-z]", "", text)
+    rows = [line for line in text.splitlines() if "/10 " in line and "0.412" in line]
+    assert len(rows) == 21
+    assert max(len(row) for row in rows) <= 80
+    assert text.count("mean|pi-mu|") == 2  # the header comes again after 20 rows
+    assert "training" in text
+    assert "━" in text
+
+
+def test_metrics_that_a_step_lacks_are_dashes(wall: Clock) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    with Progress(total_steps=1, console=console) as shown:
+        shown.step(1, {"reward/mean": 1.0})
+    assert "reward=1.000 accuracy=- " in console.file.getvalue()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (750, "12:30"), (11045, "3:04:05")])
+def test_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text

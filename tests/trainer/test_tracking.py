@@ -1,0 +1,108 @@
+"""Metrics reach both sinks, survive a crash, and a resumed run continues them without a seam."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.trainer.history import History
+from megatron_dppo.trainer.tracking import Tracker
+
+
+def log_steps(tracker: Tracker, steps: range, value: float) -> None:
+    for step in steps:
+        tracker.log(step, {"reward/mean": value * step, "time/step_s": 1.0})
+
+
+def scalars(folder: Path, name: str) -> dict[int, float]:
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    return {event.step: event.value for event in events.Scalars(name)}
+
+
+def test_what_is_logged_comes_back(tmp_path: Path) -> None:
+    with Tracker(tmp_path) as tracker:
+        tracker.log(0, {"eval/accuracy": 0.25})
+        log_steps(tracker, range(1, 4), 0.5)
+        tracker.log(3, {"eval/accuracy": np.float32(0.5)})
+    history = History.read(tmp_path)
+    assert history["reward/mean"].steps.tolist() == [1, 2, 3]
+    assert history["reward/mean"].values.tolist() == [0.5, 1.0, 1.5]
+    assert history["eval/accuracy"].steps.tolist() == [0, 3]
+    assert len(history["never/logged"]) == 0
+    assert scalars(tmp_path, "reward/mean") == {1: 0.5, 2: 1.0, 3: 1.5}
+
+
+def test_a_row_is_on_disk_before_log_returns(tmp_path: Path) -> None:
+    with Tracker(tmp_path) as tracker:
+        tracker.log(1, {"reward/mean": 0.5})
+        assert json.loads(tracker.path.read_text()) == {"step": 1, "reward/mean": 0.5}
+
+
+def test_values_that_are_not_finite_stay_valid_json(tmp_path: Path) -> None:
+    with Tracker(tmp_path) as tracker:
+        tracker.log(1, {"optimizer/grad_norm": math.inf, "optimizer/loss": math.nan})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    json.loads(tracker.path.read_text(), parse_constant=refuse)
+    assert np.isnan(History.read(tmp_path)["optimizer/loss"].values).all()
+
+
+def test_resume_removes_later_steps_and_a_torn_line(tmp_path: Path) -> None:
+    with Tracker(tmp_path) as tracker:
+        log_steps(tracker, range(1, 7), 1.0)
+    with open(tracker.path, "a") as file:
+        file.write('{"step": 7, "rew')  # as a crash in mid-write leaves it
+    with Tracker(tmp_path, resume_step=4) as tracker:
+        log_steps(tracker, range(5, 8), 10.0)
+    expected = [1, 2, 3, 4, 50, 60, 70]
+    assert History.read(tmp_path)["reward/mean"].values.tolist() == expected
+    assert scalars(tmp_path, "reward/mean") == dict(enumerate(expected, start=1))
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    with Tracker(tmp_path) as tracker:
+        log_steps(tracker, range(1, 3), 1.0)
+    before = tracker.path.read_bytes()
+    with pytest.raises(UserError, match=r"already holds the metrics.*trainer\.resume=true"):
+        Tracker(tmp_path)
+    assert tracker.path.read_bytes() == before
+
+
+def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"run\.dir=.*file/run: cannot write"):
+        Tracker(tmp_path / "file" / "run")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the device that is always full")
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    tracker = Tracker(tmp_path)
+    with pytest.raises(UserError, match=r"metrics\.jsonl: cannot write: No space left"):
+        tracker.log(1, {"reward/mean": 1.0})
+
+
+def test_step_is_not_a_metric(tmp_path: Path) -> None:
+    with Tracker(tmp_path) as tracker, pytest.raises(ValueError, match="not a metric"):
+        tracker.log(1, {"step": 2.0})
+
+
+def test_reading_says_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        History.read(tmp_path)
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("")
+    with pytest.raises(UserError, match="holds no metrics yet"):
+        History.read(file)
+    file.write_text('{"step": 1, "a": 1.0}\nnonsense\n')
+    with pytest.raises(UserError, match="line 2: not a metrics row"):
+        History.read(file)
