@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_dppo.vocab_parallel.matmul import accumulation_dtype, add_product, product
 from megatron_dppo.vocab_parallel.reference import local_partials_of_logits
-from megatron_dppo.vocab_parallel.stats import Partials, merge
+from megatron_dppo.vocab_parallel.stats import Partials, merge_two
 from megatron_dppo.vocab_parallel.weight_grad import WeightGrad
 
 # Logits alive at once, where the caller sets no chunk: 128 MB in float32.
@@ -40,7 +40,7 @@ def forward(
         total = local_partials_of_logits(h.new_empty((h.shape[0], 0), dtype=dtype), ids, start, entropy)
         for j in range(0, weight.shape[0], columns):
             z = product(h, weight[j : j + columns].t()) / temperature
-            total = merge(total, local_partials_of_logits(z, ids, start + j, entropy))
+            total = merge_two(total, local_partials_of_logits(z, ids, start + j, entropy))
         blocks.append(total)
     if len(blocks) == 1:
         return blocks[0]
@@ -64,10 +64,10 @@ def backward(
     start: int,
     temperature: float,
     weight_grad: WeightGrad | None,
-    hidden_grad: Float[Tensor, "N H"] | None,
+    need_hidden: bool,
     vocab_chunk: int | None = None,
-) -> None:
-    """Add this shard's part of the gradients to ``weight_grad`` and ``hidden_grad`` (either may be None).
+) -> Float[Tensor, "N H"] | None:
+    """This shard's part of the gradients: the weight's go to ``weight_grad``, the hidden's come back, unrounded.
 
     With ``p_j = exp(z_j - lse)``, ``g = dL/dlogp`` and ``g_H = dL/dentropy``::
 
@@ -76,6 +76,7 @@ def backward(
     Logits are recomputed by vocabulary chunk over all rows, so a chunk of dW is written once.
     """
     columns = vocab_chunk or max(1024, _CHUNK_ELEMENTS // max(1, hidden.shape[0]))
+    hidden_grad = torch.zeros_like(hidden, dtype=accumulation_dtype(hidden.dtype)) if need_hidden else None
     for j in range(0, weight.shape[0], columns):
         chunk = weight[j : j + columns]
         log_p = product(hidden, chunk.t()).div_(temperature).sub_(lse[:, None])
@@ -94,3 +95,4 @@ def backward(
             add_product(hidden_grad, dz, chunk)
         if weight_grad is not None:
             weight_grad.add(j, j + chunk.shape[0], dz, hidden)
+    return hidden_grad

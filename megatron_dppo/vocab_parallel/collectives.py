@@ -28,15 +28,7 @@ def merge_over_ranks(local: Partials, group: ProcessGroup | None) -> Partials:
     packed = local.pack()
     gathered = packed.new_empty((group.size(), *packed.shape))
     dist.all_gather_into_tensor(gathered.flatten(0, 1), packed, group=group)
-    return fold(gathered, local.d is not None)
-
-
-def fold(gathered: Tensor, entropy: bool) -> Partials:
-    """Merge packed statistics ``[ranks, C, N]`` in rank order."""
-    total = Partials.unpack(gathered[0], entropy)
-    for rank in range(1, gathered.shape[0]):
-        total = merge(total, Partials.unpack(gathered[rank], entropy))
-    return total
+    return merge(Partials.unpack(gathered, local.d is not None))
 
 
 def gather_sequence(shard: Tensor, group: ProcessGroup | None) -> Tensor:

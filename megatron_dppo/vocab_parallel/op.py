@@ -9,14 +9,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from megatron_dppo.vocab_parallel import chunked
+from megatron_dppo.vocab_parallel import chunked, fused
 from megatron_dppo.vocab_parallel.collectives import (
     gather_sequence,
     merge_over_ranks,
     reduce_replicated,
     reduce_sequence,
 )
-from megatron_dppo.vocab_parallel.matmul import accumulation_dtype
 from megatron_dppo.vocab_parallel.reference import topk_rows
 from megatron_dppo.vocab_parallel.rows import active_rows, put_rows, take_rows
 from megatron_dppo.vocab_parallel.shard import VocabShard
@@ -35,7 +34,7 @@ class _Plan:
     temperature: float
     entropy: bool
     sequence_sharded: bool
-    implementation: Implementation
+    fused: bool
     token_chunk: int | None
     vocab_chunk: int | None
 
@@ -89,7 +88,8 @@ def token_stats(
     Raises ``ValueError`` for shapes or ids that do not fit together.
     """
     sequence_sharded = _check(hidden, weight, token_ids, topk_ids, loss_mask, shard, temperature, hidden_layout)
-    plan = _Plan(shard, temperature, entropy, sequence_sharded, implementation, token_chunk, vocab_chunk)
+    use_fused = _use_fused(hidden, weight, implementation)
+    plan = _Plan(shard, temperature, entropy, sequence_sharded, use_fused, token_chunk, vocab_chunk)
     rows = active_rows(token_ids, topk_ids, loss_mask, shard.vocab_size)
     logp, row_entropy, topk_logp = _TokenStats.apply(hidden, weight, token_ids, topk_ids, rows, plan)
     return TokenStats(logp, row_entropy, topk_logp)
@@ -133,6 +133,17 @@ def _check(
     return sequence_sharded
 
 
+def _use_fused(hidden: Tensor, weight: Tensor, implementation: str) -> bool:
+    if implementation not in ("auto", "chunked", "fused"):
+        raise ValueError(f"implementation must be 'auto', 'chunked' or 'fused', got {implementation!r}")
+    if implementation == "chunked":
+        return False
+    reason = fused.unusable(hidden, weight)
+    if reason is not None and implementation == "fused":
+        raise ValueError(f"implementation='fused' cannot run here: {reason}; use 'auto' or 'chunked'")
+    return reason is None
+
+
 class _TokenStats(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -148,7 +159,7 @@ class _TokenStats(torch.autograd.Function):
         wanted = token_ids[:, None] if topk_ids is None else torch.cat([token_ids[:, None], topk_ids], dim=1)
         wanted = take_rows(wanted, rows)
         full = gather_sequence(hidden, shard.group) if plan.sequence_sharded else hidden
-        local = chunked.forward(
+        local = (fused if plan.fused else chunked).forward(
             take_rows(full, rows),
             weight[: shard.valid],
             wanted,
@@ -193,24 +204,21 @@ class _TokenStats(torch.autograd.Function):
 
         full = gather_sequence(hidden, shard.group) if plan.sequence_sharded else hidden
         live_hidden = take_rows(full, rows)
-        dtype = accumulation_dtype(hidden.dtype)
-        hidden_grad = torch.zeros_like(live_hidden, dtype=dtype) if need_hidden else None
         weight_grad = WeightGrad(ctx.weight) if need_weight else None
-        if ids.shape[0]:
-            chunked.backward(
-                live_hidden,
-                weight[: shard.valid],
-                ids,
-                lse,
-                entropy,
-                g,
-                g_h,
-                start=shard.start,
-                temperature=plan.temperature,
-                weight_grad=weight_grad,
-                hidden_grad=hidden_grad,
-                vocab_chunk=plan.vocab_chunk,
-            )
+        hidden_grad = (fused if plan.fused else chunked).backward(
+            live_hidden,
+            weight[: shard.valid],
+            ids,
+            lse,
+            entropy,
+            g,
+            g_h,
+            start=shard.start,
+            temperature=plan.temperature,
+            weight_grad=weight_grad,
+            need_hidden=need_hidden,
+            vocab_chunk=plan.vocab_chunk,
+        )
         d_hidden = None
         if hidden_grad is not None:
             # Partial sums of the ranks may cancel, so they meet in float32 and are rounded once.

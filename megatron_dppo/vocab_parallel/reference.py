@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from megatron_dppo.vocab_parallel.collectives import GatherForMerge, fold
+from megatron_dppo.vocab_parallel.collectives import GatherForMerge
 from megatron_dppo.vocab_parallel.shard import VocabShard
-from megatron_dppo.vocab_parallel.stats import Partials, TokenStats, finish
+from megatron_dppo.vocab_parallel.stats import Partials, TokenStats, finish, merge
 
 
 def token_stats_from_logits(
@@ -42,7 +42,7 @@ def token_stats_from_logits(
     wanted = token_ids[:, None] if topk_ids is None else torch.cat([token_ids[:, None], topk_ids], dim=1)
     total = local_partials_of_logits(z, wanted, shard.start, entropy)
     if shard.world_size > 1:
-        total = fold(GatherForMerge.apply(total.pack(), shard.group), entropy)
+        total = merge(Partials.unpack(GatherForMerge.apply(total.pack(), shard.group), entropy))
     _, row_entropy, logp = finish(total)
     absent = token_ids == -1
     return TokenStats(

@@ -15,24 +15,25 @@ def active_rows(
 ) -> Int[Tensor, " N"] | None:
     """Indices of the rows to compute, or None for all of them.
 
-    A row counts where ``loss_mask`` is non-zero and its token id is not ``-1``. Ids of other rows are not looked at.
+    A row counts where ``loss_mask`` is non-zero and its token id is not ``-1``.
 
-    Raises ``ValueError`` for an id of a counted row outside the vocabulary (``-1`` is allowed in ``topk_ids``).
-    Copies from device to host, once or twice: the number of rows is needed there.
+    Raises ``ValueError`` for an id outside ``[-1, vocab_size)``, in whatever row. Waits for the device: the number of
+    rows is needed on the host.
     """
+    if token_ids.numel() == 0:
+        return None
     active = token_ids != -1
     if loss_mask is not None:
         active &= loss_mask != 0
-    bad_token = (((token_ids < 0) | (token_ids >= vocab_size)) & active).any()
-    bad_topk = bad_token.new_zeros(())
-    if topk_ids is not None and topk_ids.numel():
-        bad_topk = (((topk_ids < -1) | (topk_ids >= vocab_size)).any(1) & active).any()
-    count, token_fault, topk_fault = torch.stack([active.sum(), bad_token, bad_topk]).tolist()
-    for fault, name, low in ((token_fault, "token_ids", 0), (topk_fault, "topk_ids", -1)):
-        if fault:
+    named = {"token_ids": token_ids} | ({"topk_ids": topk_ids} if topk_ids is not None and topk_ids.numel() else {})
+    # Few launches and one copy to the host: the device idles meanwhile.
+    extremes = [value for ids in named.values() for value in ids.aminmax()]
+    count, *limits = torch.stack([active.sum().to(token_ids.dtype), *extremes]).tolist()
+    for name, low, high in zip(named, limits[::2], limits[1::2], strict=True):
+        if low < -1 or high >= vocab_size:
             raise ValueError(
-                f"{name} holds an id outside [{low}, {vocab_size}); ids are global and columns past the end are "
-                "padding: check that the tokenizer and vocab_size belong together, and use -1 for an absent id"
+                f"{name} holds ids from {low} to {high}, outside [-1, {vocab_size}); ids are global and columns past "
+                "the end are padding: check that the tokenizer and vocab_size belong together; -1 is an absent id"
             )
     return None if count == token_ids.numel() else active.nonzero().squeeze(1)
 

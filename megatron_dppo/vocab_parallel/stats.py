@@ -48,33 +48,40 @@ class Partials:
         return torch.cat([torch.stack(rows), self.z.t()])
 
     @staticmethod
-    def unpack(buffer: Float[Tensor, "C N"], entropy: bool) -> Partials:
-        """Inverse of :meth:`pack`."""
+    def unpack(buffer: Float[Tensor, "R C N"], entropy: bool) -> Partials:
+        """Inverse of :meth:`pack` for a stack of buffers: fields get a leading dimension of slices."""
         scalars = 3 if entropy else 2
-        return Partials(buffer[0], buffer[1], buffer[2] if entropy else None, buffer[scalars:].t())
+        return Partials(
+            buffer[:, 0], buffer[:, 1], buffer[:, 2] if entropy else None, buffer[:, scalars:].transpose(1, 2)
+        )
 
 
-def merge(a: Partials, b: Partials) -> Partials:
-    """Statistics of the union of two disjoint slices; associative up to rounding, so callers fix the order.
+def merge(slices: Partials) -> Partials:
+    """Statistics of the union of disjoint slices, which are stacked along a leading dimension, in that order.
 
-    ``M = max(m_a, m_b)``; ``S = sum_i s_i e^(m_i - M)``; ``D = sum_i e^(m_i - M) (d_i + (m_i - M) s_i)``.
+    ``M = max m_i``; ``S = sum_i s_i e^(m_i - M)``; ``D = sum_i e^(m_i - M) (d_i + (m_i - M) s_i)``.
     """
-    m = torch.maximum(a.m, b.m)
-    # Against an empty slice the shift would be -inf: 0 * (-inf) is NaN, so its term is left out.
-    shift_a, shift_b = ((p.m - m).masked_fill(p.m == -torch.inf, 0.0) for p in (a, b))
-    w_a, w_b = shift_a.exp(), shift_b.exp()
-    d = None
-    if a.d is not None and b.d is not None:
-        d = w_a * (a.d + shift_a * a.s) + w_b * (b.d + shift_b * b.s)
-    return Partials(m, w_a * a.s + w_b * b.s, d, torch.maximum(a.z, b.z))
+    m = slices.m.amax(0)
+    # An empty slice's shift would be -inf: 0 * (-inf) is NaN, so its term is left out.
+    shift = (slices.m - m).masked_fill(slices.m == -torch.inf, 0.0)
+    weight = shift.exp()
+    d = None if slices.d is None else (weight * (slices.d + shift * slices.s)).sum(0)
+    return Partials(m, (weight * slices.s).sum(0), d, slices.z.amax(0))
+
+
+def merge_two(a: Partials, b: Partials) -> Partials:
+    """:func:`merge` of two slices."""
+    d = None if a.d is None or b.d is None else torch.stack([a.d, b.d])
+    return merge(Partials(torch.stack([a.m, b.m]), torch.stack([a.s, b.s]), d, torch.stack([a.z, b.z])))
 
 
 def finish(total: Partials) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None, Float[Tensor, "N I"]]:
     """Normaliser, entropy and log-probabilities from the statistics of the whole vocabulary.
 
-    ``lse = M + ln S``; ``entropy = ln S - D / S``; ``log p_i = z_i - lse``, held at or below 0 against rounding.
+    ``lse = M + ln S``; ``entropy = ln S - D / S``; ``log p_i = (z_i - M) - ln S``, held at or below 0 against rounding.
+    In that order a near-certain token (``z_i = M``) keeps all the digits of ``ln S``.
     """
     log_s = total.s.log()
     lse = total.m + log_s
     entropy = None if total.d is None else log_s - total.d / total.s
-    return lse, entropy, (total.z - lse[:, None]).clamp(max=0.0)
+    return lse, entropy, ((total.z - total.m[:, None]) - log_s[:, None]).clamp(max=0.0)

@@ -24,11 +24,14 @@ class WeightGrad:
         main_grad = getattr(weight, "main_grad", None)
         fused = main_grad is not None and hasattr(weight, "grad_added_to_main_grad")
         self.main_grad = main_grad if fused and not hasattr(weight, "__fsdp_param__") else None
-        self.grad = torch.zeros_like(weight) if self.main_grad is None else None
+        self.grad = torch.empty_like(weight) if self.main_grad is None else None
+        self._written = 0
 
     @torch.no_grad()
     def add(self, j0: int, j1: int, dz: Tensor, hidden: Tensor) -> None:
-        """Rows ``[j0, j1)``, once a backward: ``dz[N, j1 - j0]^T hidden[N, H]``."""
+        """Rows ``[j0, j1)``, each once a backward and in rising order: ``dz[N, j1 - j0]^T hidden[N, H]``."""
+        assert j0 == self._written
+        self._written = j1
         if self.main_grad is not None:
             add_product(self.main_grad[j0:j1], dz.t(), hidden)
         elif self.grad is not None:
@@ -37,6 +40,8 @@ class WeightGrad:
     def result(self) -> Tensor:
         """What the backward returns for the weight. Called also when no row was added, so that hooks always run."""
         if self.grad is not None:
+            # What no chunk wrote: padding, or everything where no row is left.
+            self.grad[self._written :].zero_()
             return self.grad
         self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         if getattr(self.weight, "zero_out_wgrad", False):

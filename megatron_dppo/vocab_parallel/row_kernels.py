@@ -1,0 +1,76 @@
+"""Two small Triton kernels around the Hopper forward: sorting wanted ids for it, and folding its tile statistics."""
+
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+_LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def merge_tiles(tiles_ptr, out_ptr, rows, tiles, BLOCK_TILES: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """Fold ``[3, tiles, rows]`` statistics in base 2 into ``[3, rows]`` in base e, tiles in order (see ``merge``)."""
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    plane = tiles.to(tl.int64) * rows
+    m = tl.full([BLOCK_ROWS], -1.0e30, tl.float32)
+    s = tl.zeros([BLOCK_ROWS], tl.float32)
+    d = tl.zeros([BLOCK_ROWS], tl.float32)
+    for first in range(0, tiles, BLOCK_TILES):
+        tile = first + tl.arange(0, BLOCK_TILES)
+        mask = (tile < tiles)[:, None] & (row < rows)[None, :]
+        at = tiles_ptr + tile.to(tl.int64)[:, None] * rows + row[None, :]
+        # A large finite stand-in for -inf: 0 * (-inf) would be NaN.
+        tile_m = tl.load(at, mask=mask, other=-1.0e30)
+        tile_s = tl.load(at + plane, mask=mask, other=0.0)
+        tile_d = tl.load(at + 2 * plane, mask=mask, other=0.0)
+        new_m = tl.maximum(m, tl.max(tile_m, axis=0))
+        shift = tile_m - new_m[None, :]
+        weight = tl.exp2(shift)
+        old_shift = m - new_m
+        old_weight = tl.exp2(old_shift)
+        d = old_weight * (d + old_shift * s) + tl.sum(weight * (tile_d + shift * tile_s), axis=0)
+        s = old_weight * s + tl.sum(weight * tile_s, axis=0)
+        m = new_m
+    inside = row < rows
+    tl.store(out_ptr + row, m * _LN_2, mask=inside)
+    tl.store(out_ptr + rows + row, s, mask=inside)
+    tl.store(out_ptr + 2 * rows + row, d * _LN_2, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "slots", "tiles", "start", "columns"])
+def sort_ids(
+    wanted_ptr,
+    ids_ptr,
+    places_ptr,
+    first_slot_ptr,
+    rows,
+    slots,
+    tiles,
+    start,
+    columns,
+    TILE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+):
+    """Sort each row of ``wanted [rows, slots]``: ``ids`` rising, ``places`` where each one stood, and
+    ``first_slot [rows, tiles + 1]``, the number of ids below each tile's first column ``start + min(TILE t, columns)``.
+    """
+    row = (tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+    slot = tl.arange(0, BLOCK_SLOTS)
+    at = row[:, None] * slots + slot[None, :]
+    mask = (row < rows)[:, None] & (slot < slots)[None, :]
+    # One key holds the id and, in the low bits, its place, so that ids keep their order and places come along.
+    key = tl.load(wanted_ptr + at, mask=mask, other=1 << 40) * BLOCK_SLOTS + slot[None, :]
+    key = tl.sort(key, dim=1)
+    ids = key // BLOCK_SLOTS
+    # Division rounds towards 0, which only -1 (absent) can tell.
+    ids = tl.where(key < 0, -1, ids)
+    tl.store(ids_ptr + at, ids.to(tl.int32), mask=mask)
+    tl.store(places_ptr + at, (key & (BLOCK_SLOTS - 1)).to(tl.int32), mask=mask)
+    for first in range(0, tiles + 1, BLOCK_TILES):
+        tile = first + tl.arange(0, BLOCK_TILES)
+        edge = start + tl.minimum(tile * TILE, columns)
+        below = tl.sum((ids[:, None, :] < edge[None, :, None]).to(tl.int32), axis=2)
+        inside = (row < rows)[:, None] & (tile <= tiles)[None, :]
+        tl.store(first_slot_ptr + row[:, None] * (tiles + 1) + tile[None, :], below, mask=inside)
