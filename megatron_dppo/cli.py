@@ -18,7 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megatron-dppo", description="Reinforcement learning of MoE models with DPPO.")
+    parser = argparse.ArgumentParser(
+        prog="megatron-dppo", description="Reinforcement learning of MoE models with DPPO."
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,8 +25,13 @@ from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.actor.totals import StepTotals
 from megatron_dppo.algorithm import Denominators, Preset, TokenMetrics
 from megatron_dppo.batch import SequenceSource
+from megatron_dppo.checkpoint.hf_export import WeightExporter
+from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.router_replay.replay import ReplayCounts, RouterReplayController, find_routers, moe_layer_numbers
+
+_SHORT_NAMES = {"abs_prob_diff_mean": "mean_abs_pi_mu", "entropy_mean": "entropy"}
+"""Metrics that people watch, under the names the paper's figures give them."""
 
 
 class NonFiniteTraining(RuntimeError):
@@ -63,19 +68,20 @@ class MegatronActor:
         config: ActorConfig,
         optimizer: OptimizerConfig,
         preset: Preset,
-        vocab_size: int,
+        hf_config: HFConfig,
         temperature: float,
         normaliser: float,
     ) -> None:
         """
-        vocab_size   true size, without padding
+        hf_config    of the model the chunks are shards of
         temperature  of the rollout: the policy is `softmax(logits / temperature)`
         normaliser   L of the aggregation `seq-mean-token-sum-norm`, in tokens
         """
         self.runtime = runtime
         self.model = list(chunks)
+        self._exporter = WeightExporter(self.model, hf_config, runtime.groups)
         self._config, self._preset = config, preset
-        self._vocab_size, self._temperature, self._normaliser = vocab_size, temperature, normaliser
+        self._vocab_size, self._temperature, self._normaliser = hf_config.vocab_size, temperature, normaliser
         self._skipped_in_a_row = 0
 
         model_config = get_model_config(self.model[0])
@@ -155,7 +161,8 @@ class MegatronActor:
             self._watch_finite(outcome.applied, reports)
             totals.add_step(loss, outcome)
         sequences_in_all = sum(len(sequences) for sequences in signal.mini_batches)
-        policy = {f"policy/{name}": value for name, value in metrics.finalize(sequences_in_all).items()}
+        finals = metrics.finalize(sequences_in_all)
+        policy = {f"policy/{_SHORT_NAMES.get(name, name)}": value for name, value in finals.items()}
         return policy | totals.metrics(replay_on)
 
     def parity(self, source: SequenceSource, *, replay: bool) -> dict[str, float]:
@@ -188,6 +195,10 @@ class MegatronActor:
             counts = reduce_replay_counts(controller.counts(), self.runtime.device)
             result |= {"differing_routings": float(counts.differing), "compared_routings": float(counts.replayed)}
         return result
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Every weight by its Hugging Face name, streamed: whole on rank 0, None elsewhere (`WeightExporter.stream`)."""
+        return self._exporter.stream()
 
     def _pack(self, source: SequenceSource, sequences: np.ndarray) -> list[list[int]]:
         """This data-parallel rank's microbatches, as numbers of the source's sequences."""

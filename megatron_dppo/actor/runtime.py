@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -32,26 +31,6 @@ class Runtime:
         """Rank 0 drives the rollout engine, scores answers and writes what people read."""
         return self.rank == 0
 
-    def together[T](self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank; where it raises UserError on any, the first rank's error is raised on all.
-
-        Keeps a fault of one rank (a missing file on its node, say) from leaving the others waiting in a collective.
-        `work` itself must not need the other ranks. One `all_gather_object`.
-        """
-        result: T | None = None
-        problem: str | None = None
-        try:
-            result = work()
-        except UserError as error:
-            problem = str(error)
-        problems: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(problems, problem)
-        for other, message in enumerate(problems):
-            if message is not None:
-                same = all(message == m for m in problems)
-                raise UserError(message if same else f"rank {other}: {message}")
-        return result  # type: ignore[return-value]
-
     def broadcast[T](self, value: T | None) -> T:
         """The controller's object, on every rank."""
         box = [value]
@@ -59,19 +38,31 @@ class Runtime:
         return box[0]  # type: ignore[return-value]
 
 
-def start(parallel: ParallelConfig, *, seed: int, timeout_minutes: float) -> Runtime:
-    """Join the job torchrun started and build Megatron-Core's groups.
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
-    Raises UserError where this process was not started by torchrun.
-    """
-    missing = [
-        name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
-    ]
+
+def world_size() -> int:
+    """Ranks of the job, before any of them has joined. Raises UserError where torchrun did not start this process."""
+    missing = [name for name in _TORCHRUN if name not in os.environ]
     if missing:
         raise UserError(
             f"{', '.join(missing)} not set: start training with torchrun, e.g. "
             "torchrun --nproc-per-node 2 --no-python megatron-dppo train CONFIG"
         )
+    return int(os.environ["WORLD_SIZE"])
+
+
+def rank() -> int:
+    """This process's number in the job, before it has joined."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def start(parallel: ParallelConfig, *, seed: int, timeout_minutes: float) -> Runtime:
+    """Join the job torchrun started and build Megatron-Core's groups.
+
+    Raises UserError where this process was not started by torchrun.
+    """
+    world_size()
     megatron_cpu.install()
     local_rank = int(os.environ["LOCAL_RANK"])
     on_gpu = torch.cuda.is_available()

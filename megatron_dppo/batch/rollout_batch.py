@@ -83,6 +83,13 @@ class RolloutBatch:
         """Tokens per sequence after the prompt, int64 `[B]`."""
         return self.lengths - self.prompt_lengths
 
+    @property
+    def routed_per_sequence(self) -> np.ndarray:
+        """Tokens per sequence whose experts the engine recorded, int64 `[B]`; 0 where it recorded none."""
+        if self.routes is None:
+            return np.zeros(len(self), dtype=np.int64)
+        return np.add.reduceat(self.routes.valid.astype(np.int64), self.offsets[:-1])
+
     def response_ids(self, sequence: int) -> np.ndarray:
         """Token ids of one sequence after its prompt."""
         start, stop = self.offsets[sequence], self.offsets[sequence + 1]

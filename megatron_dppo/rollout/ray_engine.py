@@ -36,6 +36,8 @@ class RolloutHandle:
     request_ids: tuple[str, ...] = field(repr=False)
     finish_reasons: tuple[str, ...] = field(repr=False)
     weight_version: int
+    routed: np.ndarray
+    """int64 `[B]`, tokens of each sequence whose experts were recorded."""
     route_bytes: int
     """Size of all routes; 0 when none were recorded."""
 
@@ -80,6 +82,7 @@ class EngineActor:
             request_ids=batch.request_ids,
             finish_reasons=batch.finish_reasons,
             weight_version=self._engine.weight_version,
+            routed=batch.routed_per_sequence,
             route_bytes=0 if batch.routes is None else batch.routes.nbytes,
         )
 

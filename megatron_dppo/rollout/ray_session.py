@@ -14,10 +14,12 @@ from typing import Any
 
 import psutil
 import ray
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
 from megatron_dppo.errors import UserError
 
 _START_ATTEMPTS = 4
+_AUTH_MODE = "RAY_AUTH_MODE"
 
 _SMALLEST_STORE = 80 << 20
 """Ray refuses less than 75 MiB."""
@@ -35,6 +37,9 @@ class RayAddress:
 
     address: str
     namespace: str
+    auth_mode: str | None
+    """RAY_AUTH_MODE of the cluster: a Ray started here asks for the token in the user's home by default, and whoever
+    connects by address must say that it has one."""
 
 
 class RaySession:
@@ -63,7 +68,7 @@ class RaySession:
                 raise UserError(
                     f"RAY_ADDRESS={joined}: no Ray cluster answers there ({error}); start one or unset RAY_ADDRESS"
                 ) from error
-            return RaySession(RayAddress(joined if joined != "auto" else context["address"], namespace), None)
+            return RaySession(_address(joined if joined != "auto" else context["address"], namespace), None)
         for attempt in range(1, _START_ATTEMPTS + 1):
             folder = tempfile.mkdtemp(prefix="dppo-ray-", dir="/tmp")  # socket paths are limited to 107 bytes
             others = {child.pid for child in psutil.Process().children()}
@@ -77,7 +82,7 @@ class RaySession:
                         _temp_dir=folder,
                         **quiet,
                     )
-                return RaySession(RayAddress(context["address"], namespace), folder)
+                return RaySession(_address(context["address"], namespace), folder)
             except BaseException as error:
                 _clear_up(folder, others)
                 # Ray gives its daemons 30 s, which a busy machine may need for other things.
@@ -88,6 +93,9 @@ class RaySession:
     @staticmethod
     def connect(where: RayAddress) -> RaySession:
         """For the other ranks: the Ray that rank 0 started or joined. Each node needs a Ray of that cluster."""
+        if where.auth_mode == "token":
+            # Ray reads its mode once, at import; this is what it calls itself when it finds a local cluster.
+            maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
         ray.init(
             address=where.address, namespace=where.namespace, log_to_driver=False, logging_level=logging.ERROR
         )
@@ -105,6 +113,10 @@ class RaySession:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _address(address: str, namespace: str) -> RayAddress:
+    return RayAddress(address, namespace, os.environ.get(_AUTH_MODE))
 
 
 def _clear_up(folder: str, others: set[int]) -> None:

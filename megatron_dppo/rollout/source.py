@@ -16,6 +16,7 @@ class RolloutSource:
         self.lengths = handle.lengths
         self.trained = handle.response_lengths
         """Every sampled token has a row that predicts it, since no prompt is empty."""
+        self.routed = handle.routed
 
     def rows(self, sequences: np.ndarray) -> AlignedBatch:
         """The named sequences in the order named, aligned to the rows that predict their tokens."""

@@ -1,11 +1,13 @@
-"""Requests for a rollout engine, one per prompt and sample."""
+"""Prompts to requests, and responses to text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.protocol import GenerationRequest
-from megatron_dppo.rollout.seeds import request_seed
+from megatron_dppo.rollout.seeds import TRAINING, request_seed
 from megatron_dppo.tasks.protocol import Prompt
 
 
@@ -15,10 +17,15 @@ def requests_for(
     """`samples` requests per prompt, prompt by prompt. Seeds derive from (run, stream, step, prompt, sample)."""
     return [
         GenerationRequest(
-            request_id=f"{'train' if stream == 0 else 'eval'}/{step}/{prompt.index}/{sample}",
+            request_id=f"{'train' if stream == TRAINING else 'eval'}/{step}/{prompt.index}/{sample}",
             prompt_ids=prompt.prompt_ids,
             seed=request_seed(run_seed, step, prompt.index, sample, stream=stream),
         )
         for prompt in prompts
         for sample in range(samples)
     ]
+
+
+def response_texts(tokenizer: Any, batch: RolloutBatch) -> list[str]:
+    """What the model wrote in each sequence, without special tokens."""
+    return tokenizer.batch_decode([batch.response_ids(i) for i in range(len(batch))], skip_special_tokens=True)

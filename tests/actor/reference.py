@@ -15,7 +15,16 @@ from megatron_dppo.router_replay.routes import Routes
 
 
 def make_rollout(
-    model: PreTrainedModel, *, groups: int, samples: int, topk: int, moe_layers: int, experts: int, k: int, seed: int
+    model: PreTrainedModel,
+    *,
+    groups: int,
+    samples: int,
+    topk: int,
+    moe_layers: int,
+    experts: int,
+    k: int,
+    temperature: float,
+    seed: int,
 ) -> RolloutBatch:
     """Sequences of random tokens, as an engine might have sampled them: mu is the model's own law, perturbed.
 
@@ -32,7 +41,8 @@ def make_rollout(
             tokens = rng.integers(2, vocab, size=n)
             with torch.no_grad():
                 logits = model(torch.tensor(tokens)[None]).logits[0].double()
-            mu = (logits + 0.6 * torch.from_numpy(rng.standard_normal(logits.shape))).log_softmax(-1)
+            noise = torch.from_numpy(rng.standard_normal(logits.shape))
+            mu = ((logits + 0.3 * noise) / temperature).log_softmax(-1)
             mu_logp, ids, id_logp = np.zeros(n), np.full((n, topk), -1), np.full((n, topk), -np.inf)
             for t in range(int(prompts[group]), n):
                 law = mu[t - 1]
@@ -89,6 +99,7 @@ class Reference:
     advantages: np.ndarray
     preset: str
     normaliser: float
+    temperature: float
     replay: bool
 
     def log_probs(self, sequence: int) -> tuple[torch.Tensor, np.ndarray]:
@@ -96,7 +107,8 @@ class Reference:
         start, stop = self.batch.offsets[sequence], self.batch.offsets[sequence + 1]
         force_routes(self.model, self.batch.routes if self.replay else None, np.arange(start, stop))
         tokens = torch.from_numpy(self.batch.token_ids[start:stop].astype(np.int64))
-        return self.model(tokens[None]).logits[0, :-1].double().log_softmax(-1), np.arange(start, stop - 1)
+        logits = self.model(tokens[None]).logits[0, :-1].double()
+        return (logits / self.temperature).log_softmax(-1), np.arange(start, stop - 1)
 
     def loss(self, sequences: np.ndarray, before: dict[int, torch.Tensor]) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64)
@@ -108,7 +120,8 @@ class Reference:
                 token, advantage = int(self.batch.token_ids[row + 1]), float(self.advantages[i])
                 mu, pi = math.exp(self.batch.mu_logp[row + 1]), float(logp[t, token].detach().exp())
                 if not self._blocked(row + 1, token, advantage, mu, pi, logp[t].detach(), before.get(int(i)), t):
-                    total = total - min(pi / mu, self._cap()) * advantage * logp[t, token]
+                    weight = min(pi / mu, self._cap()) * advantage
+                    total = total - weight * (1 + logp[t, token] - logp[t, token].detach())
         return total / (len(sequences) * self.normaliser)
 
     def _cap(self) -> float:
@@ -129,9 +142,11 @@ class Reference:
         high = 0.27 if self.preset == "grpo-clip-higher" else 0.28
         return ratio > 1 + high if advantage > 0 else ratio < 0.8
 
-    def train(self, mini_batches: list[np.ndarray], *, lr: float, clip: float) -> list[tuple[float, float]]:
+    def train(
+        self, mini_batches: list[np.ndarray], *, lr: float, clip: float, epsilon: float
+    ) -> list[tuple[float, float]]:
         """One AdamW step per mini-batch; returns (loss, gradient norm) of each."""
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.999), eps=epsilon, weight_decay=0.0)
         before: dict[int, torch.Tensor] = {}
         if self.preset == "minirl":
             with torch.no_grad():

@@ -1,0 +1,152 @@
+"""The training loop: roll out, score, update, sync, now and then evaluate and save."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_dppo.actor.actor import MegatronActor
+from megatron_dppo.actor.runtime import Runtime
+from megatron_dppo.config.schema import Config
+from megatron_dppo.rollout.ray_engine import RayRolloutEngine
+from megatron_dppo.tasks.protocol import Task
+from megatron_dppo.trainer.checkpoints import Checkpoints
+from megatron_dppo.trainer.evaluation import evaluate
+from megatron_dppo.trainer.progress import Progress
+from megatron_dppo.trainer.rollouts import Experience, RolloutCollector
+from megatron_dppo.trainer.tracking import Tracker
+
+
+@dataclass(frozen=True)
+class Controller:
+    """What only rank 0 has."""
+
+    engine: RayRolloutEngine
+    tracker: Tracker
+    progress: Progress
+
+
+@dataclass
+class PhaseClock:
+    """Wall-clock seconds of each phase of a step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        """`time/{phase}_s`, and their sum as `time/step_s`."""
+        return {f"time/{name}_s": s for name, s in self.seconds.items()} | {"time/step_s": sum(self.seconds.values())}
+
+
+class Trainer:
+    """Runs on every rank; rank 0 has a `Controller` and talks to the engine, the verifier and the person watching."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: Config,
+        *,
+        actor: MegatronActor,
+        task: Task,
+        tokenizer: Any,
+        checkpoints: Checkpoints,
+        controller: Controller | None,
+    ) -> None:
+        self._runtime, self._config, self._actor = runtime, config, actor
+        self._task, self._tokenizer = task, tokenizer
+        self._checkpoints, self._controller = checkpoints, controller
+        engine = controller.engine if controller else None
+        self._collector = RolloutCollector(runtime, config, task, tokenizer, engine)
+
+    def run(self, first_step: int) -> None:
+        """Steps `first_step + 1 .. trainer.steps`; `first_step` steps are done already (0, or what a checkpoint holds).
+
+        The weights of the checkpoint the engine was started from are those of step 0; a resumed run syncs first.
+        """
+        if first_step > 0:
+            with self._watch("sync"):
+                self._sync(first_step)
+        elif self._config.evaluation.every:
+            self._evaluate(0)
+        for step in range(first_step + 1, self._config.trainer.steps + 1):
+            self._step(step)
+
+    def _step(self, step: int) -> None:
+        config, clock = self._config, PhaseClock()
+        with self._watch("rollout"), clock.phase("rollout"):
+            experience = self._collector.collect(step - 1)
+        metrics = dict(experience.metrics)
+        if step == 1 and config.trainer.parity_check:
+            with self._watch("parity check"):
+                metrics |= self._parity(experience)
+        with self._watch("training"), clock.phase("train"):
+            metrics |= self._actor.update(experience.source(), experience.signal(config))
+        self._collector.release(experience)
+        with self._watch("weight sync"), clock.phase("sync"):
+            self._sync(step)
+        metrics |= clock.metrics()
+        metrics["throughput/tokens_per_second"] = metrics["data/tokens"] / metrics["time/step_s"]
+        if self._controller:
+            self._controller.tracker.log(step, metrics)
+            self._controller.progress.step(step, metrics)
+        last = step == config.trainer.steps
+        if config.evaluation.every and (step % config.evaluation.every == 0 or last):
+            self._evaluate(step)
+        every = config.trainer.checkpoint_every
+        if every and (step % every == 0 or last):
+            with self._watch("checkpoint"):
+                self._checkpoints.save(step, self._actor)
+
+    def _parity(self, experience: Experience) -> dict[str, float]:
+        """The first rollout, recomputed before any update: with the engine's routes, and with the live routers."""
+        source = experience.source()
+        with_replay = self._actor.parity(source, replay=True)
+        without = self._actor.parity(source, replay=False)
+        return {f"parity/{name}": value for name, value in with_replay.items()} | {
+            f"parity_without_replay/{name}": value for name, value in without.items()
+        }
+
+    def _sync(self, version: int) -> None:
+        """The actor's weights to the engine. Collective: every rank drains the export."""
+        weights = self._actor.export_weights()
+        if self._controller:
+            self._controller.engine.update_weights(version, weights)
+        else:
+            for _ in weights:
+                pass
+
+    def _evaluate(self, step: int) -> None:
+        if not self._controller:
+            return
+        start = time.perf_counter()
+        with self._watch("evaluation"):
+            metrics = evaluate(
+                self._controller.engine,
+                self._task,
+                self._tokenizer,
+                self._config.evaluation,
+                max_response_tokens=self._config.rollout.max_response_tokens,
+                run_seed=self._config.run.seed,
+                step=step,
+            )
+        self._controller.tracker.log(step, metrics | {"time/eval_s": time.perf_counter() - start})
+        self._controller.progress.note(
+            f"step {step}: held-out accuracy {metrics['eval/accuracy']:.3f}, "
+            f"well-formed {metrics['eval/well_formed']:.3f}"
+        )
+
+    @contextmanager
+    def _watch(self, phase: str) -> Iterator[None]:
+        if self._controller:
+            self._controller.progress.phase(phase)
+        yield

@@ -1,0 +1,100 @@
+"""One rollout step: prompts to the engine, answers to the verifier, advantages to every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_dppo.actor.actor import TrainingSignal
+from megatron_dppo.actor.runtime import Runtime
+from megatron_dppo.algorithm import group_advantages
+from megatron_dppo.config.schema import Config
+from megatron_dppo.rollout.protocol import SamplingLaw
+from megatron_dppo.rollout.ray_engine import RayRolloutEngine, RolloutHandle, fetch
+from megatron_dppo.rollout.seeds import TRAINING
+from megatron_dppo.rollout.source import RolloutSource
+from megatron_dppo.tasks.protocol import Task
+from megatron_dppo.trainer.requests import requests_for, response_texts
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What a rank learns of a rollout step: where its rows are, and what the answers were worth."""
+
+    handle: RolloutHandle
+    rewards: np.ndarray
+    """float32 `[B]`"""
+    metrics: dict[str, float]
+
+    def source(self) -> RolloutSource:
+        return RolloutSource(self.handle)
+
+    def signal(self, config: Config) -> TrainingSignal:
+        """Advantages over the answers to each prompt, and the mini-batches in prompt order."""
+        samples, per_batch = config.trainer.samples_per_prompt, config.trainer.prompts_per_mini_batch
+        groups = np.arange(len(self.rewards)) // samples
+        advantages = group_advantages(
+            torch.from_numpy(self.rewards),
+            torch.from_numpy(groups),
+            baseline=config.algorithm.baseline,
+            normalize_std=config.algorithm.divide_by_std,
+        )
+        sequences = np.arange(len(self.rewards)).reshape(-1, per_batch * samples)
+        return TrainingSignal(advantages.numpy(), self.rewards, list(sequences))
+
+
+class RolloutCollector:
+    """Collects experience; the controller works, the other ranks wait for what it found."""
+
+    def __init__(
+        self, runtime: Runtime, config: Config, task: Task, tokenizer: Any, engine: RayRolloutEngine | None
+    ) -> None:
+        self._runtime, self._config, self._task, self._tokenizer, self._engine = (
+            runtime,
+            config,
+            task,
+            tokenizer,
+            engine,
+        )
+
+    def collect(self, step: int) -> Experience:
+        """Roll out the prompts of `step` (0-based). Collective: one broadcast of per-sequence metadata."""
+        return self._runtime.broadcast(self._collect(step) if self._engine is not None else None)
+
+    def release(self, experience: Experience) -> None:
+        """The step's rows are no longer needed anywhere."""
+        if self._engine is not None:
+            self._engine.release(experience.handle)
+
+    def _collect(self, step: int) -> Experience:
+        assert self._engine is not None
+        trainer, rollout = self._config.trainer, self._config.rollout
+        prompts = self._task.prompts(step * trainer.prompts_per_step, trainer.prompts_per_step)
+        requests = requests_for(
+            prompts, trainer.samples_per_prompt, run_seed=self._config.run.seed, step=step, stream=TRAINING
+        )
+        law = SamplingLaw(
+            temperature=rollout.temperature,
+            max_tokens=rollout.max_response_tokens,
+            top_k_logprobs=rollout.top_k_logprobs,
+            stop_token_ids=rollout.stop_token_ids,
+        )
+        handle = self._engine.generate_refs(requests, law, training=True)
+        if handle.request_ids != tuple(r.request_id for r in requests):
+            raise RuntimeError("the engine returned other requests than it was given, or in another order")
+        batch = fetch(handle)
+        answered = [prompt for prompt in prompts for _ in range(trainer.samples_per_prompt)]
+        rewards = self._task.score(answered, response_texts(self._tokenizer, batch))
+        metrics = {
+            "reward/mean": float(rewards.reward.mean()),
+            "reward/accuracy": float(rewards.correct.mean()),
+            "reward/well_formed": float(rewards.well_formed.mean()),
+            "response/length_mean": float(batch.response_lengths.mean()),
+            "response/truncated_fraction": float(np.mean([reason == "length" for reason in batch.finish_reasons])),
+            "data/route_bytes": float(handle.route_bytes),
+            "data/tokens": float(handle.lengths.sum()),
+        }
+        return Experience(handle, rewards.reward.astype(np.float32), metrics)

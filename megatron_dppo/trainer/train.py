@@ -1,0 +1,158 @@
+"""`megatron-dppo train`: everything a run needs, put together and taken apart again."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from megatron_dppo.actor import runtime as actor_runtime
+from megatron_dppo.actor.actor import MegatronActor
+from megatron_dppo.actor.runtime import Runtime
+from megatron_dppo.checkpoint.hf_import import load_hf_weights
+from megatron_dppo.checkpoint.hf_save import save_hf_checkpoint
+from megatron_dppo.config.load import save_config
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.build import build_model
+from megatron_dppo.models.hf_config import HFConfig, load_hf_config
+from megatron_dppo.models.megatron_config import transformer_config
+from megatron_dppo.rollout.ray_engine import RayRolloutEngine
+from megatron_dppo.rollout.ray_session import RaySession
+from megatron_dppo.tasks import build_task
+from megatron_dppo.trainer.checkpoints import Checkpoints
+from megatron_dppo.trainer.history import History
+from megatron_dppo.trainer.loop import Controller, Trainer
+from megatron_dppo.trainer.plots import plot_runs
+from megatron_dppo.trainer.progress import Progress
+from megatron_dppo.trainer.summary import print_summary
+from megatron_dppo.trainer.tracking import Tracker
+
+MODEL_FOLDER = "hf"
+"""Where, in the run's folder, the trained model is written."""
+
+
+def train(config: Config) -> int:
+    """Train as `config` says, on all ranks of a torchrun job. Returns the exit code.
+
+    What can be checked is checked before the engine or a process group is started. The engine loads in the background
+    while the ranks build their model. Everything started here is closed on the way out, whatever the way.
+    """
+    started = time.monotonic()
+    hf_config = load_hf_config(config.model.path)
+    config.parallel.check_fits(hf_config, actor_runtime.world_size())
+    _check_model_against(config, hf_config)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    task = build_task(config.task, tokenizer)
+    checkpoints = Checkpoints(config)
+    _make_run_folder(config)
+
+    with ExitStack() as stack:
+        stack.callback(actor_runtime.stop)
+        runtime = actor_runtime.start(
+            config.parallel, seed=config.run.seed, timeout_minutes=config.run.collective_timeout_minutes
+        )
+        engine = _start_engine(runtime, config, stack)
+        actor = build_actor(runtime, config, hf_config)
+        first_step = checkpoints.restore(actor) if config.trainer.resume else 0
+        controller = None
+        if engine is not None:
+            save_config(config, config.run.dir / "config.yaml")
+            resumed_at = first_step if config.trainer.resume else None
+            tracker = stack.enter_context(Tracker(config.run.dir, resume_step=resumed_at))
+            progress = Progress(total_steps=config.trainer.steps, first_step=first_step, title=config.run.name)
+            controller = Controller(engine, tracker, stack.enter_context(progress))
+        trainer = Trainer(
+            runtime,
+            config,
+            actor=actor,
+            task=task,
+            tokenizer=tokenizer,
+            checkpoints=checkpoints,
+            controller=controller,
+        )
+        trainer.run(first_step)
+        if config.trainer.export_hugging_face:
+            save_hf_checkpoint(
+                config.run.dir / MODEL_FOLDER, actor.model, hf_config, runtime.groups, overwrite=config.trainer.resume
+            )
+    if runtime.is_controller:
+        _report(config, time.monotonic() - started)
+    return 0
+
+
+def build_actor(runtime: Runtime, config: Config, hf_config: HFConfig) -> MegatronActor:
+    """The actor of this rank, with the weights of `model.path`."""
+    megatron_config = transformer_config(
+        hf_config,
+        config.parallel,
+        params_dtype=getattr(torch, config.actor.dtype),
+        recompute=config.actor.recompute,
+    )
+    chunks = build_model(hf_config, megatron_config, runtime.groups)
+    load_hf_weights(chunks, hf_config, runtime.groups)
+    return MegatronActor(
+        runtime,
+        chunks,
+        parallel=config.parallel,
+        config=config.actor,
+        optimizer=config.optimizer,
+        preset=config.algorithm.resolve(),
+        hf_config=hf_config,
+        temperature=config.rollout.temperature,
+        normaliser=config.algorithm.normaliser or float(config.rollout.max_response_tokens),
+    )
+
+
+def _start_engine(runtime: Runtime, config: Config, stack: ExitStack) -> RayRolloutEngine | None:
+    """Ray on every rank; the engine on the controller, loading in the background."""
+    namespace = f"{config.run.name}-{config.run.seed}"
+    if runtime.is_controller:
+        session = RaySession.start(namespace=namespace, object_store_mib=config.rollout.object_store_mib)
+        stack.callback(session.close)
+        runtime.broadcast(session.where)
+        engine = RayRolloutEngine(config.model.path, config.rollout)
+        stack.callback(engine.close)
+        return engine
+    session = RaySession.connect(runtime.broadcast(None))
+    stack.callback(session.close)
+    return None
+
+
+def _check_model_against(config: Config, hf_config: HFConfig) -> None:
+    """Cross-checks that need the model."""
+    if hf_config.moe and config.actor.router_replay and not config.rollout.router_replay:
+        raise UserError("actor.router_replay=true needs rollout.router_replay=true: the engine must record the routes")
+    preset = config.algorithm.resolve()
+    if preset.needs_topk and preset.topk != config.rollout.top_k_logprobs:
+        raise UserError(
+            f"the preset {config.algorithm.preset} uses the top {preset.topk} tokens, but "
+            f"rollout.top_k_logprobs={config.rollout.top_k_logprobs}; set both alike "
+            "(algorithm.overrides.topk and rollout.top_k_logprobs)"
+        )
+
+
+def _make_run_folder(config: Config) -> None:
+    folder = config.run.dir
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".write-probe-{actor_runtime.rank()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"run.dir={folder} cannot be written: {error.strerror}; choose another folder") from error
+
+
+def _report(config: Config, wall_seconds: float) -> None:
+    """The closing table and the curves."""
+    folder = config.run.dir
+    history = History.read(folder)
+    picture = folder / "curves.png"
+    plot_runs({config.run.name: history}, picture, title=config.run.name)
+    paths: dict[str, Path] = {"metrics": folder / "metrics.jsonl", "curves": picture}
+    if config.trainer.export_hugging_face:
+        paths["model"] = folder / MODEL_FOLDER
+    print_summary(history, title=config.run.name, wall_seconds=wall_seconds, paths=paths)
