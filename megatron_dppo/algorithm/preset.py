@@ -113,6 +113,9 @@ class Preset:
         self._coerce("aggregation", Aggregation)
         for name in ("threshold_negative", "threshold_positive", "relax_below", "ratio_cap", "entropy_coefficient"):
             self._coerce_number(name)
+        for name in ("relax_low", "relax_high", "include_other"):
+            if not isinstance(getattr(self, name), bool):
+                raise self._error(f"{name}={getattr(self, name)!r} must be true or false")
         self._check_trust_region()
         self._check_divergence()
         self._check_relaxation()

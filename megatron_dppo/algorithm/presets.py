@@ -29,26 +29,46 @@ def _unmasked(name: str, constants: str, cap: float) -> Preset:
     return Preset(name=name, constants=constants, trust_region=TrustRegion.NONE, ratio_cap=cap)
 
 
-def _clip(name: str, constants: str, low: float, high: float, **fields: Any) -> Preset:
+def _clip(
+    name: str,
+    constants: str,
+    low: float,
+    high: float,
+    *,
+    trust_region: TrustRegion = TrustRegion.RATIO_CLIP,
+    anchor: Anchor = Anchor.ROLLOUT,
+    **fields: Any,
+) -> Preset:
     return Preset(
         name=name,
         constants=constants,
-        **{"trust_region": TrustRegion.RATIO_CLIP, "anchor": Anchor.ROLLOUT} | fields,
+        trust_region=trust_region,
+        anchor=anchor,
         threshold_negative=low,
         threshold_positive=high,
+        **fields,
     )
 
 
-def _dppo(name: str, constants: str, kind: DivergenceKind, delta: float, **fields: Any) -> Preset:
+def _dppo(
+    name: str,
+    constants: str,
+    kind: DivergenceKind,
+    delta: float,
+    *,
+    anchor: Anchor = Anchor.ROLLOUT,
+    cap: float = math.inf,
+) -> Preset:
     return Preset(
         name=name,
         constants=constants,
         trust_region=TrustRegion.DIVERGENCE,
+        anchor=anchor,
         divergence=kind,
         threshold_negative=delta,
         threshold_positive=delta,
         topk=TOPK if kind.needs_topk else None,
-        **{"anchor": Anchor.ROLLOUT} | fields,
+        ratio_cap=cap,
     )
 
 
@@ -80,8 +100,8 @@ def _dppo_rows(kind: DivergenceKind) -> list[Preset]:
     is_tv = kind in (DivergenceKind.BINARY_TV, DivergenceKind.TOPK_TV)
     delta_d, delta_f, delta_lora = (0.15, 0.2, 0.15) if is_tv else (0.05, 0.05, 0.05)
     return [
-        _dppo(name, APPENDIX_F, kind, delta_f, ratio_cap=5.0),
-        _dppo(name, APPENDIX_F_LORA, kind, delta_lora, ratio_cap=5.0),
+        _dppo(name, APPENDIX_F, kind, delta_f, cap=5.0),
+        _dppo(name, APPENDIX_F_LORA, kind, delta_lora, cap=5.0),
         _dppo(name, APPENDIX_D, kind, delta_d),
         _dppo(f"{name}-decoupled", APPENDIX_D, kind, delta_d, anchor=Anchor.RECOMPUTED),
     ]

@@ -185,6 +185,19 @@ def test_impossible_tokens() -> None:
     assert binary_kl(certain, impossible).item() == math.inf
 
 
+def test_complements_are_floored_on_both_sides() -> None:
+    """A policy that is certain leaves 1e-6 to everything else, whether it is mu or pi, binary or top-K."""
+    certain, half = torch.tensor([0.0]), torch.tensor([0.5]).double().log()
+    member = torch.ones(1, 1, dtype=torch.bool)
+    towards = 0.5 * math.log(0.5) + 0.5 * math.log(0.5 / 1e-6)
+    away = math.log(2) + 1e-6 * math.log(1e-6 / 0.5)
+    for mu, pi, expected in ((half, certain, towards), (certain, half, away)):
+        assert binary_kl(mu, pi).item() == pytest.approx(expected, rel=1e-12)
+        assert topk_kl(mu[:, None], pi[:, None], member).item() == pytest.approx(expected, rel=1e-12)
+        assert topk_tv(mu[:, None], pi[:, None], member).item() == pytest.approx(0.5 - 0.5e-6, rel=1e-12)
+        assert binary_tv(mu, pi).item() == pytest.approx(0.5, rel=1e-15)
+
+
 def test_masses_slightly_over_one() -> None:
     """Rounded engine log-probabilities may sum to more than 1, one of them may exceed 0."""
     mu = torch.tensor([[math.log(0.7) + 1e-4, math.log(0.3) + 1e-4]])

@@ -125,6 +125,7 @@ def test_strings_of_a_config_file_are_understood() -> None:
         ("dppo-topk-tv", {"topk": 2.5}, "needs topk >= 1"),
         ("dppo-topk-kl", {"include_other": False}, "only top-K TV can leave"),
         ("relax-both", {"relax_low": False, "relax_high": False}, "at least one end"),
+        ("relax-both", {"relax_low": "false"}, "must be true or false"),
         ("relax-both", {"relax_below": None}, "needs relax_below"),
         ("dppo-binary-tv", {"ratio_level": "sequence"}, "judges single tokens"),
     ],
