@@ -10,16 +10,18 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
 def patch_distributed_optimizer() -> None:
-    """Three faults of the stock class with torch's Adam:
+    """Four faults of the stock class with torch's Adam:
 
     - before the first step Adam has no state, and `state_dict` asserts on it: moments of zero at step 0 are created,
       which is what the first step itself would start from;
     - a shard without parameters has no step to report: its groups' is taken;
     - after `load_state_dict` all parameters share one step tensor, which every parameter's update then increments:
-      each gets its own.
+      each gets its own;
+    - loaded moments are expected to bring a step per parameter, which the reshardable format keeps elsewhere.
     """
     stock_state_dict = DistributedOptimizer.state_dict
     stock_load = DistributedOptimizer.load_state_dict
+    stock_set = DistributedOptimizer._set_main_param_and_optimizer_states
 
     @functools.wraps(stock_state_dict)
     def state_dict(self: DistributedOptimizer) -> dict[str, Any]:
@@ -44,6 +46,11 @@ def patch_distributed_optimizer() -> None:
             if torch.is_tensor(moments.get("step")):
                 moments["step"] = moments["step"].clone()
 
+    @functools.wraps(stock_set)
+    def set_states(self: DistributedOptimizer, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
+        stock_set(self, model_param, {"step": None, **tensors})  # what is no tensor is left as it is
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
     DistributedOptimizer.state_dict = state_dict
     DistributedOptimizer.load_state_dict = load_state_dict
 

@@ -1,0 +1,91 @@
+"""The distributed optimizer's state in a form that any layout can load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_dppo.errors import UserError
+
+SHARDING = "fully_reshardable"
+
+
+def distributed_parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
+    """The optimizers behind `optimizer`: one for dense and, with expert parallelism, one for expert parameters."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    parts = [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+    for part in parts:
+        if not isinstance(part, DistributedOptimizer):
+            raise UserError(
+                f"only Megatron-Core's distributed optimizer can be checkpointed, not {type(part).__name__}; set "
+                "use_distributed_optimizer"
+            )
+    return parts
+
+
+def sharded_optimizer_state(
+    optimizer: MegatronOptimizer, model_state: dict[str, Any], groups: ProcessGroupCollection, *, is_loading: bool
+) -> dict[str, Any]:
+    """Master weights and moments of every parameter, sharded as the parameter itself is and keyed by its name.
+
+    Stock keys also carry the number of the optimizer that held the parameter, which depends on the layout (experts have
+    their own optimizer only under expert parallelism); those are left out. Collective over the data-parallel groups
+    when saving.
+    """
+    metadata = {
+        "distrib_optim_sharding_type": SHARDING,
+        "dp_cp_group": groups.dp_cp,
+        "chained_optim_avoid_prefix": True,
+    }
+    return {
+        str(number): part.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)["param_state"]
+        for number, part in enumerate(distributed_parts(optimizer))
+    }
+
+
+def optimizer_step(optimizer: MegatronOptimizer) -> int:
+    """Steps taken, agreed over all ranks (a rank may hold no parameter that was ever updated)."""
+    steps = [
+        int(group.get("step") or 0)
+        for part in distributed_parts(optimizer)
+        for group in part.state_dict()["optimizer"]["param_groups"]
+    ]
+    agreed = torch.tensor([max(steps, default=0)], dtype=torch.int64, device=torch.cuda.current_device())
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+    return int(agreed.item())
+
+
+def grad_scaler_state(optimizer: MegatronOptimizer) -> dict[str, float]:
+    """The fp16 loss scale; empty for other precisions."""
+    for part in distributed_parts(optimizer):
+        if part.grad_scaler:
+            state = part.grad_scaler.state_dict()
+            return {k: float(v) for k, v in state.items()}
+    return {}
+
+
+def load_optimizer_state(
+    optimizer: MegatronOptimizer, loaded: dict[str, Any], step: int, grad_scaler: dict[str, float]
+) -> None:
+    """Put loaded moments, master weights and the step count in place. Learning rate, betas and the like stay those of
+    this run's config (the scheduler sets the rate before the next step)."""
+    for number, part in enumerate(distributed_parts(optimizer)):
+        state = part.state_dict()
+        for group in state["optimizer"]["param_groups"]:
+            group["step"] = step
+        state["param_state"] = loaded[str(number)]
+        state["param_state_sharding_type"] = SHARDING
+        if part.grad_scaler and grad_scaler:
+            device = part.grad_scaler.scale.device
+            state["grad_scaler"] = {
+                name: torch.tensor([value], device=device) if name == "scale" else int(value)
+                for name, value in grad_scaler.items()
+            }
+        part.load_state_dict(state)
+    if hasattr(optimizer, "_synchronize_steps"):
+        optimizer._synchronize_steps()

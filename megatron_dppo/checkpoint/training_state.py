@@ -1,0 +1,254 @@
+"""Everything a run needs to go on: weights, optimizer, schedule, generators, progress; loadable under another layout."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_dppo.checkpoint import optimizer_state, state_folder
+from megatron_dppo.checkpoint.atomic import INCOMPLETE
+from megatron_dppo.checkpoint.rng_state import collect_rng, restore_rng
+from megatron_dppo.checkpoint.safe_dcp import nothing_executed
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.live import unwrap
+from megatron_dppo.models.parallel import ParallelConfig
+
+
+class Scheduler(Protocol):
+    """Megatron-Core's OptimizerParamScheduler, or anything whose state is numbers and strings."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainee:
+    """What is saved and loaded: the live objects of one rank. Without an optimizer only weights are."""
+
+    model: HFConfig
+    models: Sequence[torch.nn.Module]
+    groups: ProcessGroupCollection
+    parallel: ParallelConfig
+    optimizer: MegatronOptimizer | None = None
+    scheduler: Scheduler | None = None
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a loaded state says beside the tensors."""
+
+    folder: Path
+    step: int
+    progress: dict[str, Any]
+    rng_restored: bool
+    """False where the state comes from another layout: its ranks' generators have no counterpart here."""
+
+
+class TrainingStates:
+    """Saves training states under `root` and loads them. Every method is a collective over all ranks.
+
+    keep          how many complete states stay; older ones go once a newer one is complete
+    asynchronous  `save` returns after the copy to host memory and a process of its own writes; `poll` (call it once a
+                  step) publishes what is finished, `finish` waits for it. Only one save is under way at a time.
+    """
+
+    def __init__(self, root: Path | str, trainee: Trainee, *, keep: int = 2, asynchronous: bool = False) -> None:
+        if keep < 1:
+            raise UserError(f"checkpoint: keep must be at least 1, got {keep}")
+        self.root, self.trainee, self.keep = Path(root), trainee, keep
+        self._queue = AsyncCallsQueue(persistent=False) if asynchronous else None
+
+    def save(self, step: int, progress: dict[str, Any]) -> None:
+        """Write the state after optimizer step `step`. `progress` is JSON: data position, weight version, config, ...
+
+        Master weights and moments of a data-parallel group are gathered bucket by bucket into host memory. A failing
+        rank (a full disk) fails every rank with the same `UserError`, and the states before it stay as they were.
+        """
+        self.finish()
+        trainee, described = self.trainee, self._describe(step, progress)
+        partial = self._partial_folder(step)
+        state = self._model_state()
+        if trainee.optimizer is not None:
+            state["optimizer"] = optimizer_state.sharded_optimizer_state(
+                trainee.optimizer, state, trainee.groups, is_loading=False
+            )
+        state["rng"] = self._rng_slot(collect_rng())
+        try:
+            request = dist_checkpointing.save(
+                state, str(partial), async_sharded_save=self._queue is not None, async_strategy="mcore"
+            )
+        except (OSError, CheckpointException) as error:
+            raise self._cannot_save(partial, error) from None
+
+        def finalize() -> None:
+            self._publish(partial, step, described)
+
+        if self._queue is None:
+            finalize()
+        else:
+            request.finalize_fns.append(finalize)
+            self._queue.schedule_async_request(request)
+            self._writing = partial
+
+    def poll(self) -> None:
+        """Publish an asynchronous save if every rank has finished writing."""
+        self._finalize(blocking=False)
+
+    def finish(self) -> None:
+        """Wait for an asynchronous save."""
+        self._finalize(blocking=True)
+
+    def load(self, folder: Path | str | None = None) -> Resumed:
+        """Load the state in `folder` (default: the latest under `root`) into the trainee, whatever layout saved it.
+
+        Refused with a `UserError`: an empty or incomplete folder, another model, another parameter dtype, tensors
+        that one side lacks. Nothing in the folder is executed.
+        """
+        source = Path(folder) if folder is not None else state_folder.latest_state(self.root)
+        described = state_folder.read_description(source)
+        trainee = self.trainee
+        self._check_same_model(source, described)
+        same_layout = described["layout"] == self._layout()
+        state = self._model_state()
+        if trainee.optimizer is not None:
+            state["optimizer"] = optimizer_state.sharded_optimizer_state(
+                trainee.optimizer, state, trainee.groups, is_loading=True
+            )
+        if same_layout:
+            state["rng"] = self._rng_slot(None)
+        try:
+            with nothing_executed():
+                loaded = dist_checkpointing.load(state, str(source), strict=StrictHandling.RAISE_UNEXPECTED)
+        except CheckpointingException as error:
+            raise UserError(f"{source} does not fit this run: {error}") from None
+        for number, chunk in enumerate(trainee.models):
+            unwrap(chunk).load_state_dict(loaded[f"model{number}"], strict=True)
+        if trainee.optimizer is not None:
+            optimizer_state.load_optimizer_state(
+                trainee.optimizer, loaded["optimizer"], described["optimizer_step"], described["grad_scaler"]
+            )
+        if trainee.scheduler is not None:
+            trainee.scheduler.load_state_dict(described["scheduler"])
+        if same_layout:
+            restore_rng(loaded["rng"])
+        return Resumed(source, described["step"], described["progress"], same_layout)
+
+    def _model_state(self) -> dict[str, Any]:
+        metadata = {"dp_cp_group": self.trainee.groups.dp_cp}
+        return {
+            f"model{number}": unwrap(chunk).sharded_state_dict(metadata=metadata)
+            for number, chunk in enumerate(self.trainee.models)
+        }
+
+    def _rng_slot(self, data: Any) -> ShardedObject:
+        return ShardedObject("rng", data, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+
+    def _layout(self) -> dict[str, Any]:
+        return {"world_size": dist.get_world_size(), **self.trainee.parallel.model_dump()}
+
+    def _describe(self, step: int, progress: dict[str, Any]) -> dict[str, Any]:
+        trainee = self.trainee
+        try:
+            json.dumps(progress, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"progress must be plain JSON: {error}") from None
+        return {
+            "step": step,
+            "model": model_signature(trainee.model),
+            "dtype": str(next(iter(trainee.models[0].parameters())).dtype),
+            "layout": self._layout(),
+            "optimizer_step": optimizer_state.optimizer_step(trainee.optimizer) if trainee.optimizer else None,
+            "grad_scaler": optimizer_state.grad_scaler_state(trainee.optimizer) if trainee.optimizer else {},
+            "scheduler": trainee.scheduler.state_dict() if trainee.scheduler else None,
+            "progress": progress,
+        }
+
+    def _check_same_model(self, source: Path, described: dict[str, Any]) -> None:
+        trainee = self.trainee
+        mine = model_signature(trainee.model)
+        for field, value in mine.items():
+            if described["model"].get(field) != value:
+                raise UserError(
+                    f"{source} is of another model: {field} is {described['model'].get(field)!r} there, {value!r} here"
+                )
+        dtype = str(next(iter(trainee.models[0].parameters())).dtype)
+        if described["dtype"] != dtype:
+            raise UserError(f"{source} holds {described['dtype']} weights, this run trains {dtype}; set the same dtype")
+        for name, live in (("optimizer_step", trainee.optimizer), ("scheduler", trainee.scheduler)):
+            if live is not None and described[name] is None:
+                raise UserError(f"{source} holds weights only, no {name.removesuffix('_step')}: it cannot be resumed")
+
+    def _partial_folder(self, step: int) -> Path:
+        answer: list[str | None] = [None, None]
+        if dist.get_rank() == 0:
+            state_folder.remove_leftovers(self.root)
+            partial = self.root / f".{state_folder.folder_name(step)}{INCOMPLETE}{secrets.token_hex(4)}"
+            try:
+                partial.mkdir(parents=True)
+                answer[0] = str(partial)
+            except OSError as error:
+                answer[1] = f"cannot create {partial.parent} for checkpoints: {error.strerror}; choose another output"
+        dist.broadcast_object_list(answer, src=0)
+        if answer[0] is None:
+            raise UserError(str(answer[1]))
+        return Path(answer[0])
+
+    def _publish(self, partial: Path, step: int, described: dict[str, Any]) -> None:
+        problem: list[str | None] = [None]
+        if dist.get_rank() == 0:
+            try:
+                state_folder.finish_state(partial, self.root, step, described, self.keep)
+            except OSError as error:
+                problem = [f"cannot finish the checkpoint {partial}: {error.strerror}"]
+        dist.broadcast_object_list(problem, src=0)
+        if problem[0]:
+            raise UserError(problem[0])
+
+    def _finalize(self, *, blocking: bool) -> None:
+        if self._queue is None:
+            return
+        try:
+            self._queue.maybe_finalize_async_calls(blocking=blocking)
+        except CheckpointException as error:
+            raise self._cannot_save(self._writing, error) from None
+
+    def _cannot_save(self, partial: Path, error: BaseException) -> UserError:
+        if dist.get_rank() == 0:
+            state_folder.remove_leftovers(self.root)
+        reasons = list(error.failures.values()) if isinstance(error, CheckpointException) else [(error, None)]
+        return UserError(f"cannot write a checkpoint under {self.root}: {reasons[0][0]}; earlier ones are untouched")
+
+
+def model_signature(model: HFConfig) -> dict[str, Any]:
+    """What two models must agree on for the weights of one to fit the other."""
+    return {
+        "model_type": model.family.model_type,
+        "layers": model.layers,
+        "hidden_size": model.hidden_size,
+        "heads": model.heads,
+        "kv_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "intermediate_size": model.intermediate_size,
+        "vocab_size": model.vocab_size,
+        "tied": model.tied,
+        "experts": model.moe.experts if model.moe else 0,
+        "expert_intermediate_size": model.moe.intermediate_size if model.moe else 0,
+        "moe_layers": [i for i in range(model.layers) if model.is_moe_layer(i)],
+    }

@@ -1,0 +1,41 @@
+"""Training states: saved under one layout, loaded under others, with the next Adam step exact."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.training_ranks import load_and_step, train_and_save
+from tests.distributed import run_ranks
+from tests.tiny import tiny_qwen3_moe
+
+TP2_EP2 = {"tensor": 2, "expert": 2, "sequence_parallel": True}
+OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
+    "same": (2, TP2_EP2),
+    "one": (1, {}),
+    "ep2": (2, {"expert": 2}),
+    "pp2": (2, {"pipeline": 2}),
+    "vpp": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "dp2": (2, {}),
+    "tp2-etp2": (2, {"tensor": 2, "expert_tensor": 2, "sequence_parallel": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[dict[str, str]]]:
+    path, root = tmp_path_factory.mktemp("model") / "moe", tmp_path_factory.mktemp("states")
+    tiny_qwen3_moe(path, seed=3, mlp_only_layers=[1])
+    return path, root, run_ranks(train_and_save, 2, path, root, TP2_EP2)[0]
+
+
+@pytest.mark.parametrize("layout", OTHERS)
+def test_loads_under_any_layout_with_the_next_step_exact(
+    layout: str, saved: tuple[Path, Path, list[dict[str, str]]]
+) -> None:
+    path, root, expected = saved
+    world_size, sizes = OTHERS[layout]
+    found, said = run_ranks(load_and_step, world_size, path, root, sizes)[0]
+    assert expected[0] != expected[1]
+    assert found[0] == expected[0]
+    assert found[1] == expected[1]
+    assert said == (3, {"position": 12, "weight_version": 3}, layout == "same")

@@ -1,0 +1,71 @@
+"""What every rank does in the tests of training states."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+
+from megatron_dppo.checkpoint.hf_export import export_weights
+from megatron_dppo.checkpoint.training_state import Trainee, TrainingStates
+from megatron_dppo.models.parallel import ParallelConfig
+from tests.megatron import build_from
+
+
+def trainee_from(path: Path, layout: dict[str, Any], **options: Any) -> Trainee:
+    """A model with Megatron-Core's DDP and distributed optimizer (Adam, lr 1e-3)."""
+    models, model, groups = build_from(path, layout, **options)
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False)
+    chunks = [DistributedDataParallel(gpt.config, ddp, gpt) for gpt in models]
+    config = OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.01, use_distributed_optimizer=True, clip_grad=0)
+    optimizer = get_megatron_optimizer(config, chunks)
+    return Trainee(model=model, models=chunks, groups=groups, parallel=ParallelConfig(**layout), optimizer=optimizer)
+
+
+def adam_step(trainee: Trainee, number: int) -> None:
+    """One optimizer step on gradients that depend on the parameter's place in the whole model, not on the layout: a
+    fixed function of the current weight, so that equal weights and moments give equal steps anywhere."""
+    optimizer = trainee.optimizer
+    assert isinstance(optimizer, MegatronOptimizer)
+    for chunk in trainee.models:
+        chunk.zero_grad_buffer()
+        for parameter in chunk.parameters():
+            parameter.main_grad.copy_(torch.sin(parameter.detach() * 10 + number))
+    optimizer.prepare_grads()
+    optimizer.step_with_ready_grads()
+
+
+def weights(trainee: Trainee) -> dict[str, str]:
+    """Digest of every exported tensor (rank 0; empty elsewhere)."""
+    return {
+        name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+        for name, tensor in export_weights(trainee.models, trainee.model, trainee.groups)
+        if tensor is not None
+    }
+
+
+def train_and_save(rank: int, path: Path, root: Path, layout: dict[str, Any]) -> list[dict[str, str]]:
+    """Three steps, a save, a fourth step; the weights before and after the fourth."""
+    trainee = trainee_from(path, layout)
+    for number in range(3):
+        adam_step(trainee, number)
+    TrainingStates(root, trainee).save(3, {"position": 12, "weight_version": 3})
+    before = weights(trainee)
+    adam_step(trainee, 3)
+    return [before, weights(trainee)]
+
+
+def load_and_step(rank: int, path: Path, root: Path, layout: dict[str, Any]) -> tuple[list[dict[str, str]], Any]:
+    """The same two sets of weights from a loaded state, and what it said."""
+    trainee = trainee_from(path, layout, load=False)
+    for chunk in trainee.models:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(7.0)
+    resumed = TrainingStates(root, trainee).load()
+    before = weights(trainee)
+    adam_step(trainee, 3)
+    return [before, weights(trainee)], (resumed.step, resumed.progress, resumed.rng_restored)
