@@ -1,0 +1,286 @@
+"""Every preset's mask, value and gradient against formulas written out token by token from Appendices D and F.
+
+The reference knows no Preset: each algorithm is spelled here in plain Python floats, its constants as printed.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_dppo.algorithm import divergence_for, policy_loss, presets
+
+K = 3
+
+
+@dataclass(frozen=True)
+class Token:
+    """One row: probabilities of the sampled token under mu, pi and pi', and of K+1 columns under each."""
+
+    mu: float
+    pi: float
+    re: float
+    advantage: float
+    mu_set: tuple[float, ...]
+    pi_set: tuple[float, ...]
+    re_set: tuple[float, ...]
+    sampled_in_topk: bool
+
+    def columns(self, policy: str) -> list[float]:
+        """K columns, then the sampled token's own."""
+        return [*getattr(self, f"{policy}_set"), getattr(self, policy)]
+
+    @property
+    def member(self) -> list[bool]:
+        return [True] * K + [not self.sampled_in_topk]
+
+
+def kl_term(mu: float, pi: float) -> float:
+    return 0.0 if mu == 0 else math.inf if pi == 0 else mu * (math.log(mu) - math.log(pi))
+
+
+def divide(a: float, b: float) -> float:
+    return a / b if b else math.inf if a else math.nan
+
+
+def binary_tv(t: Token, anchor: str) -> float:
+    return abs(getattr(t, anchor) - t.pi)
+
+
+def binary_kl(t: Token, anchor: str) -> float:
+    mu = getattr(t, anchor)
+    return kl_term(mu, t.pi) + kl_term(max(1 - mu, 1e-6), max(1 - t.pi, 1e-6))
+
+
+def members(t: Token, policy: str) -> list[float]:
+    return [p for p, counts in zip(t.columns(policy), t.member, strict=True) if counts]
+
+
+def rest(values: list[float]) -> float:
+    return max(1 - math.fsum(values), 1e-6)
+
+
+def topk_tv(t: Token, anchor: str) -> float:
+    a, p = members(t, anchor), members(t, "pi")
+    return min(0.5 * (math.fsum(abs(x - y) for x, y in zip(a, p, strict=True)) + abs(rest(a) - rest(p))), 1.0)
+
+
+def topk_kl(t: Token, anchor: str) -> float:
+    a, p = members(t, anchor), members(t, "pi")
+    return math.fsum(map(kl_term, a, p)) + kl_term(rest(a), rest(p))
+
+
+Rule = Callable[[Token], tuple[bool, float]]
+"""(whether the token is blocked, distance of the deciding number from its threshold)"""
+
+
+def clip(anchor: str, low: float, high: float, relaxed: Callable[[Token], tuple[bool, bool]] | None = None) -> Rule:
+    def rule(t: Token) -> tuple[bool, float]:
+        r = divide(t.pi, getattr(t, anchor))
+        lift_low, lift_high = relaxed(t) if relaxed else (False, False)
+        blocked = (t.advantage > 0 and r > 1 + high and not lift_high) or (
+            t.advantage < 0 and r < 1 - low and not lift_low
+        )
+        return blocked, min(abs(r - 1 - high), abs(r - 1 + low))
+
+    return rule
+
+
+def dppo(divergence: Callable[[Token, str], float], delta: float, anchor: str = "mu") -> Rule:
+    def rule(t: Token) -> tuple[bool, float]:
+        r, d = divide(t.pi, getattr(t, anchor)), divergence(t, anchor)
+        blocked = (t.advantage > 0 and r > 1 and d > delta) or (t.advantage < 0 and r < 1 and d > delta)
+        return blocked, min(abs(d - delta), abs(r - 1) if r != 1 else 1.0)
+
+    return rule
+
+
+def minimal(delta: float, anchor: str = "mu") -> Rule:
+    def rule(t: Token) -> tuple[bool, float]:
+        drop = getattr(t, anchor) - t.pi
+        return t.advantage < 0 and drop >= delta, abs(drop - delta)
+
+    return rule
+
+
+def nothing(_: Token) -> tuple[bool, float]:
+    return False, 1.0
+
+
+INF = math.inf
+ALGORITHMS: dict[tuple[str, str], tuple[Rule, float]] = {
+    ("pg-is", "appendix-d"): (nothing, INF),
+    ("cispo", "appendix-d"): (nothing, 3.0),
+    ("cispo", "appendix-f"): (nothing, 5.0),
+    ("cispo", "appendix-f-lora"): (nothing, 5.0),
+    ("grpo-clip-higher", "appendix-d"): (clip("mu", 0.2, 0.28), INF),
+    ("grpo-clip-higher", "appendix-f"): (clip("mu", 0.2, 0.27), 5.0),
+    ("grpo-clip-higher", "appendix-f-lora"): (clip("mu", 0.2, 0.27), 5.0),
+    ("minirl", "appendix-d"): (clip("re", 0.2, 0.28), INF),
+    ("minirl-tis", "appendix-d"): (clip("re", 0.2, 0.28), 3.0),
+    ("dppo-binary-tv", "appendix-d"): (dppo(binary_tv, 0.15), INF),
+    ("dppo-binary-tv", "appendix-f"): (dppo(binary_tv, 0.2), 5.0),
+    ("dppo-binary-tv", "appendix-f-lora"): (dppo(binary_tv, 0.15), 5.0),
+    ("dppo-binary-kl", "appendix-d"): (dppo(binary_kl, 0.05), INF),
+    ("dppo-binary-kl", "appendix-f"): (dppo(binary_kl, 0.05), 5.0),
+    ("dppo-binary-kl", "appendix-f-lora"): (dppo(binary_kl, 0.05), 5.0),
+    ("dppo-topk-tv", "appendix-d"): (dppo(topk_tv, 0.15), INF),
+    ("dppo-topk-tv", "appendix-f"): (dppo(topk_tv, 0.2), 5.0),
+    ("dppo-topk-tv", "appendix-f-lora"): (dppo(topk_tv, 0.15), 5.0),
+    ("dppo-topk-kl", "appendix-d"): (dppo(topk_kl, 0.05), INF),
+    ("dppo-topk-kl", "appendix-f"): (dppo(topk_kl, 0.05), 5.0),
+    ("dppo-topk-kl", "appendix-f-lora"): (dppo(topk_kl, 0.05), 5.0),
+    ("dppo-binary-tv-decoupled", "appendix-d"): (dppo(binary_tv, 0.15, "re"), INF),
+    ("dppo-binary-kl-decoupled", "appendix-d"): (dppo(binary_kl, 0.05, "re"), INF),
+    ("dppo-topk-tv-decoupled", "appendix-d"): (dppo(topk_tv, 0.15, "re"), INF),
+    ("dppo-topk-kl-decoupled", "appendix-d"): (dppo(topk_kl, 0.05, "re"), INF),
+    ("mask-0.5", "section-5.3"): (minimal(0.5), INF),
+    ("mask-0.8", "section-5.3"): (minimal(0.8), INF),
+    ("mask-0.5-recompute", "section-5.3"): (minimal(0.5, "re"), INF),
+    ("relax-low", "section-6"): (clip("mu", 0.2, 0.28, lambda t: (t.mu < 0.1, False)), INF),
+    ("relax-high", "section-6"): (clip("mu", 0.2, 0.28, lambda t: (False, t.mu < 0.1)), INF),
+    ("relax-both", "section-6"): (clip("mu", 0.2, 0.28, lambda t: (t.mu < 0.1, t.mu < 0.1)), INF),
+    ("ppo-clip", "section-4.2"): (clip("mu", 0.2, 0.2), INF),
+}
+SEQUENCE_LEVEL = {"gspo"}
+
+
+def test_the_reference_covers_every_row_of_the_table() -> None:
+    rows = {(n, c) for n in presets.names() for c in presets.constant_sets(n) if n not in SEQUENCE_LEVEL}
+    assert rows == set(ALGORITHMS)
+
+
+@st.composite
+def tokens(draw: st.DrawFn) -> Token:
+    sampled = st.one_of(
+        st.floats(1e-9, 1.0), st.sampled_from([1e-6, 1e-4, 1e-2, 0.05, 0.5, 0.8, 0.99, 1 - 1e-6, 1 - 1e-9, 1.0])
+    )
+    mu = draw(sampled)
+    moved = st.one_of(sampled, st.just(mu), st.floats(0.5, 2.0).map(lambda f: min(1.0, mu * f)), st.just(0.0))
+    pi, re = draw(moved), draw(moved)
+    inside = draw(st.booleans())
+    spread = st.lists(st.floats(0, 1 / K), min_size=K, max_size=K)
+    sets = []
+    for p in (mu, pi, re):
+        others = [v * (1 - p) for v in draw(spread)]
+        sets.append(tuple([p, *others[1:]] if inside else others))
+    return Token(mu, pi, re, draw(st.sampled_from([1.0, -1.0, 0.75, -0.25, 0.0])), *sets, inside)
+
+
+def log(p: float) -> float:
+    return math.log(p) if p > 0 else -math.inf
+
+
+def column(rows: list[Token], field: str, dtype: torch.dtype) -> Tensor:
+    return torch.tensor([log(getattr(t, field)) for t in rows], dtype=torch.float64).to(dtype)
+
+
+def table(rows: list[Token], policy: str, dtype: torch.dtype) -> Tensor:
+    return torch.tensor([[log(p) for p in t.columns(policy)] for t in rows], dtype=torch.float64).to(dtype)
+
+
+def check(name: str, constants: str, rows: list[Token], excluded: list[bool], dtype: torch.dtype, near: float) -> None:
+    """Compare one microbatch with the reference; rows closer than `near` to a threshold are not comparable."""
+    rule, cap = ALGORITHMS[name, constants]
+    fields = {"topk": K} if "topk" in name else {}
+    preset = presets.get(name, constants=constants, **fields)
+    garbage = torch.tensor(excluded)
+
+    def spoiled(values: Tensor) -> Tensor:
+        return torch.where(garbage.view(-1, *[1] * (values.ndim - 1)), torch.nan, values)
+
+    logp = spoiled(column(rows, "pi", dtype)).requires_grad_()
+    mu_logp = spoiled(column(rows, "mu", dtype))
+    recomputed = spoiled(column(rows, "re", dtype)) if preset.needs_recomputed_logp else None
+    advantages = spoiled(torch.tensor([t.advantage for t in rows], dtype=dtype))
+    divergence = divergence_for(
+        preset,
+        logp=logp,
+        mu_logp=mu_logp,
+        recomputed_logp=recomputed,
+        topk_logp=spoiled(table(rows, "pi", dtype)),
+        mu_topk_logp=spoiled(table(rows, "mu", dtype)),
+        recomputed_topk_logp=spoiled(table(rows, "re", dtype)),
+        topk_member=torch.tensor([t.member for t in rows]),
+    )
+    loss = policy_loss(
+        preset,
+        logp,
+        mu_logp,
+        advantages,
+        loss_mask=~garbage,
+        divergence=divergence,
+        recomputed_logp=recomputed,
+    )
+    upstream = torch.arange(1, len(rows) + 1, dtype=dtype)
+    (gradient,) = torch.autograd.grad(loss.per_token, logp, upstream)
+    assert loss.per_token.dtype == dtype
+    tolerance = 1e-11 if dtype == torch.float64 else 2e-5
+    for i, token in enumerate(rows):
+        if excluded[i]:
+            assert loss.per_token[i].item() == 0
+            assert gradient[i].item() == 0
+            assert not loss.mask[i]
+            continue
+        blocked, distance = rule(token)
+        if distance < near:
+            continue
+        assert loss.mask[i].item() is not blocked, token
+        if blocked:
+            assert loss.per_token[i].item() == 0
+            assert gradient[i].item() == 0
+            continue
+        expected = -min(divide(token.pi, token.mu), cap) * token.advantage
+        assert loss.per_token[i].item() == pytest.approx(expected, rel=tolerance, abs=1e-30)
+        assert gradient[i].item() == pytest.approx(expected * (i + 1), rel=tolerance, abs=1e-30)
+
+
+@pytest.mark.parametrize(("name", "constants"), list(ALGORITHMS))
+@settings(max_examples=25)
+@given(data=st.data())
+def test_preset_matches_its_formula(name: str, constants: str, data: st.DataObject) -> None:
+    rows = data.draw(st.lists(tokens(), min_size=1, max_size=12))
+    excluded = data.draw(st.lists(st.sampled_from([False, False, True]), min_size=len(rows), max_size=len(rows)))
+    check(name, constants, rows, excluded, torch.float64, near=1e-9)
+    # float32 moves a near-certain probability by up to 6e-8, and its complement and the KL by more.
+    check(name, constants, rows, excluded, torch.float32, near=1e-2)
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.floats(-4, 0), st.floats(-0.002, 0.002), st.booleans()), min_size=1, max_size=15
+    )
+)
+def test_gspo_matches_its_formula(rows: list[tuple[int, float, float, bool]]) -> None:
+    """s_i = exp(mean_t log r_t) is both the clipped ratio, at 1 - 3e-4 and 1 + 4e-4, and the weight of the gradient."""
+    advantage = [1.0, -1.0, 0.5, -0.5]
+    mean = {
+        s: math.fsum(step for i, _, step, on in rows if on and i == s) / max(sum(on for i, *_, on in rows if i == s), 1)
+        for s in range(4)
+    }
+    mu = torch.tensor([m if on else math.nan for _, m, _, on in rows], dtype=torch.float64)
+    logp = (mu + torch.tensor([step for _, _, step, _ in rows], dtype=torch.float64)).requires_grad_()
+    loss = policy_loss(
+        presets.get("gspo"),
+        logp,
+        mu,
+        torch.tensor([advantage[s] for s, *_ in rows], dtype=torch.float64),
+        loss_mask=torch.tensor([on for *_, on in rows]),
+        sequence_ids=torch.tensor([s if on else -1 for s, _, _, on in rows]),
+    )
+    (gradient,) = torch.autograd.grad(loss.per_token.sum(), logp)
+    for i, (s, _, _, on) in enumerate(rows):
+        ratio = math.exp(mean[s])
+        blocked = ratio > 1 + 4e-4 if advantage[s] > 0 else ratio < 1 - 3e-4
+        if on and min(abs(ratio - 1 - 4e-4), abs(ratio - 1 + 3e-4)) < 1e-9:
+            continue
+        assert loss.mask[i].item() is (on and not blocked)
+        expected = -ratio * advantage[s] if on and not blocked else 0.0
+        assert loss.per_token[i].item() == pytest.approx(expected, rel=1e-11)
+        assert gradient[i].item() == pytest.approx(expected, rel=1e-11)
