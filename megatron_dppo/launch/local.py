@@ -84,7 +84,7 @@ def _exit_in_words(exitcode: int) -> str:
     return f"{name} (out of memory, or killed by hand)" if name == "SIGKILL" else name
 
 
-def _end_descendants(patience: float = 10.0) -> None:
+def _end_descendants(patience: float = 5.0) -> None:
     """Wait for processes that are closing down by themselves, then terminate what is left, then kill it."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # an impatient second Ctrl-C must not leave processes behind

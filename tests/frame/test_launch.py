@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -22,31 +23,38 @@ command = [sys.executable, "-u", *sys.argv[1:]]
 sys.exit(exit_status(lambda: launch_local(command, processes=2, on_stop="To go on: do this")))
 """
 RANK = """
-import os, signal, subprocess, sys, time
+import os, pathlib, signal, subprocess, sys, time
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import exit_status
 
+def end():
+    if ending in ("user", "peer"):
+        raise UserError("key x of file y is wrong; change it")
+    if ending == "fault":
+        raise ZeroDivisionError("a bug")
+    if ending == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(100)
+
 def run():
-    rank = int(os.environ["RANK"])
+    rank, here = int(os.environ["RANK"]), pathlib.Path(os.environ["TMPDIR"])
     if ending == "peer":
         import torch, torch.distributed
         torch.distributed.init_process_group("gloo")
-    if rank == 1 and ending in ("user", "peer"):
-        raise UserError("key x of file y is wrong; change it")
-    if ending == "peer":
-        torch.distributed.all_reduce(torch.ones(1))
-    if rank == 1 and ending == "fault":
-        raise ZeroDivisionError("a bug")
-    if rank == 1 and ending == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 0:
-        detached = subprocess.Popen(["sleep", "600"], start_new_session=True)
-        print("detached", detached.pid, flush=True)
+    (here / f"ready-{rank}").touch()
+    if rank == 1:
+        while not (here / "busy").exists():
+            time.sleep(0.05)
+        return end()
+    if ending in ("killed", "interrupted"):
+        print("detached", subprocess.Popen(["sleep", "600"], start_new_session=True).pid, flush=True)
     try:
+        (here / "busy").touch()
+        if ending == "peer":
+            torch.distributed.all_reduce(torch.ones(1))
         time.sleep(100)
     finally:
-        if rank == 0:
-            print("engine closed", flush=True)
+        print("engine closed", flush=True)
 
 ending = sys.argv[1]
 sys.exit(exit_status(run))
@@ -62,39 +70,66 @@ def start(tmp_path: Path, ending: str, *launcher: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_the_rank_that_gave_the_reason_is_reported_not_the_one_that_lost_its_peer(tmp_path: Path) -> None:
-    _, errors = start(tmp_path, "peer").communicate(timeout=120)
-    assert errors.splitlines()[-1] == "megatron-dppo: error: key x of file y is wrong; change it"
-    assert "Traceback" not in errors
-    assert not list(tmp_path.glob("megatron-dppo-*"))  # logs are kept for faults only
+@dataclass(frozen=True)
+class Ended:
+    """A run that has ended by itself."""
+
+    folder: Path
+    status: int
+    out: str
+    errors: list[str]
 
 
-def test_under_plain_torchrun_the_summary_ends_with_the_reason(tmp_path: Path) -> None:
-    torchrun = str(Path(sys.executable).parent / "torchrun")
-    process = start(tmp_path, "user", torchrun, "--nproc-per-node", "2", "--standalone")
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert "megatron-dppo: error: key x of file y is wrong; change it" in errors.splitlines()[-2]
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """Every way of ending by itself, run side by side, since each waits more than it computes."""
+    torchrun = (str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "--standalone")
+    started = {}
+    for name, ending, launcher in (
+        ("peer", "peer", ()),
+        ("torchrun", "user", torchrun),
+        ("fault", "fault", ()),
+        ("killed", "killed", ()),
+    ):
+        folder = tmp_path_factory.mktemp(name)
+        started[name] = (folder, start(folder, ending, *launcher))
+    results = {}
+    for name, (folder, process) in started.items():
+        out, errors = process.communicate(timeout=240)
+        results[name] = Ended(folder, process.returncode, out, errors.splitlines())
+    return results
 
 
-def test_a_fault_shows_its_traceback_then_one_line_and_keeps_the_output(tmp_path: Path) -> None:
-    process = start(tmp_path, "fault")
-    out, errors = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert "engine closed" in out
-    assert "Traceback" in errors
-    assert errors.splitlines()[-1].startswith("megatron-dppo: failed: rank 1: ZeroDivisionError: a bug (output of the")
-    assert list(tmp_path.glob("megatron-dppo-*/*/attempt_0/1/stderr.log"))
+def test_the_rank_that_gave_the_reason_is_reported_not_the_one_that_lost_its_peer(ended: dict[str, Ended]) -> None:
+    run = ended["peer"]
+    assert run.status == 2
+    assert run.errors[-1] == "megatron-dppo: error: key x of file y is wrong; change it"
+    assert not any("Traceback" in line for line in run.errors)
+    assert not list(run.folder.glob("megatron-dppo-*"))  # logs are kept for faults only
 
 
-def test_a_rank_that_is_killed_ends_the_others_and_its_orphans(tmp_path: Path) -> None:
-    process = start(tmp_path, "killed")
-    out, errors = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert "rank 1 ended with SIGKILL (out of memory, or killed by hand)" in errors.splitlines()[-1]
-    for line in out.splitlines():
-        if line.startswith("detached"):
-            assert not psutil.pid_exists(int(line.split()[1]))
+def test_under_plain_torchrun_the_summary_ends_with_the_reason(ended: dict[str, Ended]) -> None:
+    run = ended["torchrun"]
+    assert run.status == 1
+    assert "megatron-dppo: error: key x of file y is wrong; change it" in run.errors[-2]
+
+
+def test_a_fault_shows_its_traceback_then_one_line_and_keeps_the_output(ended: dict[str, Ended]) -> None:
+    run = ended["fault"]
+    assert run.status == 1
+    assert run.out == "engine closed\n"
+    assert any("Traceback" in line for line in run.errors)
+    assert run.errors[-1].startswith("megatron-dppo: failed: rank 1: ZeroDivisionError: a bug (output of the ranks: ")
+    assert list(run.folder.glob("megatron-dppo-*/*/attempt_0/1/stderr.log"))
+
+
+def test_a_rank_that_is_killed_ends_the_others_and_their_orphans(ended: dict[str, Ended]) -> None:
+    run = ended["killed"]
+    assert run.status == 1
+    assert "rank 1 ended with SIGKILL (out of memory, or killed by hand)" in run.errors[-1]
+    detached = [int(line.split()[1]) for line in run.out.splitlines() if line.startswith("detached")]
+    assert len(detached) == 1
+    assert not psutil.pid_exists(detached[0])
 
 
 def test_ctrl_c_closes_everything(tmp_path: Path) -> None:
@@ -116,6 +151,8 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
     assert process.stdout is not None
     detached = psutil.Process(int(process.stdout.readline().split()[1]))
     ranks = psutil.Process(process.pid).children()
+    while len(list(tmp_path.glob("ready-*"))) < 2:
+        time.sleep(0.05)
     process.kill()
     _, alive = psutil.wait_procs(ranks, timeout=10)
     detached.kill()  # nothing is left that could have swept it
