@@ -21,6 +21,12 @@ _BEFORE_AND_AFTER = (
     ("response length (tokens)", "response/length_mean", ".1f"),
 )
 _PHASES = ("rollout", "train", "sync", "eval")
+_PARITY = (
+    ("max |log pi - log mu| (nats)", "max_abs_logp_gap", ".1e"),
+    ("mean |pi - mu|", "mean_abs_prob_gap", ".1e"),
+    ("tokens routed differently", "differing_tokens", ",.0f"),
+    ("routings compared (token x layer)", "compared_routings", ",.0f"),
+)
 
 
 def summary_table(history: History, *, title: str, wall_seconds: float) -> Table:
@@ -51,11 +57,28 @@ def summary_table(history: History, *, title: str, wall_seconds: float) -> Table
     return table
 
 
+def parity_table(history: History) -> Table | None:
+    """How far the trainer was from the engine on the first rollout, before any update, with the engine's routes
+    replayed and with the live routers; None where the run did not check."""
+    table = Table(title="Trainer against engine, first rollout, same weights", title_justify="left")
+    table.add_column("")
+    for header in ("routes replayed", "live routers"):
+        table.add_column(header, justify="right")
+    for label, name, spec in _PARITY:
+        cells = [history[f"{prefix}/{name}"].values for prefix in ("parity", "parity_without_replay")]
+        if any(len(cell) for cell in cells):
+            table.add_row(label, *(format(cell[0], spec) if len(cell) else "" for cell in cells))
+    return table if table.row_count else None
+
+
 def print_summary(
     history: History, *, title: str, wall_seconds: float, paths: Mapping[str, Path], console: Console | None = None
 ) -> None:
-    """The table, then one line per path (label -> path), not wrapped, so that a path can be copied."""
+    """The tables, then one line per path (label -> path), not wrapped, so that a path can be copied."""
     console = console or Console(highlight=False)
+    parity = parity_table(history)
+    if parity is not None:
+        console.print(parity)
     console.print(summary_table(history, title=title, wall_seconds=wall_seconds))
     width = max((len(label) for label in paths), default=0)
     for label, path in paths.items():

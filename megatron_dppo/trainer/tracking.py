@@ -33,11 +33,8 @@ class Tracker:
             folder.mkdir(parents=True, exist_ok=True)
             if resume_step is not None:
                 _drop_rows_after(self.path, resume_step)
-            elif self.path.exists() and self.path.stat().st_size:
-                raise UserError(
-                    f"run.dir={folder} already holds the metrics of a run; choose another run.dir, or continue it "
-                    "with trainer.resume=true"
-                )
+            else:
+                require_unused(folder)
             self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (closed by `close`)
             purge = None if resume_step is None else resume_step + 1
             self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=purge, flush_secs=10)
@@ -69,6 +66,16 @@ class Tracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def require_unused(folder: Path) -> None:
+    """Raise `UserError` if `folder` holds the metrics of a run. Cheap, so that it can be asked before a run starts."""
+    path = folder / METRICS_FILE
+    if path.exists() and path.stat().st_size:
+        raise UserError(
+            f"run.dir={folder} already holds the metrics of a run; choose another run.dir, or continue it with "
+            "trainer.resume=true"
+        )
 
 
 def _drop_rows_after(path: Path, step: int) -> None:

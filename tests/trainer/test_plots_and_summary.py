@@ -14,7 +14,7 @@ from scipy.ndimage import gaussian_filter1d
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import History, Series
 from megatron_dppo.trainer.plots import PANELS, plot_runs, smooth
-from megatron_dppo.trainer.summary import print_summary
+from megatron_dppo.trainer.summary import parity_table, print_summary
 
 
 def history(seed: int = 0, steps: int = 30) -> History:
@@ -24,6 +24,9 @@ def history(seed: int = 0, steps: int = 30) -> History:
     series["eval/accuracy"] = Series(np.array([0, 10, 30]), np.array([0.25, 0.5, 0.75]))
     series["eval/well_formed"] = Series(np.array([0, 10, 30]), np.array([0.95, 0.96, 1.0]))
     series["time/rollout_s"] = Series(numbers, np.full(steps, 2.0))
+    for prefix, gap, differing in (("parity", 5e-6, 0.0), ("parity_without_replay", 0.25, 17.0)):
+        series[f"{prefix}/max_abs_logp_gap"] = Series(numbers[:1], np.array([gap]))
+        series[f"{prefix}/differing_tokens"] = Series(numbers[:1], np.array([differing]))
     series["throughput/tokens_per_second"] = Series(numbers, np.full(steps, 2300.0))
     return History(series)
 
@@ -92,7 +95,13 @@ def test_the_table_says_what_was_gained_and_where_it_is(tmp_path: Path) -> None:
     assert ["held-out accuracy", "0.250", "0.750", "+0.500"] in rows
     assert ["held-out answers well-formed", "0.950", "1.000", "+0.050"] in rows
     assert ["steps", "", "30", ""] in rows
+    assert ["max |log pi - log mu| (nats)", "5.0e-06", "2.5e-01"] in rows
+    assert ["tokens routed differently", "0", "17"] in rows
     assert ["time (min:s)", "", "5:41", ""] in rows
     assert ["of it rollout", "", "1:00", ""] in rows
     assert ["tokens/s (median step)", "", "2,300", ""] in rows
     assert text.splitlines()[-1] == f"metrics  {path}"
+
+
+def test_a_run_without_the_parity_check_has_no_table_of_it() -> None:
+    assert parity_table(History({"reward/mean": Series(np.array([1]), np.array([0.5]))})) is None
