@@ -4,7 +4,6 @@ VENV ?= .venv
 PYTHON_BIN := $(VENV)/bin/python
 BIN := $(VENV)/bin
 SHELL_SCRIPTS := .ci/run $(wildcard tools/*.sh examples/*.sh)
-PYTHON_FILES := megatron_dppo tests tools
 PYTEST_ARGS ?=
 export VENV
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.config.load import load_config
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/run_tiny_moe_dppo.sh"
 BIN = Path(sys.executable).parent
@@ -61,6 +63,12 @@ def test_is_valid_bash_and_valid_python() -> None:
     assert documentation is not None
     for variable in ("SEED", "MODEL_DIR", "RUN_DIR", "NPROC", "PYTHON"):
         assert f"#   {variable} " in documentation
+
+
+def test_its_configuration_is_valid() -> None:
+    config = load_config(ROOT / "examples/tiny_moe_dppo.yaml", ["trainer.steps=3"])
+    assert config.trainer.steps == 3
+    assert config.parallel.tensor * config.parallel.expert == 4  # TP2 x EP2 on the two ranks of the script
 
 
 def test_bash_makes_the_model_once_and_passes_arguments_to_every_rank(project: Path) -> None:
