@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import random
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -67,17 +68,23 @@ class Problem:
 
 
 def interleaved_ms[K](runs: dict[K, Callable[[], object]], repeats: int) -> dict[K, float]:
-    """Median time of each run by CUDA events. Runs take turns, so that all see the card equally warm and throttled."""
+    """Median time of each run by CUDA events.
+
+    Clocks follow the card's power, so runs take turns in a shuffled order, each after an untimed run of itself.
+    """
     times: dict[K, list[float]] = {name: [] for name in runs}
-    for turn in range(repeats + 1):
-        for name, run in runs.items():
+    order = list(runs)
+    shuffle = random.Random(0).shuffle
+    for _ in range(repeats):
+        shuffle(order)
+        for name in order:
+            runs[name]()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
-            run()
+            runs[name]()
             end.record()
             torch.cuda.synchronize()
-            if turn:
-                times[name].append(begin.elapsed_time(end))
+            times[name].append(begin.elapsed_time(end))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -252,7 +259,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--topk", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--only", choices=["ours", "chunked"], help="this op alone")
     args = parser.parse_args()
     if not torch.cuda.is_available():

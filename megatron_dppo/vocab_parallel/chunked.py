@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_dppo.vocab_parallel.matmul import accumulation_dtype, add_product, product
 from megatron_dppo.vocab_parallel.reference import local_partials_of_logits
+from megatron_dppo.vocab_parallel.rows import check_ids
 from megatron_dppo.vocab_parallel.stats import Partials, merge_two
 from megatron_dppo.vocab_parallel.weight_grad import WeightGrad
 
@@ -22,6 +23,7 @@ def forward(
     wanted: Int[Tensor, "N I"],
     *,
     start: int,
+    vocab_size: int,
     temperature: float,
     entropy: bool,
     token_chunk: int | None = None,
@@ -29,8 +31,10 @@ def forward(
 ) -> Partials:
     """Statistics of the columns ``[start, start + V)``, whose weights are ``weight``.
 
-    Peak memory: a few ``[token_chunk, vocab_chunk]`` tensors in the accumulation type.
+    Peak memory: a few ``[token_chunk, vocab_chunk]`` tensors in the accumulation type. Raises ``ValueError`` for ids
+    outside ``[-1, vocab_size)``.
     """
+    check_ids(wanted, vocab_size)
     rows = token_chunk or _TOKEN_CHUNK
     columns = vocab_chunk or max(1024, _CHUNK_ELEMENTS // max(1, min(rows, hidden.shape[0])))
     dtype = accumulation_dtype(hidden.dtype)

@@ -17,10 +17,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from megatron_dppo.vocab_parallel.matmul import HALF, add_product, product
+from megatron_dppo.vocab_parallel.rows import check_ids
 from megatron_dppo.vocab_parallel.stats import Partials
 from megatron_dppo.vocab_parallel.weight_grad import WeightGrad
 
-_CHUNK_BYTES = 1 << 30
+_CHUNK_BYTES = 1 << 29
 _BLOCK_T, _BLOCK_V, _BLOCK_H = 128, 256, 64
 _STAGES = 4
 # Token tiles that walk over the vocabulary together: their hidden states (16 MB) stay in the 50 MB L2.
@@ -74,23 +75,32 @@ def forward(
     wanted: Int[Tensor, "N I"],
     *,
     start: int,
+    vocab_size: int,
     temperature: float,
     entropy: bool,
     token_chunk: int | None = None,
     vocab_chunk: int | None = None,
 ) -> Partials:
-    """Statistics of the columns ``[start, start + V)``, whose weights are ``weight``. Chunk sizes are not used."""
+    """Statistics of the columns ``[start, start + V)``, whose weights are ``weight``. Chunk sizes are not used.
+
+    Raises ``ValueError`` for ids outside ``[-1, vocab_size)``. That is found out while the products already run.
+    """
     from megatron_dppo.vocab_parallel import hopper_kernels
     from megatron_dppo.vocab_parallel.row_kernels import merge_tiles
 
     rows, columns = hidden.shape[0], weight.shape[0]
     if rows == 0 or columns == 0:
+        check_ids(wanted, vocab_size)
         zero = hidden.new_zeros(rows, dtype=torch.float32)
         z = zero.new_full(wanted.shape, -math.inf)
         return Partials(zero - math.inf, zero, zero if entropy else None, z)
 
     grid, tiles_t, tiles_v, steps, group = _launch(hidden, columns)
-    ids, places, first_slot = _sorted_ids(wanted, start, columns, tiles_v)
+    fault = torch.zeros(1, dtype=torch.int32, device=hidden.device)
+    ids, places, first_slot = _sorted_ids(wanted, start, columns, tiles_v, vocab_size, fault)
+    host_fault, known = torch.empty(1, dtype=torch.int32, pin_memory=True), torch.cuda.Event()
+    host_fault.copy_(fault, non_blocking=True)
+    known.record()
     z = hidden.new_full(wanted.shape, -math.inf, dtype=torch.float32)
     tiles = z.new_empty((3, tiles_v, rows))
     hopper_kernels.tile_stats[grid](
@@ -115,13 +125,16 @@ def forward(
     )
     total = tiles.new_empty((3, rows))
     merge_tiles[(-(-rows // 32),)](tiles, total, rows, tiles_v, BLOCK_TILES=32, BLOCK_ROWS=32)
+    known.synchronize()
+    if host_fault.item():
+        check_ids(wanted, vocab_size)
     return Partials(total[0], total[1], total[2] if entropy else None, z)
 
 
 def _sorted_ids(
-    wanted: Int[Tensor, "N I"], start: int, columns: int, tiles: int
+    wanted: Int[Tensor, "N I"], start: int, columns: int, tiles: int, vocab_size: int, fault: Tensor
 ) -> tuple[Int[Tensor, "N I"], Int[Tensor, "N I"], Int[Tensor, "N tiles_1"]]:
-    """Each row's ids rising, the places they had, and the first slot of each column tile."""
+    """Each row's ids rising, the places they had, and the first slot of each column tile; sets ``fault`` on bad ids."""
     from megatron_dppo.vocab_parallel.row_kernels import sort_ids
 
     rows, slots = wanted.shape
@@ -135,11 +148,13 @@ def _sorted_ids(
         ids,
         places,
         first_slot,
+        fault,
         rows,
         slots,
         tiles,
         start,
         columns,
+        vocab_size,
         TILE=_BLOCK_V,
         BLOCK_ROWS=block_rows,
         BLOCK_SLOTS=block_slots,

@@ -116,38 +116,67 @@ def _pick(acc, column, layout: gl.constexpr):
 
 
 @gluon.jit
+def _slots_of_tile(first_slot, index, row_in_tile, rows, tiles_t, tiles_v, GROUP: gl.constexpr):
+    """Slots ``[slot, end)`` of each row's rising ids that lie in tile ``index``; none past the last tile."""
+    tile_t, tile_v = _tile(index, tiles_t, tiles_v, GROUP)
+    row = tile_t * 128 + row_in_tile
+    inside = (row < rows) & (index < tiles_t * tiles_v)
+    at = first_slot + row.to(gl.int64) * (tiles_v + 1) + tile_v
+    return gl.load(at, mask=inside, other=0), gl.load(at + 1, mask=inside, other=0)
+
+
+@gluon.jit
+def _first_id(wanted, slot, end, index, row_in_tile, tiles_t, tiles_v, GROUP: gl.constexpr):
+    """Offset of each row's slots, and the id and place at ``slot`` where there is one."""
+    ids, places, _, _, slots = wanted
+    tile_t, _ = _tile(index, tiles_t, tiles_v, GROUP)
+    at = (tile_t * 128 + row_in_tile).to(gl.int64) * slots
+    found = slot < end
+    return at, gl.load(ids + at + slot, mask=found, other=0), gl.load(places + at + slot, mask=found, other=0)
+
+
+@gluon.jit
 def _tile_stats(
     ring, out, wanted, rows, columns, first_column, tiles_t, tiles_v, steps, inverse_temperature,
     HALF: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's statistics of each tile's rows, and its wanted logits."""
     scale = inverse_temperature * LOG2_E
-    ids, places, first_slot, z, slots = wanted
+    ids, places, first_slot, z, _ = wanted
     WIDTH: gl.constexpr = ring[1].shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     row_in_tile = gl.arange(0, 64, gl.SliceLayout(1, layout)) + 64 * HALF
     column_in_tile = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     count = 0
-    for index in range(gl.program_id(0), tiles_t * tiles_v, gl.num_programs(0)):
+    # Wanted ids take two dependent loads: slots two tiles ahead, ids one tile ahead, each behind a whole product.
+    stride = gl.num_programs(0)
+    begin = gl.program_id(0)
+    slot, end = _slots_of_tile(first_slot, begin, row_in_tile, rows, tiles_t, tiles_v, GROUP)
+    at, id, place = _first_id(wanted, slot, end, begin, row_in_tile, tiles_t, tiles_v, GROUP)
+    next_slot, next_end = _slots_of_tile(first_slot, begin + stride, row_in_tile, rows, tiles_t, tiles_v, GROUP)
+    for index in range(begin, tiles_t * tiles_v, stride):
         tile_t, tile_v = _tile(index, tiles_t, tiles_v, GROUP)
         row = tile_t * 128 + row_in_tile
         inside = row < rows
-        # Slots [slot, end) of a row's rising ids lie in this tile: few rows have one, hardly any has two.
-        bounds = first_slot + row.to(gl.int64) * (tiles_v + 1) + tile_v
-        slot = gl.load(bounds, mask=inside, other=0)
-        end = gl.load(bounds + 1, mask=inside, other=0)
-        rounds = gl.max(end - slot, axis=0)
+        next_at, next_id, next_place = _first_id(
+            wanted, next_slot, next_end, index + stride, row_in_tile, tiles_t, tiles_v, GROUP
+        )
+        later_slot, later_end = _slots_of_tile(
+            first_slot, index + 2 * stride, row_in_tile, rows, tiles_t, tiles_v, GROUP
+        )
         acc, count = _multiply(ring, count, steps, HALF, layout)
         if (tile_v + 1) * WIDTH > columns:
             acc = gl.where((column_in_tile < columns - tile_v * WIDTH)[None, :], acc, -1.0e30)
-        for _ in range(rounds):
-            at = row.to(gl.int64) * slots
-            found = slot < end
-            column = gl.load(ids + at + slot, mask=found, other=0) - first_column - tile_v * WIDTH
-            place = gl.load(places + at + slot, mask=found, other=0)
+        # Few rows want an id of this tile, hardly any wants two.
+        for _ in range(gl.max(end - slot, axis=0)):
             # Rounded as the maximum is on its way to base e, so that the likeliest token's x - max is exactly 0.
-            gl.store(z + at + place, _pick(acc, column, layout) * scale * LN_2, mask=found)
+            picked = _pick(acc, id - first_column - tile_v * WIDTH, layout) * scale * LN_2
+            gl.store(z + at + place, picked, mask=slot < end)
             slot += 1
+            id = gl.load(ids + at + slot, mask=slot < end, other=0)
+            place = gl.load(places + at + slot, mask=slot < end, other=0)
+        slot, end, at, id, place = next_slot, next_end, next_at, next_id, next_place
+        next_slot, next_end = later_slot, later_end
         m = gl.max(acc, axis=1) * scale
         shifted = acc * scale - m[:, None]
         p = gl.exp2(shifted)

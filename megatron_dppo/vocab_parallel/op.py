@@ -17,7 +17,7 @@ from megatron_dppo.vocab_parallel.collectives import (
     reduce_sequence,
 )
 from megatron_dppo.vocab_parallel.reference import topk_rows
-from megatron_dppo.vocab_parallel.rows import active_rows, put_rows, take_rows
+from megatron_dppo.vocab_parallel.rows import put_rows, rows_of_mask, take_rows
 from megatron_dppo.vocab_parallel.shard import VocabShard
 from megatron_dppo.vocab_parallel.stats import TokenStats, finish
 from megatron_dppo.vocab_parallel.weight_grad import WeightGrad
@@ -65,7 +65,7 @@ def token_stats(
         hidden: ``[T, H]``, the same on every rank; or with ``hidden_layout="sequence_sharded"`` this rank's
             ``[T / ranks, H]`` in rank order, which the op gathers.
         weight: this rank's rows ``[shard.start, shard.stop)`` of the LM head; the head has no bias.
-        token_ids: global ids, the same on every rank; ``-1`` marks a row without a token, which is not computed.
+        token_ids: global ids, the same on every rank; ``-1`` marks a row without a token: constants, no gradient.
         topk_ids: global ids, a different set for each row, in any order, repeats allowed; ``-1`` is an absent id.
         temperature: divides the logits.
         entropy: False saves its sum; ``TokenStats.entropy`` is then None.
@@ -90,8 +90,7 @@ def token_stats(
     sequence_sharded = _check(hidden, weight, token_ids, topk_ids, loss_mask, shard, temperature, hidden_layout)
     use_fused = _use_fused(hidden, weight, implementation)
     plan = _Plan(shard, temperature, entropy, sequence_sharded, use_fused, token_chunk, vocab_chunk)
-    rows = active_rows(token_ids, topk_ids, loss_mask, shard.vocab_size)
-    logp, row_entropy, topk_logp = _TokenStats.apply(hidden, weight, token_ids, topk_ids, rows, plan)
+    logp, row_entropy, topk_logp = _TokenStats.apply(hidden, weight, token_ids, topk_ids, rows_of_mask(loss_mask), plan)
     return TokenStats(logp, row_entropy, topk_logp)
 
 
@@ -164,6 +163,7 @@ class _TokenStats(torch.autograd.Function):
             weight[: shard.valid],
             wanted,
             start=shard.start,
+            vocab_size=shard.vocab_size,
             temperature=plan.temperature,
             entropy=plan.entropy,
             token_chunk=plan.token_chunk,
@@ -176,13 +176,13 @@ class _TokenStats(torch.autograd.Function):
         ctx.weight = weight
         ctx.save_for_backward(hidden, weight, token_ids, rows, lse, entropy)
         ctx.set_materialize_grads(False)
+        absent = token_ids == -1
         topk_logp = None
         if topk_ids is not None:
-            absent = token_ids.new_zeros(total, dtype=torch.bool)
-            topk_logp = topk_rows(put_rows(logp[:, 1:].contiguous(), rows, total), topk_ids, absent)
+            topk_logp = topk_rows(put_rows(logp[:, 1:], rows, total), topk_ids, absent)
             ctx.mark_non_differentiable(topk_logp)
-        row_entropy = None if entropy is None else put_rows(entropy, rows, total)
-        return put_rows(logp[:, 0].contiguous(), rows, total), row_entropy, topk_logp
+        row_entropy = None if entropy is None else put_rows(entropy, rows, total).masked_fill(absent, 0.0)
+        return put_rows(logp[:, 0], rows, total).masked_fill(absent, 0.0), row_entropy, topk_logp
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -194,9 +194,9 @@ class _TokenStats(torch.autograd.Function):
 
         g = take_rows(token_ids.new_zeros(total, dtype=lse.dtype) if grad_logp is None else grad_logp, rows)
         g_h = None if grad_entropy is None else take_rows(grad_entropy, rows)
-        live = g != 0 if g_h is None else (g != 0) | (g_h != 0)
-        kept = live.nonzero().squeeze(1)
         ids = take_rows(token_ids, rows)
+        live = (g != 0 if g_h is None else (g != 0) | (g_h != 0)) & (ids != -1)
+        kept = live.nonzero().squeeze(1)
         if kept.shape[0] < lse.shape[0]:
             ids, lse, g = ids[kept], lse[kept], g[kept]
             entropy, g_h = (None if x is None else x[kept] for x in (entropy, g_h))

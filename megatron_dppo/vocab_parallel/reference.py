@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from megatron_dppo.vocab_parallel.collectives import GatherForMerge
+from megatron_dppo.vocab_parallel.rows import check_ids
 from megatron_dppo.vocab_parallel.shard import VocabShard
 from megatron_dppo.vocab_parallel.stats import Partials, TokenStats, finish, merge
 
@@ -40,6 +41,7 @@ def token_stats_from_logits(
     z = logits_local.to(torch.promote_types(logits_local.dtype, torch.float32)) / temperature
     z = z[:, : shard.valid]
     wanted = token_ids[:, None] if topk_ids is None else torch.cat([token_ids[:, None], topk_ids], dim=1)
+    check_ids(wanted, shard.vocab_size)
     total = local_partials_of_logits(z, wanted, shard.start, entropy)
     if shard.world_size > 1:
         total = merge(Partials.unpack(GatherForMerge.apply(total.pack(), shard.group), entropy))
@@ -69,5 +71,5 @@ def local_partials_of_logits(
 
 
 def topk_rows(topk_logp: Tensor, topk_ids: Tensor, absent_rows: Tensor) -> Tensor:
-    """``topk_logp`` with 0 at rows that were not computed and ``-inf`` at absent ids."""
-    return topk_logp.masked_fill(absent_rows[:, None], 0.0).masked_fill(topk_ids == -1, -torch.inf)
+    """``topk_logp`` with 0 at rows without a token and ``-inf`` at absent ids."""
+    return topk_logp.masked_fill(absent_rows[:, None], 0.0).masked_fill_(topk_ids == -1, -torch.inf)

@@ -37,17 +37,19 @@ def merge_tiles(tiles_ptr, out_ptr, rows, tiles, BLOCK_TILES: tl.constexpr, BLOC
     tl.store(out_ptr + 2 * rows + row, d * _LN_2, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "slots", "tiles", "start", "columns"])
+@triton.jit(do_not_specialize=["rows", "slots", "tiles", "start", "columns", "vocab_size"])
 def sort_ids(
     wanted_ptr,
     ids_ptr,
     places_ptr,
     first_slot_ptr,
+    fault_ptr,
     rows,
     slots,
     tiles,
     start,
     columns,
+    vocab_size,
     TILE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
@@ -55,18 +57,21 @@ def sort_ids(
 ):
     """Sort each row of ``wanted [rows, slots]``: ``ids`` rising, ``places`` where each one stood, and
     ``first_slot [rows, tiles + 1]``, the number of ids below each tile's first column ``start + min(TILE t, columns)``.
+    ``fault`` becomes 1 where an id is outside ``[-1, vocab_size)``.
     """
     row = (tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     slot = tl.arange(0, BLOCK_SLOTS)
     at = row[:, None] * slots + slot[None, :]
     mask = (row < rows)[:, None] & (slot < slots)[None, :]
     # One key holds the id and, in the low bits, its place, so that ids keep their order and places come along.
-    key = tl.load(wanted_ptr + at, mask=mask, other=1 << 40) * BLOCK_SLOTS + slot[None, :]
-    key = tl.sort(key, dim=1)
+    wanted = tl.load(wanted_ptr + at, mask=mask, other=1 << 40)
+    bad = mask & ((wanted < -1) | (wanted >= vocab_size))
+    tl.store(fault_ptr, 1, mask=tl.max(tl.max(bad.to(tl.int32), axis=1), axis=0) != 0)
+    key = tl.sort(wanted * BLOCK_SLOTS + slot[None, :], dim=1)
     ids = key // BLOCK_SLOTS
     # Division rounds towards 0, which only -1 (absent) can tell.
-    ids = tl.where(key < 0, -1, ids)
-    tl.store(ids_ptr + at, ids.to(tl.int32), mask=mask)
+    ids = tl.where(key < 0, -1, tl.minimum(ids, 0x7FFFFFFF)).to(tl.int32)
+    tl.store(ids_ptr + at, ids, mask=mask)
     tl.store(places_ptr + at, (key & (BLOCK_SLOTS - 1)).to(tl.int32), mask=mask)
     for first in range(0, tiles + 1, BLOCK_TILES):
         tile = first + tl.arange(0, BLOCK_TILES)

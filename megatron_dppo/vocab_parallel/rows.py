@@ -1,41 +1,29 @@
-"""Which rows a call computes, and the checks of its ids."""
+"""Which rows a call computes, and the check of its ids."""
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 
-def active_rows(
-    token_ids: Int[Tensor, " T"],
-    topk_ids: Int[Tensor, "T K"] | None,
-    loss_mask: Bool[Tensor, " T"] | None,
-    vocab_size: int,
-) -> Int[Tensor, " N"] | None:
-    """Indices of the rows to compute, or None for all of them.
-
-    A row counts where ``loss_mask`` is non-zero and its token id is not ``-1``.
-
-    Raises ``ValueError`` for an id outside ``[-1, vocab_size)``, in whatever row. Waits for the device: the number of
-    rows is needed on the host.
-    """
-    if token_ids.numel() == 0:
+def rows_of_mask(loss_mask: Bool[Tensor, " T"] | None) -> Int[Tensor, " N"] | None:
+    """Indices of the rows to compute, or None for all of them. With a mask this waits for the device."""
+    if loss_mask is None:
         return None
-    active = token_ids != -1
-    if loss_mask is not None:
-        active &= loss_mask != 0
-    named = {"token_ids": token_ids} | ({"topk_ids": topk_ids} if topk_ids is not None and topk_ids.numel() else {})
-    # Few launches and one copy to the host: the device idles meanwhile.
-    extremes = [value for ids in named.values() for value in ids.aminmax()]
-    count, *limits = torch.stack([active.sum().to(token_ids.dtype), *extremes]).tolist()
-    for name, low, high in zip(named, limits[::2], limits[1::2], strict=True):
-        if low < -1 or high >= vocab_size:
-            raise ValueError(
-                f"{name} holds ids from {low} to {high}, outside [-1, {vocab_size}); ids are global and columns past "
-                "the end are padding: check that the tokenizer and vocab_size belong together; -1 is an absent id"
-            )
-    return None if count == token_ids.numel() else active.nonzero().squeeze(1)
+    rows = loss_mask.nonzero().squeeze(1)
+    return None if rows.shape[0] == loss_mask.shape[0] else rows
+
+
+def check_ids(ids: Int[Tensor, "N I"], vocab_size: int) -> None:
+    """Raise ``ValueError`` for an id outside ``[-1, vocab_size)``. Waits for the device."""
+    if ids.numel() == 0:
+        return
+    low, high = (int(value) for value in ids.aminmax())
+    if low < -1 or high >= vocab_size:
+        raise ValueError(
+            f"token_ids and topk_ids hold ids from {low} to {high}, outside [-1, {vocab_size}); ids are global and "
+            "columns past the end padding: check that tokenizer and vocab_size belong together; -1 is an absent id"
+        )
 
 
 def take_rows(values: Tensor, rows: Int[Tensor, " N"] | None) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor
 class TokenStats:
     """Per-token statistics of the policy, identical to the bit on every rank of the tensor-parallel group.
 
-    Floating dtype is float32 (float64 for float64 inputs). Rows that were not computed (``loss_mask`` 0 or token id
-    ``-1``) hold 0, so that a product with a mask stays finite, and get no gradient.
+    Floating dtype is float32 (float64 for float64 inputs). Rows that do not count (``loss_mask`` 0 or token id ``-1``)
+    hold 0, so that a product with a mask stays finite, and get no gradient.
     """
 
     logp: Float[Tensor, " T"]
