@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,6 +37,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    # Megatron-Core warns at import and once per layer of what it would rather have (Apex, a fused norm, an
+    # environment variable): on every rank, in the middle of the progress display.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|torch)\b")
     from megatron_dppo.config.load import load_config
     from megatron_dppo.trainer.train import train
 

@@ -26,6 +26,7 @@ from megatron_dppo.actor.totals import StepTotals
 from megatron_dppo.algorithm import Denominators, Preset, TokenMetrics
 from megatron_dppo.batch import SequenceSource
 from megatron_dppo.checkpoint.hf_export import WeightExporter
+from megatron_dppo.checkpoint.training_state import Trainee
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.router_replay.replay import ReplayCounts, RouterReplayController, find_routers, moe_layer_numbers
@@ -92,6 +93,15 @@ class MegatronActor:
             for index, chunk in enumerate(self.model)
         ]
         self.optimizer, self.scheduler = build_optimizer(optimizer, self.chunks, self._dtype)
+        self.trainee = Trainee(
+            model=hf_config,
+            models=self.chunks,
+            groups=runtime.groups,
+            parallel=parallel,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+        )
+        """What a training state holds of this actor."""
         model_config.grad_scale_func = self.optimizer.scale_loss
         model_config.finalize_model_grads_func = _finalise_by_sum
 
@@ -169,7 +179,8 @@ class MegatronActor:
         """How far this model's log-probabilities are from the engine's, over all trained rows (forward passes only).
 
         Returns `max_abs_logp_gap` in nats, `mean_abs_prob_gap` and, for MoE models with recorded routes,
-        `differing_routings`: (row, layer) pairs whose live top-k differs from the engine's. With `replay=False`
+        `differing_routings`, the (row, layer) pairs whose live top-k differs from the engine's, and
+        `differing_tokens`, the rows where any layer's does. With `replay=False`
         the live routers decide, and the record is only compared with.
         """
         watch = self._moe_layers > 0 and bool(source.routed.sum())
@@ -193,11 +204,15 @@ class MegatronActor:
         result = {"max_abs_logp_gap": float(gap), "mean_abs_prob_gap": float(sums[0] / sums[1].clamp(min=1))}
         if controller is not None:
             counts = reduce_replay_counts(controller.counts(), self.runtime.device)
-            result |= {"differing_routings": float(counts.differing), "compared_routings": float(counts.replayed)}
+            result |= {
+                "differing_tokens": float(counts.differing_tokens),
+                "differing_routings": float(counts.differing),
+                "compared_routings": float(counts.replayed),
+            }
         return result
 
     def export_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Every weight by its Hugging Face name, streamed: whole on rank 0, None elsewhere (`WeightExporter.stream`)."""
+        """Every weight by its Hugging Face name, streamed: whole on rank 0, None elsewhere (see `WeightExporter`)."""
         return self._exporter.stream()
 
     def _pack(self, source: SequenceSource, sequences: np.ndarray) -> list[list[int]]:

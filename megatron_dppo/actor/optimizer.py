@@ -60,6 +60,9 @@ def build_optimizer(
         end_wd=config.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        # A resumed run takes its rates from its own configuration, and only the position from the checkpoint.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )
     return optimizer, scheduler
 

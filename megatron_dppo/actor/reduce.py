@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -34,7 +35,8 @@ def reduce_losses(
 
 
 def reduce_replay_counts(counts: ReplayCounts, device: torch.device) -> ReplayCounts:
-    """Totals over the job. Ranks hold disjoint (row, layer) pairs, so a plain sum counts each once."""
-    total = torch.tensor([counts.replayed, counts.gaps, counts.differing], dtype=torch.int64, device=device)
+    """Totals over the job. Ranks hold disjoint (row, layer) pairs, so a plain sum counts each once; a token that
+    differs on several pipeline stages counts once for each of them."""
+    total = torch.tensor(dataclasses.astuple(counts), dtype=torch.int64, device=device)
     dist.all_reduce(total)
     return ReplayCounts(*total.tolist())

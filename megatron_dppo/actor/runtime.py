@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron_dppo.compat import megatron_cpu
 from megatron_dppo.errors import UserError
+from megatron_dppo.models.groups import initialize_groups
 from megatron_dppo.models.parallel import ParallelConfig
 
 
@@ -72,18 +72,8 @@ def start(parallel: ParallelConfig, *, seed: int, timeout_minutes: float) -> Run
     timeout = timedelta(minutes=timeout_minutes)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
-    if not parallel_state.is_initialized():
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=parallel.tensor,
-            pipeline_model_parallel_size=parallel.pipeline,
-            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
-            context_parallel_size=parallel.context,
-            expert_model_parallel_size=parallel.expert,
-            expert_tensor_parallel_size=parallel.expert_tensor,
-            distributed_timeout_minutes=int(timeout_minutes),
-        )
-    model_parallel_cuda_manual_seed(seed)
-    return Runtime(dist.get_rank(), dist.get_world_size(), device, ProcessGroupCollection.use_mpu_process_groups())
+    groups = initialize_groups(parallel, seed, timeout_minutes=timeout_minutes)
+    return Runtime(dist.get_rank(), dist.get_world_size(), device, groups)
 
 
 def stop() -> None:

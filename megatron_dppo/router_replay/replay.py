@@ -21,11 +21,13 @@ class ReplayCounts:
     replayed  rows whose recorded experts were used (or, when only observing, compared)
     gaps      rows without a record, routed live
     differing rows whose live top-k set differs from the record
+    differing_tokens  tokens (not pairs) that differ in any of this rank's layers
     """
 
     replayed: int
     gaps: int
     differing: int
+    differing_tokens: int
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,10 @@ class RouterReplayController:
         self._hooks = [(router, _Hook(self, index)) for index, router in routers]
         self._targets: _Targets | None = None
         self._training = False
-        self._counts: dict[str, list[torch.Tensor]] = {"replayed": [], "gaps": [], "differing": []}
+        self._row_differs = torch.zeros(0, dtype=torch.bool)
+        self._counts: dict[str, list[torch.Tensor]] = {
+            name: [] for name in ("replayed", "gaps", "differing", "differing_tokens")
+        }
 
     @contextmanager
     def installed(self) -> Iterator[RouterReplayController]:
@@ -88,8 +93,10 @@ class RouterReplayController:
             gaps=(~forced & real).sum(),
         )
         self._training = training
+        self._row_differs = torch.zeros(len(real), dtype=torch.bool, device=device)
         try:
             yield
+            self._counts["differing_tokens"].append(self._row_differs.sum())
         finally:
             self._targets = None
 
@@ -111,10 +118,11 @@ class RouterReplayController:
                 "the pack and its routes were sliced differently"
             )
         live = live_topk()
-        differs = (live.sort(dim=1).values != recorded.sort(dim=1).values).any(dim=1)
+        differs = (live.sort(dim=1).values != recorded.sort(dim=1).values).any(dim=1) & targets.counted
+        self._row_differs |= differs
         self._counts["replayed"].append(targets.counted.sum())
         self._counts["gaps"].append(targets.gaps)
-        self._counts["differing"].append((differs & targets.counted).sum())
+        self._counts["differing"].append(differs.sum())
         merged = torch.where(targets.forced[:, None], recorded, live) if self._force else live
         if self._training and not torch.is_grad_enabled():
             hook.kept.append(merged)

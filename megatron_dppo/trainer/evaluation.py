@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_dppo.rollout.protocol import RolloutEngine, SamplingLaw
 from megatron_dppo.rollout.seeds import EVALUATION
-from megatron_dppo.tasks.protocol import Task
+from megatron_dppo.tasks.task import Task
 from megatron_dppo.trainer.config import EvaluationConfig
 from megatron_dppo.trainer.requests import requests_for, response_texts
 

@@ -12,7 +12,7 @@ from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.config.schema import Config
 from megatron_dppo.rollout.ray_engine import RayRolloutEngine
-from megatron_dppo.tasks.protocol import Task
+from megatron_dppo.tasks.task import Task
 from megatron_dppo.trainer.checkpoints import Checkpoints
 from megatron_dppo.trainer.evaluation import evaluate
 from megatron_dppo.trainer.progress import Progress
@@ -105,7 +105,7 @@ class Trainer:
         every = config.trainer.checkpoint_every
         if every and (step % every == 0 or last):
             with self._watch("checkpoint"):
-                self._checkpoints.save(step, self._actor)
+                self._checkpoints.save(step)
 
     def _parity(self, experience: Experience) -> dict[str, float]:
         """The first rollout, recomputed before any update: with the engine's routes, and with the live routers."""

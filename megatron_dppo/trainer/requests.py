@@ -8,7 +8,7 @@ from typing import Any
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.protocol import GenerationRequest
 from megatron_dppo.rollout.seeds import TRAINING, request_seed
-from megatron_dppo.tasks.protocol import Prompt
+from megatron_dppo.tasks.task import Prompt
 
 
 def requests_for(

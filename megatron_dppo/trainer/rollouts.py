@@ -16,7 +16,7 @@ from megatron_dppo.rollout.protocol import SamplingLaw
 from megatron_dppo.rollout.ray_engine import RayRolloutEngine, RolloutHandle, fetch
 from megatron_dppo.rollout.seeds import TRAINING
 from megatron_dppo.rollout.source import RolloutSource
-from megatron_dppo.tasks.protocol import Task
+from megatron_dppo.tasks.task import Task
 from megatron_dppo.trainer.requests import requests_for, response_texts
 
 

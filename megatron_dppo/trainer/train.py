@@ -12,8 +12,10 @@ from transformers import AutoTokenizer
 from megatron_dppo.actor import runtime as actor_runtime
 from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.actor.runtime import Runtime
+from megatron_dppo.algorithm import RatioLevel
 from megatron_dppo.checkpoint.hf_import import load_hf_weights
 from megatron_dppo.checkpoint.hf_save import save_hf_checkpoint
+from megatron_dppo.checkpoint.state_folder import latest_state
 from megatron_dppo.config.load import save_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
@@ -22,8 +24,8 @@ from megatron_dppo.models.hf_config import HFConfig, load_hf_config
 from megatron_dppo.models.megatron_config import transformer_config
 from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.rollout.ray_session import RaySession
-from megatron_dppo.tasks import build_task
-from megatron_dppo.trainer.checkpoints import Checkpoints
+from megatron_dppo.tasks.build import build_task
+from megatron_dppo.trainer.checkpoints import Checkpoints, checkpoint_root
 from megatron_dppo.trainer.history import History
 from megatron_dppo.trainer.loop import Controller, Trainer
 from megatron_dppo.trainer.plots import plot_runs
@@ -47,8 +49,9 @@ def train(config: Config) -> int:
     _check_model_against(config, hf_config)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     task = build_task(config.task, tokenizer)
-    checkpoints = Checkpoints(config)
     _make_run_folder(config)
+    if config.trainer.resume:
+        latest_state(checkpoint_root(config))
 
     with ExitStack() as stack:
         stack.callback(actor_runtime.stop)
@@ -57,7 +60,8 @@ def train(config: Config) -> int:
         )
         engine = _start_engine(runtime, config, stack)
         actor = build_actor(runtime, config, hf_config)
-        first_step = checkpoints.restore(actor) if config.trainer.resume else 0
+        checkpoints = Checkpoints(config, task, actor)
+        first_step = checkpoints.restore() if config.trainer.resume else 0
         controller = None
         if engine is not None:
             save_config(config, config.run.dir / "config.yaml")
@@ -127,6 +131,11 @@ def _check_model_against(config: Config, hf_config: HFConfig) -> None:
     if hf_config.moe and config.actor.router_replay and not config.rollout.router_replay:
         raise UserError("actor.router_replay=true needs rollout.router_replay=true: the engine must record the routes")
     preset = config.algorithm.resolve()
+    if preset.ratio_level is RatioLevel.SEQUENCE and config.parallel.context > 1:
+        raise UserError(
+            f"the preset {config.algorithm.preset} averages the ratio over a sequence, which parallel.context="
+            f"{config.parallel.context} splits; set parallel.context=1"
+        )
     if preset.needs_topk and preset.topk != config.rollout.top_k_logprobs:
         raise UserError(
             f"the preset {config.algorithm.preset} uses the top {preset.topk} tokens, but "

@@ -1,0 +1,67 @@
+"""Training states of a run, and what must not change when it is resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.actor.actor import MegatronActor
+from megatron_dppo.checkpoint.training_state import TrainingStates
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.tasks.task import Task
+
+FOLDER = "checkpoints"
+"""Of the run's folder."""
+
+_FIXED = ("algorithm", "optimizer", "rollout.temperature", "trainer.prompts_per_step", "trainer.samples_per_prompt",
+          "trainer.prompts_per_mini_batch", "run.seed")  # fmt: skip
+"""Settings that decide what the next gradient step is. Layout, budgets, engines, step counts may change."""
+
+
+def checkpoint_root(config: Config) -> Path:
+    """Where the training states of a run are."""
+    return config.run.dir / FOLDER
+
+
+class Checkpoints:
+    """Saves and restores the actor with the loop's position. Every method is a collective over all ranks."""
+
+    def __init__(self, config: Config, task: Task, actor: MegatronActor) -> None:
+        self._fixed = _fixed_settings(config) | {"task": task.fingerprint}
+        self._states = TrainingStates(
+            checkpoint_root(config), actor.trainee, keep=config.trainer.keep_checkpoints, asynchronous=False
+        )
+
+    def save(self, step: int) -> None:
+        """The state after `step` rollout steps. Prompts and seeds of the next step follow from its number alone."""
+        self._states.save(step, {"step": step, "fixed": self._fixed})
+
+    def restore(self) -> int:
+        """Load the latest state; returns the number of rollout steps done.
+
+        Raises UserError where there is none, or where a setting that decides the next step is another one now.
+        """
+        resumed = self._states.load()
+        before: dict[str, Any] = resumed.progress["fixed"]
+        for name, value in self._fixed.items():
+            if before.get(name) != value:
+                raise UserError(
+                    f"cannot resume {resumed.folder}: {name} was {before.get(name)!r} and is {value!r} now; "
+                    "set it back, or start a new run from the exported model"
+                )
+        return int(resumed.progress["step"])
+
+
+def _fixed_settings(config: Config) -> dict[str, Any]:
+    """Dotted key to value for every setting of `_FIXED`."""
+    flat = _flatten(config.model_dump(mode="json"), "")
+    return {key: value for key, value in flat.items() if key.startswith(_FIXED)}
+
+
+def _flatten(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        result |= _flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return result
