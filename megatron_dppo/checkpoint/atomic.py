@@ -65,3 +65,11 @@ def sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_synced(file: Path, text: str) -> None:
+    """Write and flush to the disk."""
+    with file.open("w") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())

@@ -42,7 +42,7 @@ def load_hf_weights(
     if folder is None:
         raise UserError("the model has no folder to load weights from; give one")
     files = HFFiles(folder)
-    stacked = _stacked_experts(files, model)
+    stacked = stores_stacked_experts(files, model)
     check_tensors(files, model, stacked)
     _check_tokenizer(folder, model)
 
@@ -123,7 +123,8 @@ def _check_tokenizer(folder: Path, model: HFConfig) -> None:
         )
 
 
-def _stacked_experts(files: HFFiles, model: HFConfig) -> bool:
+def stores_stacked_experts(files: HFFiles, model: HFConfig) -> bool:
+    """All experts of a layer in one tensor, as transformers 5 holds them in memory, in place of one file entry each."""
     return model.moe is not None and any(name.endswith(".mlp.experts.gate_up_proj") for name in files.tensors)
 
 

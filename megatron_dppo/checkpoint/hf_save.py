@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,26 +11,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_dppo.checkpoint.atomic import check_target, whole_folder
+from megatron_dppo.checkpoint.atomic import check_target, whole_folder, write_synced
 from megatron_dppo.checkpoint.hf_export import BUCKET_BYTES, ExportedTensor, WeightExporter
 from megatron_dppo.checkpoint.hf_files import INDEX, SINGLE
+from megatron_dppo.checkpoint.hf_side_files import check_side_files, copy_side_files
 from megatron_dppo.checkpoint.safetensors_stream import SafetensorsStream
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig
 
 SHARD_BYTES = 5 * 10**9
-_COPIED = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 def save_hf_checkpoint(
@@ -68,9 +56,10 @@ def save_hf_checkpoint(
             pass
     else:
         try:
+            assert model.path is not None
             with whole_folder(target, overwrite=overwrite) as folder:
                 _write_weights(folder, stream, _shards(tensors, shard_bytes), progress)
-                _write_rest(folder, model, tensors[0].dtype)
+                copy_side_files(model.path, folder, tensors[0].dtype)
         except OSError as error:
             problem = [f"cannot write {target}: {error.strerror or error}; nothing was left there"]
             for _ in stream:  # the other ranks are still sending
@@ -87,10 +76,9 @@ def _raise_everywhere(problem: list[str | None]) -> None:
 def _cannot_write(target: Path, tensors: list[ExportedTensor], model: HFConfig, overwrite: bool) -> str | None:
     try:
         check_target(target, overwrite=overwrite)
+        check_side_files(model.path)
     except UserError as error:
         return str(error)
-    if model.path is None or not (model.path / "config.json").is_file():
-        return f"{model.path} no longer has the config.json and tokenizer that the exported model needs"
     existing = target
     while not existing.exists():
         existing = existing.parent
@@ -132,22 +120,4 @@ def _write_weights(
     if len(shards) > 1:
         placed = {tensor.name: file for file, shard in zip(names, shards, strict=True) for tensor in shard}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
-        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
-
-
-def _write_rest(folder: Path, model: HFConfig, dtype: torch.dtype) -> None:
-    assert model.path is not None
-    for name in _COPIED:
-        if (model.path / name).is_file():
-            shutil.copyfile(model.path / name, folder / name)
-    raw = json.loads((model.path / "config.json").read_text())
-    raw["torch_dtype" if "torch_dtype" in raw else "dtype"] = str(dtype).removeprefix("torch.")
-    write_text(folder / "config.json", json.dumps(raw, indent=2, ensure_ascii=False) + "\n")
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write and flush to the disk."""
-    with file.open("w") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
+        write_synced(folder / INDEX, json.dumps(index, indent=2) + "\n")

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 def collect_rng() -> dict[str, Any]:
     """Python's, numpy's, torch's and the device's generators, and Megatron-Core's per-region states."""
     version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 (the global generator, for libraries)
     return {
         "python": [version, list(internal), gauss],
         "numpy": [str(name), [int(k) for k in keys], int(position), int(has_gauss), float(cached)],
@@ -28,7 +28,7 @@ def restore_rng(state: dict[str, Any]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
     torch.set_rng_state(state["torch"].cpu())
     torch.cuda.set_rng_state(state["device"].cpu())
     get_cuda_rng_tracker().set_states({name: value.cpu() for name, value in state["regions"].items()})

@@ -50,8 +50,7 @@ def nothing_executed() -> Iterator[None]:
     def read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
             found: Metadata = _MetadataUnpickler(stream).load()
-        if getattr(found, "storage_meta", None) is None:
-            found.storage_meta = StorageMeta()
+        found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found
 

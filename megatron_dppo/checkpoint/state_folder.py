@@ -1,5 +1,7 @@
 """The folders training states live in: `root/step_00000008/`, and `root/latest`, which names one of them.
 
+A state carries its model's config and tokenizer in `hf/`, so that it can be exported wherever it is.
+
 A state is written as `.step_00000008.incomplete-...` and renamed when every file is on the disk; its `state.json`
 lists every file with its size, so that a folder that lost some (an interrupted copy) is noticed before it is read.
 """
@@ -7,16 +9,15 @@ lists every file with its size, so that a folder that lost some (an interrupted 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.checkpoint.atomic import INCOMPLETE, publish, sync
+from megatron_dppo.checkpoint.atomic import INCOMPLETE, publish, sync, write_synced
 from megatron_dppo.errors import UserError
 
-LATEST, DESCRIPTION = "latest", "state.json"
+LATEST, DESCRIPTION, HF = "latest", "state.json", "hf"
 FORMAT = 1
 _NAME = re.compile(r"step_(\d{8})")
 
@@ -74,15 +75,15 @@ def read_description(folder: Path) -> dict[str, Any]:
             raise UserError(f"{folder} is incomplete: {name} is missing; copy it again or resume from an older step")
         if part.stat().st_size != size:
             raise UserError(
-                f"{folder} is incomplete: {name} has {part.stat().st_size} of {size} bytes; copy it again or resume from "
-                "an older step"
+                f"{folder} is incomplete: {name} has {part.stat().st_size} of {size} bytes; copy it again or resume "
+                "from an older step"
             )
     return described
 
 
 def finish_state(partial: Path, root: Path, step: int, described: dict[str, Any], keep: int) -> Path:
     """Describe, publish, point `latest` at it, remove what is beyond the `keep` newest. One process only."""
-    files = {p.name: p.stat().st_size for p in sorted(partial.iterdir())}
+    files = {str(p.relative_to(partial)): p.stat().st_size for p in sorted(partial.rglob("*")) if p.is_file()}
     write_synced(partial / DESCRIPTION, json.dumps({"format": FORMAT, "files": files, **described}, indent=1))
     sync(partial)
     folder = root / folder_name(step)
@@ -103,11 +104,3 @@ def remove_leftovers(root: Path) -> None:
         for path in root.iterdir():
             if path.name.startswith(".step_") and (INCOMPLETE in path.name or ".replaced-" in path.name):
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def write_synced(file: Path, text: str) -> None:
-    """Write and flush to the disk."""
-    with file.open("w") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())

@@ -1,4 +1,4 @@
-"""Everything a run needs to go on: weights, optimizer, schedule, generators, progress; loadable under another layout."""
+"""Everything a run needs to go on: weights, optimizer, schedule, generators, progress; for any layout to load."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dppo.checkpoint import optimizer_state, state_folder
 from megatron_dppo.checkpoint.atomic import INCOMPLETE
+from megatron_dppo.checkpoint.hf_side_files import check_side_files, copy_side_files
 from megatron_dppo.checkpoint.rng_state import collect_rng, restore_rng
 from megatron_dppo.checkpoint.safe_dcp import nothing_executed
 from megatron_dppo.errors import UserError
@@ -82,6 +83,7 @@ class TrainingStates:
         rank (a full disk) fails every rank with the same `UserError`, and the states before it stay as they were.
         """
         self.finish()
+        check_side_files(self.trainee.model.path)
         trainee, described = self.trainee, self._describe(step, progress)
         partial = self._partial_folder(step)
         state = self._model_state()
@@ -163,6 +165,9 @@ class TrainingStates:
     def _layout(self) -> dict[str, Any]:
         return {"world_size": dist.get_world_size(), **self.trainee.parallel.model_dump()}
 
+    def _dtype(self) -> torch.dtype:
+        return next(iter(self.trainee.models[0].parameters())).dtype
+
     def _describe(self, step: int, progress: dict[str, Any]) -> dict[str, Any]:
         trainee = self.trainee
         try:
@@ -172,7 +177,7 @@ class TrainingStates:
         return {
             "step": step,
             "model": model_signature(trainee.model),
-            "dtype": str(next(iter(trainee.models[0].parameters())).dtype),
+            "dtype": str(self._dtype()),
             "layout": self._layout(),
             "optimizer_step": optimizer_state.optimizer_step(trainee.optimizer) if trainee.optimizer else None,
             "grad_scaler": optimizer_state.grad_scaler_state(trainee.optimizer) if trainee.optimizer else {},
@@ -188,7 +193,7 @@ class TrainingStates:
                 raise UserError(
                     f"{source} is of another model: {field} is {described['model'].get(field)!r} there, {value!r} here"
                 )
-        dtype = str(next(iter(trainee.models[0].parameters())).dtype)
+        dtype = str(self._dtype())
         if described["dtype"] != dtype:
             raise UserError(f"{source} holds {described['dtype']} weights, this run trains {dtype}; set the same dtype")
         for name, live in (("optimizer_step", trainee.optimizer), ("scheduler", trainee.scheduler)):
@@ -214,6 +219,10 @@ class TrainingStates:
         problem: list[str | None] = [None]
         if dist.get_rank() == 0:
             try:
+                hf = partial / state_folder.HF
+                hf.mkdir()
+                assert self.trainee.model.path is not None
+                copy_side_files(self.trainee.model.path, hf, self._dtype())
                 state_folder.finish_state(partial, self.root, step, described, self.keep)
             except OSError as error:
                 problem = [f"cannot finish the checkpoint {partial}: {error.strerror}"]

@@ -29,9 +29,15 @@ _READ = _words(
         model_type architectures hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
         intermediate_size vocab_size tie_word_embeddings rms_norm_eps max_position_embeddings hidden_act
         rope_theta rope_scaling rope_parameters use_sliding_window sliding_window max_window_layers layer_types
-        attention_dropout
     """
 )
+_FIXED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "use_mrope": False,
+}
 _READ_MOE = _words(
     """
         num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step
@@ -44,9 +50,9 @@ _WITHOUT_EFFECT = _words(
         _name_or_path transformers_version dtype torch_dtype initializer_range use_cache bos_token_id eos_token_id
         pad_token_id sep_token_id decoder_start_token_id output_router_logits router_aux_loss_coef torchscript
         return_dict output_attentions output_hidden_states use_bfloat16 id2label label2id problem_type
-        finetuning_task task_specific_params tokenizer_class prefix is_decoder is_encoder_decoder
+        finetuning_task task_specific_params tokenizer_class prefix
         _attn_implementation attn_implementation _attn_implementation_autoset chunk_size_feed_forward
-        keys_to_ignore_at_inference use_mrope temperature top_k top_p do_sample max_length min_length
+        keys_to_ignore_at_inference temperature top_k top_p do_sample max_length min_length
         repetition_penalty num_return_sequences unsloth_version unsloth_fixed
     """
 )
@@ -209,14 +215,14 @@ def _refuse_unknown(raw: dict[str, Any], family: Family, where: str) -> None:
     architectures = raw.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         raise UserError(f"{where}: architectures is {architectures}, only {family.architecture} is supported")
-    read = _READ | (_READ_MOE if family.moe else frozenset()) | set(family.fixed)
+    read = _READ | (_READ_MOE if family.moe else frozenset()) | set(_FIXED) | set(family.fixed)
     unknown = sorted(set(raw) - read - _WITHOUT_EFFECT)
     if unknown:
         raise UserError(
             f"{where}: field {unknown[0]!r} is not known for model_type {family.model_type} and may change the "
             "mathematics; remove it if it does not" + (f" (also {', '.join(unknown[1:])})" if unknown[1:] else "")
         )
-    fixed = {"hidden_act": "silu", "attention_dropout": 0.0, **family.fixed}
+    fixed = {**_FIXED, **family.fixed}
     for name, value in fixed.items():
         if raw.get(name, value) != value:
             raise UserError(f"{where}: {name} is {raw[name]!r}, only {value!r} is supported")

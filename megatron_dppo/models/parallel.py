@@ -17,17 +17,17 @@ class ParallelConfig(ConfigModel):
     """Sizes of the parallel groups. What is left of the world is data parallelism: `world / (tensor x pipeline x
     context)` copies of the dense weights, `world / (expert_tensor x expert x pipeline)` copies of each expert."""
 
-    tensor: int = Field(1, ge=1)
+    tensor: int = Field(default=1, ge=1)
     """Ranks that share every dense matrix and the vocabulary (TP)."""
-    pipeline: int = Field(1, ge=1)
+    pipeline: int = Field(default=1, ge=1)
     """Stages the layers are divided into (PP)."""
-    virtual_pipeline: int | None = Field(None, ge=1)
+    virtual_pipeline: int | None = Field(default=None, ge=1)
     """Model chunks per stage (VPP, interleaved schedule); null is 1."""
-    context: int = Field(1, ge=1)
+    context: int = Field(default=1, ge=1)
     """Ranks that share every sequence (CP)."""
-    expert: int = Field(1, ge=1)
+    expert: int = Field(default=1, ge=1)
     """Ranks the experts are divided among (EP)."""
-    expert_tensor: int = Field(1, ge=1)
+    expert_tensor: int = Field(default=1, ge=1)
     """Ranks that share every expert's matrices (ETP)."""
     sequence_parallel: bool = False
     """Shard activations between the tensor-parallel regions by token; needed by mixture-of-experts models with

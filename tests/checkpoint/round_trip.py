@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from megatron_dppo.checkpoint.hf_export import export_weights
-from tests.megatron import build_from, forward
+from megatron_dppo.models.packed_logits import packed_logits
+from tests.megatron import build_from
 from tests.tiny import VOCAB_SIZE
 
 LENGTHS = ([5, 11, 8], [16, 3, 5])
@@ -36,7 +37,7 @@ def check_round_trip(rank: int, layout: dict[str, Any], paths: list[Path]) -> di
     for path in paths:
         models, model, groups = build_from(path, layout)
         references = torch.load(path / "reference.pt", weights_only=True)
-        outputs = forward(models, microbatches())
+        outputs = packed_logits(models, microbatches())
         error = 0.0
         for reference, output in zip(references, outputs, strict=False):
             width = output.shape[-1]

@@ -1,0 +1,236 @@
+"""Conversion between Hugging Face folders and Megatron-Core checkpoints, as a command."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from megatron_dppo.checkpoint import state_folder
+from megatron_dppo.checkpoint.atomic import check_target
+from megatron_dppo.checkpoint.hf_files import HFFiles
+from megatron_dppo.checkpoint.hf_import import check_tensors, load_hf_weights, stores_stacked_experts
+from megatron_dppo.checkpoint.hf_save import SHARD_BYTES, save_hf_checkpoint
+from megatron_dppo.checkpoint.hf_side_files import CONFIG
+from megatron_dppo.checkpoint.training_state import Trainee, TrainingStates
+from megatron_dppo.checkpoint.verify import compare_with_transformers
+from megatron_dppo.compat import megatron_cpu
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.build import build_model
+from megatron_dppo.models.groups import initialize_groups
+from megatron_dppo.models.hf_config import HFConfig, load_hf_config
+from megatron_dppo.models.megatron_config import transformer_config
+from megatron_dppo.models.parallel import ParallelConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_PROBED_BYTES = 64 * 2**20
+
+
+def convert_command(
+    source: Path,
+    output: Path,
+    *,
+    parallel: ParallelConfig | None = None,
+    dtype: str | None = None,
+    verify: bool = False,
+    overwrite: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    console: Console | None = None,
+) -> None:
+    """Convert `source` to the other format in `output`, in this process or in all ranks that torchrun started.
+
+    A source with a config.json is a Hugging Face folder: `output` gets a Megatron-Core checkpoint (weights only,
+    `output/step_00000000` and `output/latest`) that any layout can load. Otherwise it is a training state, or the root
+    of several (`latest` is taken): `output` becomes a Hugging Face folder.
+
+    parallel     layout of the conversion itself (it decides who reads what, not what is written); default one rank
+    dtype        of the result: float32, bfloat16 or float16; default what the source holds
+    verify       read the result again and compare its logits on sample prompts with transformers'
+    overwrite    replace a folder at `output`
+    shard_bytes  largest Hugging Face weight file
+
+    `UserError` before any work: no such source, weights that do not match the config, a layout that does not fit, no
+    room on the disk, an output that exists. Works without a GPU.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    if not source.is_dir():
+        raise UserError(f"{source} does not exist or is no folder")
+    check_target(output, overwrite=overwrite)
+    console = console or Console(stderr=True, quiet=int(os.environ.get("RANK", "0")) != 0)
+    layout = parallel or ParallelConfig()
+    with _world():
+        if (source / CONFIG).is_file():
+            _to_megatron(source, output, layout, dtype, verify, overwrite, console)
+        else:
+            _to_hugging_face(source, output, layout, dtype, verify, overwrite, shard_bytes, console)
+
+
+def _to_megatron(
+    source: Path,
+    output: Path,
+    layout: ParallelConfig,
+    dtype: str | None,
+    verify: bool,
+    overwrite: bool,
+    console: Console,
+) -> None:
+    model = load_hf_config(source)
+    files = HFFiles(source)
+    check_tensors(files, model, stores_stacked_experts(files, model))
+    stored = next(iter(files.tensors.values()))
+    wanted = DTYPES[dtype] if dtype else stored.dtype
+    size = _describe(model, wanted, stored.file, console)
+    _check_room(output, size)
+    if overwrite and output.exists() and dist.get_rank() == 0:
+        shutil.rmtree(output)
+    dist.barrier()
+
+    models, groups = _build(model, layout, wanted)
+    with _bar(console, "reading") as progress:
+        load_hf_weights(models, model, groups, progress=progress)
+    states = TrainingStates(output, Trainee(model=model, models=models, groups=groups, parallel=layout))
+    console.print(f"writing {output}")
+    states.save(0, {"converted_from": str(source)})
+    if verify:
+        with torch.no_grad():
+            for chunk in models:
+                for parameter in chunk.parameters():
+                    parameter.fill_(float("nan"))  # what is not read again will show
+        states.load()
+        _verify(models, model, groups, layout, source, console)
+    console.print(f"done: {state_folder.latest_state(output)}")
+
+
+def _to_hugging_face(
+    source: Path,
+    output: Path,
+    layout: ParallelConfig,
+    dtype: str | None,
+    verify: bool,
+    overwrite: bool,
+    shard_bytes: int,
+    console: Console,
+) -> None:
+    is_state = (source / state_folder.DESCRIPTION).is_file()
+    folder = source if is_state else state_folder.latest_state(source)
+    described = state_folder.read_description(folder)
+    model = load_hf_config(folder / state_folder.HF)
+    held = DTYPES[described["dtype"].removeprefix("torch.")]
+    wanted = DTYPES[dtype] if dtype else held
+    largest = max(folder.rglob("*.distcp"), key=lambda f: f.stat().st_size)
+    _check_room(output, _describe(model, wanted, largest, console))
+
+    models, groups = _build(model, layout, held)
+    console.print(f"reading {folder}")
+    TrainingStates(folder.parent, Trainee(model=model, models=models, groups=groups, parallel=layout)).load(folder)
+    with _bar(console, "writing") as progress:
+        save_hf_checkpoint(
+            output,
+            models,
+            model,
+            groups,
+            dtype=wanted,
+            shard_bytes=shard_bytes,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    if verify:
+        with torch.no_grad():
+            for chunk in models:
+                chunk.to(wanted)
+        _verify(models, model, groups, layout, output, console)
+    console.print(f"done: {output}")
+
+
+def _build(
+    model: HFConfig, layout: ParallelConfig, dtype: torch.dtype
+) -> tuple[list[GPTModel], ProcessGroupCollection]:
+    layout.check_fits(model, dist.get_world_size())
+    groups = initialize_groups(layout, seed=0)
+    models = build_model(model, transformer_config(model, layout, params_dtype=dtype), groups)
+    for gpt in models:
+        gpt.eval()
+    return models, groups
+
+
+def _verify(
+    models: list[GPTModel],
+    model: HFConfig,
+    groups: ProcessGroupCollection,
+    layout: ParallelConfig,
+    folder: Path,
+    console: Console,
+) -> None:
+    console.print("verifying against transformers")
+    console.print(f"verified: {compare_with_transformers(models, model, groups, layout, folder)}", soft_wrap=True)
+
+
+def _describe(model: HFConfig, dtype: torch.dtype, file: Path, console: Console) -> int:
+    """Print what is to be converted and about how long it takes; return its bytes."""
+    numbers = sum(torch.Size(shape).numel() for shape in model.tensors.values())
+    size, rate = numbers * dtype.itemsize, _read_rate(file)
+    console.print(
+        f"{model.family.architecture}: {numbers:,} parameters in {len(model.tensors):,} tensors, "
+        f"{size / 1e6:,.1f} MB as {str(dtype).removeprefix('torch.')}; about {2 * size / rate:,.0f} s if the disk "
+        f"keeps the {rate / 1e6:,.0f} MB/s at which {file.name} begins to read",
+        soft_wrap=True,
+    )
+    return size
+
+
+def _read_rate(file: Path) -> float:
+    """Bytes per second over the first 64 MiB of a file."""
+    start = time.perf_counter()
+    with file.open("rb", buffering=0) as handle:
+        count = len(handle.read(_PROBED_BYTES))
+    return count / max(1e-6, time.perf_counter() - start)
+
+
+def _check_room(output: Path, needed: int) -> None:
+    existing = output
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise UserError(f"{output} needs {needed / 1e9:.2f} GB, {existing} has {free / 1e9:.2f} GB free; make room")
+
+
+@contextmanager
+def _bar(console: Console, verb: str) -> Iterator[Callable[[int, int], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as shown:
+        task = shown.add_task(verb, total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)
+
+
+@contextmanager
+def _world() -> Iterator[None]:
+    """The ranks torchrun started, or this process alone."""
+    megatron_cpu.install()
+    gpu = torch.cuda.is_available()
+    backend, patience = ("cpu:gloo,cuda:nccl" if gpu else "gloo"), timedelta(hours=1)
+    if "RANK" in os.environ:
+        if gpu:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(backend, timeout=patience)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience)
+    try:
+        yield
+    finally:
+        if parallel_state.is_initialized():
+            parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

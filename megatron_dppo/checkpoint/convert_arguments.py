@@ -1,0 +1,56 @@
+"""The arguments of `megatron-dppo convert` and of the two scripts in `tools/`. Heavy imports happen when it runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Literal
+
+from megatron_dppo.errors import UserError
+
+DESCRIPTION = (
+    "Convert a Hugging Face folder to a Megatron-Core checkpoint, or a training state (or the latest one under a run's "
+    "checkpoint folder) to a Hugging Face folder. The source's kind decides. Runs in one process, or under torchrun "
+    "with the layout options below."
+)
+_LAYOUT = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
+
+
+def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the command on `parser`."""
+    parser.description = DESCRIPTION
+    parser.add_argument("source", type=Path, help="folder to read")
+    parser.add_argument("output", type=Path, help="folder to create")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the result; default: as stored")
+    parser.add_argument("--verify", action="store_true", help="read the result again and compare logits")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is at OUTPUT")
+    parser.add_argument("--shard-gb", type=float, default=5.0, help="largest Hugging Face weight file, GB (default 5)")
+    for name in _LAYOUT:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=1, metavar="N", help="of this conversion")
+
+
+def run_convert(arguments: argparse.Namespace, *, only: Literal["to-megatron", "to-hf"] | None = None) -> int:
+    """Convert as the parsed arguments say; `only` refuses the other direction."""
+    is_hugging_face = (arguments.source / "config.json").is_file()
+    if only == "to-megatron" and not is_hugging_face:
+        raise UserError(f"{arguments.source} is no Hugging Face model: it has no config.json")
+    if only == "to-hf" and is_hugging_face:
+        raise UserError(f"{arguments.source} is a Hugging Face model already")
+
+    from megatron_dppo.checkpoint.convert import convert_command
+    from megatron_dppo.models.parallel import ParallelConfig
+
+    sizes = {name: getattr(arguments, name) for name in _LAYOUT}
+    for name, size in sizes.items():
+        if size < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {size}")
+    convert_command(
+        arguments.source,
+        arguments.output,
+        parallel=ParallelConfig(**sizes, sequence_parallel=arguments.tensor > 1),
+        dtype=arguments.dtype,
+        verify=arguments.verify,
+        overwrite=arguments.overwrite,
+        shard_bytes=int(arguments.shard_gb * 1e9),
+    )
+    return 0
