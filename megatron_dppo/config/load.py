@@ -79,4 +79,7 @@ def _is_model(kind: Any) -> bool:
 
 
 def _first_line(error: Exception) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
     return str(error).strip().splitlines()[0]

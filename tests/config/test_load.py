@@ -1,0 +1,80 @@
+"""Configuration: what is wrong is named, with what to do."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.config.load import load_config, save_config
+from megatron_dppo.errors import UserError
+
+MINIMAL = "run: {dir: out}\nmodel: {path: model}\n"
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    file = tmp_path / "config.yaml"
+    file.write_text(MINIMAL)
+    return file
+
+
+def test_defaults_overrides_and_their_order(config_file):
+    config = load_config(config_file, ["optimizer.lr=1e-3", "run.seed=7", "run.seed=8", "task.parameters.max_terms=3"])
+    assert config.optimizer.lr == 1e-3
+    assert config.run.seed == 8
+    assert config.task.parameters == {"max_terms": 3}
+    assert config.algorithm.resolve().name == "dppo-binary-tv"
+
+
+def test_a_saved_config_loads_again(config_file, tmp_path):
+    config = load_config(config_file, ["parallel.tensor=2", "algorithm.overrides.threshold_negative=0.3"])
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lrr=1", "unknown config key optimizer.lrr; did you mean optimizer.lr?"),
+        ("optimiser.lr=1", "unknown config key optimiser; did you mean optimizer?"),
+        ("evaluation.zzz=1", "unknown config key evaluation.zzz; known keys of evaluation: every, prompts, samples"),
+        ("optimizer.lr=-1", "config key optimizer.lr=-1: Input should be greater than or equal to 0"),
+        ("optimizer.lr=fast", "config key optimizer.lr='fast'"),
+        ("actor.dtype=float8", "config key actor.dtype='float8'"),
+        ("algorithm.preset=dppo-binary-tw", "unknown preset 'dppo-binary-tw', did you mean 'dppo-binary-tv'"),
+        ("algorithm.overrides.treshold_negative=0.1", "did you mean 'threshold_negative'"),
+        ("trainer.prompts_per_mini_batch=33", "trainer.prompts_per_mini_batch=33 does not divide"),
+        ("optimizer.schedule=cosine", "optimizer.decay_steps=0 must exceed optimizer.warmup_steps=0"),
+        ("run.seed", "override 'run.seed' must look like section.key=value"),
+    ],
+)
+def test_errors_name_the_key(config_file, override, message):
+    with pytest.raises(UserError) as error:
+        load_config(config_file, [override])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_top_k_presets_need_the_engines_top_k(config_file):
+    with pytest.raises(UserError, match="set rollout.top_k_logprobs"):
+        load_config(config_file, ["algorithm.preset=dppo-topk-kl", "rollout.top_k_logprobs=0"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run: {dir: out}\n", "config key model is required"),
+        ("run:\n  dir: [a\nmodel: {}\n", "is not valid YAML: line 3, column 6"),
+        ("- a\n- b\n", "must hold sections"),
+        ("run:\n  dir: ${nowhere}\nmodel: {path: m}\n", "nowhere"),
+    ],
+)
+def test_broken_files(tmp_path, text, message):
+    file = tmp_path / "broken.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_config(file)
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(UserError, match=r"nothing\.yaml does not exist"):
+        load_config(tmp_path / "nothing.yaml")
