@@ -10,7 +10,6 @@ Facts of vLLM 0.26 that this module answers:
 from __future__ import annotations
 
 import functools
-import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,8 +35,7 @@ def engine_environment(config: RolloutConfig) -> dict[str, str]:
         return {}
     return {
         "TORCHDYNAMO_DISABLE": "1",
-        # torchrun sets 1 for its ranks and Ray hands its own count down; the engine has the cores while they wait.
-        "OMP_NUM_THREADS": str(config.cpu_threads or os.cpu_count() or 1),
+        "OMP_NUM_THREADS": str(config.cpu_threads),
     }
 
 

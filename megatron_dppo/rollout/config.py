@@ -13,7 +13,7 @@ class RolloutConfig(ConfigModel):
     """How responses are sampled, what is recorded of them, and what the engine may use."""
 
     temperature: float = Field(default=1.0, gt=0.0)
-    """Divides the logits of training rollouts. Nothing else may bend the law: `log mu` is what the trainer recomputes."""
+    """Divides the logits of training rollouts. Nothing else may bend the law: the trainer recomputes `log mu`."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Longer prompts are refused."""
     max_response_tokens: int = Field(default=16384, ge=1)
@@ -46,8 +46,9 @@ class RolloutConfig(ConfigModel):
     enable_sleep: bool = False
     """Let the engine give its GPU memory back between rollouts (`sleep` and `wake`); needed when it shares cards with
     the trainer. A CPU has nothing to give back."""
-    cpu_threads: int | None = Field(default=None, ge=1)
-    """Threads of an engine on a CPU; None takes every core. On a GPU without effect."""
+    cpu_threads: int = Field(default=1, ge=1)
+    """Threads of an engine on a CPU. One is best up to some millions of parameters: more wait for each other longer
+    than they compute, above all on cores shared with others. On a GPU without effect."""
 
     sequences_per_object: int = Field(default=64, ge=1)
     """Sequences per object in Ray's object store: the grain in which ranks pull rollouts."""
@@ -76,8 +77,8 @@ class RolloutConfig(ConfigModel):
             )
         if self.temperature < 0.01:
             raise ValueError(
-                f"rollout.temperature={self.temperature}: vLLM silently raises temperatures below 0.01, so log mu would "
-                "be another law's; use at least 0.01 (greedy decoding is for evaluation)"
+                f"rollout.temperature={self.temperature}: vLLM silently raises temperatures below 0.01, so log mu "
+                "would be another law's; use at least 0.01 (greedy decoding is for evaluation)"
             )
         if any(token < 0 for token in self.stop_token_ids):
             raise ValueError(f"rollout.stop_token_ids={self.stop_token_ids} holds a negative token id")

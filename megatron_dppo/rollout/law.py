@@ -69,8 +69,8 @@ def refuse_bent_law(params: SamplingParams) -> None:
         value = getattr(params, name)
         if value != neutral and not (value in ([], {}) and neutral is None):
             raise UserError(
-                f"{name}={value!r} bends the sampling law and cannot be used for training rollouts: the recorded log mu "
-                f"would not be the policy's; leave it at {neutral!r} (evaluation may use it)"
+                f"{name}={value!r} bends the sampling law and cannot be used for training rollouts: the recorded "
+                f"log mu would not be the policy's; leave it at {neutral!r} (evaluation may use it)"
             )
 
 

@@ -132,7 +132,9 @@ class RayRolloutEngine:
     for it, or `wait_until_ready` does. Needs a connected `RaySession`.
     """
 
-    def __init__(self, model: Path, config: RolloutConfig, *, name: str = "rollout-engine", num_gpus: float = 0) -> None:
+    def __init__(
+        self, model: Path, config: RolloutConfig, *, name: str = "rollout-engine", num_gpus: float = 0
+    ) -> None:
         self._config = config
         self.name = name
         actor = ray.remote(EngineActor).options(

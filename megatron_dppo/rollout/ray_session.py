@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import psutil
 import ray
-from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
 from megatron_dppo.errors import UserError
 
 _START_ATTEMPTS = 4
-_AUTH_MODE = "RAY_AUTH_MODE"
+
+_FOLDER = "dppo-ray-"
+"""Ray's files lie in /tmp/dppo-ray-<process>-*: socket paths are limited to 107 bytes."""
 
 _SMALLEST_STORE = 80 << 20
 """Ray refuses less than 75 MiB."""
@@ -31,15 +34,17 @@ _TORCHRUN = (
 """What torchrun gives its ranks. Ray's processes inherit our environment, and an engine is no rank of the trainer."""
 
 
+_AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
+
+
 @dataclass(frozen=True)
 class RayAddress:
-    """What another rank needs to connect; plain data, to be broadcast."""
+    """What another rank needs to connect; plain data, to be broadcast among the ranks and to nobody else."""
 
     address: str
     namespace: str
-    auth_mode: str | None
-    """RAY_AUTH_MODE of the cluster: a Ray started here asks for the token in the user's home by default, and whoever
-    connects by address must say that it has one."""
+    token: str | None = field(default=None, repr=False)
+    """Secret of a Ray that this run started; None where the environment says how to authenticate."""
 
 
 class RaySession:
@@ -49,9 +54,10 @@ class RaySession:
     this process even when that is killed (Ray ties its daemons to the process that started them).
     """
 
-    def __init__(self, where: RayAddress, folder: str | None) -> None:
+    def __init__(self, where: RayAddress, folder: str | None, environment: dict[str, str | None]) -> None:
         self.where = where
         self._folder = folder
+        self._environment = environment
 
     @staticmethod
     def start(*, namespace: str, object_store_mib: int) -> RaySession:
@@ -68,9 +74,12 @@ class RaySession:
                 raise UserError(
                     f"RAY_ADDRESS={joined}: no Ray cluster answers there ({error}); start one or unset RAY_ADDRESS"
                 ) from error
-            return RaySession(_address(joined if joined != "auto" else context["address"], namespace), None)
+            return RaySession(RayAddress(joined if joined != "auto" else context["address"], namespace), None, {})
+        _sweep()
+        token = None if "RAY_AUTH_MODE" in os.environ else secrets.token_hex(32)
+        environment = _authenticate(token)
         for attempt in range(1, _START_ATTEMPTS + 1):
-            folder = tempfile.mkdtemp(prefix="dppo-ray-", dir="/tmp")  # socket paths are limited to 107 bytes
+            folder = tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir="/tmp")
             others = {child.pid for child in psutil.Process().children()}
             try:
                 with _environment_of_a_daemon():
@@ -82,7 +91,7 @@ class RaySession:
                         _temp_dir=folder,
                         **quiet,
                     )
-                return RaySession(_address(context["address"], namespace), folder)
+                return RaySession(RayAddress(context["address"], namespace, token), folder, environment)
             except BaseException as error:
                 _clear_up(folder, others)
                 # Ray gives its daemons 30 s, which a busy machine may need for other things.
@@ -93,17 +102,15 @@ class RaySession:
     @staticmethod
     def connect(where: RayAddress) -> RaySession:
         """For the other ranks: the Ray that rank 0 started or joined. Each node needs a Ray of that cluster."""
-        if where.auth_mode == "token":
-            # Ray reads its mode once, at import; this is what it calls itself when it finds a local cluster.
-            maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-        ray.init(
-            address=where.address, namespace=where.namespace, log_to_driver=False, logging_level=logging.ERROR
-        )
-        return RaySession(where, None)
+        environment = _authenticate(where.token)
+        ray.init(address=where.address, namespace=where.namespace, log_to_driver=False, logging_level=logging.ERROR)
+        return RaySession(where, None, environment)
 
     def close(self) -> None:
         """Disconnect; end the Ray that this session started, with every process of it. Idempotent."""
         ray.shutdown()
+        _restore(self._environment)
+        self._environment = {}
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -111,12 +118,45 @@ class RaySession:
     def __enter__(self) -> RaySession:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
-def _address(address: str, namespace: str) -> RayAddress:
-    return RayAddress(address, namespace, os.environ.get(_AUTH_MODE))
+def _authenticate(token: str | None) -> dict[str, str | None]:
+    """Let this process and its children present `token`; returns the variables it replaced. Ray's own default is a
+    token in the home folder, which its other drivers do not find when they are given an address."""
+    if token is None:
+        return {}
+    before = {name: os.environ.get(name) for name in _AUTHENTICATION}
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
+    _reread_authentication()
+    return before
+
+
+def _restore(environment: dict[str, str | None]) -> None:
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    if environment:
+        _reread_authentication()
+
+
+def _reread_authentication() -> None:
+    """Ray reads these variables when it is imported and keeps the token it found first."""
+    ray._raylet.Config.initialize("")
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _sweep() -> None:
+    """Remove the folders of processes that were killed before they could."""
+    for folder in Path("/tmp").glob(f"{_FOLDER}*-*"):
+        owner = folder.name.removeprefix(_FOLDER).partition("-")[0]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _clear_up(folder: str, others: set[int]) -> None:
@@ -142,7 +182,8 @@ def _environment_of_a_daemon() -> Iterator[None]:
     names = [n for n in os.environ if n in _TORCHRUN or n.startswith("TORCHELASTIC_")]
     taken = {name: os.environ.pop(name) for name in names}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # leave the devices that a worker sees alone
+    os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: the engine would yield to whoever waits for it
     try:
         yield
     finally:

@@ -61,7 +61,9 @@ class ModelFacts:
         try:
             config = json.loads(path.read_text())
         except FileNotFoundError as error:
-            raise UserError(f"{path}: no such file; model.path must be a folder with a Hugging Face checkpoint") from error
+            raise UserError(
+                f"{path}: no such file; model.path must be a folder with a Hugging Face checkpoint"
+            ) from error
         except ValueError as error:
             raise UserError(f"{path}: not valid JSON ({error})") from error
         generation = folder / "generation_config.json"
@@ -237,9 +239,12 @@ class VllmEngine:
             return
         self._shut = "the engine is closed"
         try:
+            # First its reader of outputs, which would take the end of the core for a crash and log one.
+            self._run(self._stop_reading(), timeout=5.0)
             self._engine.shutdown(timeout=5.0)
         finally:
             self._stop_loop()
+            del self._engine  # its finalizer must run while the modules it uses still exist
 
     async def _start(self) -> AsyncLLM:
         os.environ.update(engine_environment(self.config))
@@ -279,6 +284,11 @@ class VllmEngine:
             [entry.value for entry in entry_points(group="vllm.logits_processors")],
         )
         return engine
+
+    async def _stop_reading(self) -> None:
+        if (reader := self._engine.output_handler) is not None:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
 
     async def _generate(self, requests: Sequence[GenerationRequest], params: list[Any]) -> list[RequestOutput]:
         from vllm.inputs.engine import tokens_input

@@ -15,7 +15,6 @@ import numpy as np
 
 from megatron_dppo.router_replay.routes import Routes, route_dtype
 
-
 _TOP1_WITNESSES = 64
 """With one expert per token a zero may be a choice; this many in a row are taken for a fault."""
 

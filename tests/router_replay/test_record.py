@@ -123,7 +123,13 @@ def test_one_expert_per_token_is_judged_by_the_whole_batch() -> None:
 
 
 def test_the_type_comes_from_the_model_not_from_the_data() -> None:
-    assert [route_dtype(n) for n in (8, 256, 257, 65536, 65537)] == [np.uint8, np.uint8, np.uint16, np.uint16, np.uint32]
+    assert [route_dtype(n) for n in (8, 256, 257, 65536, 65537)] == [
+        np.uint8,
+        np.uint8,
+        np.uint16,
+        np.uint16,
+        np.uint32,
+    ]
     with pytest.raises(ValueError, match="at least 1"):
         route_dtype(0)
     schema = RouteSchema(4, (1, 3), num_experts=300, topk=2)

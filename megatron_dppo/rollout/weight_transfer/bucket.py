@@ -60,5 +60,6 @@ def pack(named_tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -
 def unpack(slots: Iterable[TensorSlot], payload: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Views of `payload` (uint8) by name; they live as long as the payload does."""
     for slot in slots:
+        dtype = getattr(torch, slot.dtype)
         raw = payload[slot.offset : slot.offset + slot.nbytes]
-        yield slot.name, raw.view(getattr(torch, slot.dtype)).view(slot.shape)
+        yield slot.name, raw.view(dtype).view(slot.shape) if slot.nbytes else torch.empty(slot.shape, dtype=dtype)

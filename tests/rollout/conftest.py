@@ -1,0 +1,90 @@
+"""One engine per kind for the whole folder: each start-up takes tens of seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
+from megatron_dppo.rollout.ray_engine import RayRolloutEngine
+from megatron_dppo.rollout.ray_session import RaySession
+from megatron_dppo.rollout.vllm_engine import VllmEngine
+from tests.tiny import VOCAB_SIZE, tiny_qwen3_moe
+
+CONFIG = RolloutConfig(
+    dtype="float32",
+    max_prompt_tokens=40,
+    max_response_tokens=24,
+    max_num_seqs=16,
+    max_num_batched_tokens=64,  # several sequences a step and prompts prefilled in chunks
+    sequences_per_object=7,
+    weight_sync_bucket_mib=1,
+    object_store_mib=100,
+    kv_cache_mib=64,
+)
+LAW = SamplingLaw(max_tokens=12, top_k_logprobs=20)
+
+
+def prompts(count: int, seed: int = 0) -> list[np.ndarray]:
+    """Random prompts of 1 to 39 tokens; some are equal, so that the prefix cache has something to do."""
+    rng = np.random.default_rng(seed)
+    made = [rng.integers(2, VOCAB_SIZE, rng.integers(1, 40)).astype(np.int32) for _ in range(count)]
+    return [made[i - 1] if i % 4 == 3 else made[i] for i in range(count)]
+
+
+def requests(count: int, name: str, seed: int = 0) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(request_id=f"{name}/{i}/0", prompt_ids=p, seed=1000 * seed + i)
+        for i, p in enumerate(prompts(count, seed))
+    ]
+
+
+@dataclass
+class Served:
+    """An engine, the folder of its model, and the version of its weights that a test may raise."""
+
+    engine: RayRolloutEngine | VllmEngine
+    model: Path
+    version: int = 0
+    names: set[str] = field(default_factory=set)
+
+    def next_version(self) -> int:
+        self.version += 1
+        return self.version
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The controller's engine in a Ray actor; every layer is a mixture of experts."""
+    model = tmp_path_factory.mktemp("moe")
+    tiny_qwen3_moe(model, seed=1)
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    with RaySession.start(namespace="tests", object_store_mib=CONFIG.object_store_mib):
+        engine = RayRolloutEngine(model, CONFIG)
+        try:
+            engine.wait_until_ready()
+            yield Served(engine, model)
+        finally:
+            engine.close()
+    left = [c for c in psutil.Process().children(recursive=True) if c.pid not in before and c.name() != "python"]
+    assert not [c for c in left if c.status() != psutil.STATUS_ZOMBIE], f"processes left behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def served_mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """An engine without Ray; layers 0 and 2 are dense, embeddings are tied, no renormalisation of expert weights."""
+    model = tmp_path_factory.mktemp("mixed")
+    tiny_qwen3_moe(
+        model, seed=2, mlp_only_layers=[0, 2], tie_word_embeddings=True, norm_topk_prob=False, num_hidden_layers=5
+    )
+    engine = VllmEngine(model, CONFIG)
+    try:
+        yield Served(engine, model)
+    finally:
+        engine.close()

@@ -1,0 +1,92 @@
+"""What transformers says about a rollout, in fp32."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from megatron_dppo.batch import RolloutBatch
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Per token of a batch, as `RolloutBatch` numbers them.
+
+    law      float64 `[N, V]` log-softmax of logits / temperature that the token was drawn from (rows of first tokens: 0)
+    experts  `[N, L, k]` expert ids of the token's own forward, best first
+    margin   `[N, L]` probability of the last chosen expert minus that of the first one left out
+    """
+
+    law: np.ndarray
+    experts: np.ndarray
+    margin: np.ndarray
+
+
+def load(path: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def reference(model: PreTrainedModel, batch: RolloutBatch, temperature: float = 1.0) -> Reference:
+    topk = model.config.num_experts_per_tok
+    laws, experts, margins = [], [], []
+    for b in range(len(batch)):
+        ids = torch.from_numpy(batch.token_ids[batch.offsets[b] : batch.offsets[b + 1]].astype(np.int64))[None]
+        out = model(ids, output_router_logits=True)
+        law = torch.log_softmax(out.logits[0].double() / temperature, dim=-1)
+        laws.append(torch.cat([torch.zeros_like(law[:1]), law[:-1]]))
+        routers = torch.stack(list(out.router_logits), dim=1).double()
+        routers = routers if routers.max() <= 1 and routers.min() >= 0 else torch.softmax(routers, dim=-1)
+        best = routers.topk(topk + 1, dim=-1)
+        experts.append(best.indices[..., :topk])
+        margins.append(best.values[..., topk - 1] - best.values[..., topk])
+    return Reference(torch.cat(laws).numpy(), torch.cat(experts).numpy(), torch.cat(margins).numpy())
+
+
+def other_weights(path: Path, seed: int) -> dict[str, torch.Tensor]:
+    """A full set of other weights by on-disk name, for a weight sync."""
+    from safetensors.torch import load_file
+
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for file in sorted(path.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            spread = tensor.std() if tensor.ndim > 1 else 0.2
+            weights[name] = torch.randn(tensor.shape, generator=generator) * spread + (1.0 if tensor.ndim == 1 else 0.0)
+    return weights
+
+
+def model_with(path: Path, weights: dict[str, torch.Tensor], folder: Path) -> PreTrainedModel:
+    """The model of `path` with `weights`, by way of a checkpoint on disk (so that transformers does the naming)."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    AutoConfig.from_pretrained(path).save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    gc.collect()
+    return load(folder)
+
+
+def compare_law(batch: RolloutBatch, expected: Reference) -> float:
+    """Largest |log mu - reference| over sampled tokens and over every recorded top-K column."""
+    rows = np.flatnonzero(batch.loss_mask)
+    worst = np.abs(batch.mu_logp[rows] - expected.law[rows, batch.token_ids[rows]]).max()
+    if batch.top_k:
+        ids = batch.topk_ids[rows]
+        worst = max(worst, np.abs(batch.topk_logp[rows] - np.take_along_axis(expected.law[rows], ids, axis=1)).max())
+    return float(worst)
+
+
+def compare_routes(batch: RolloutBatch, expected: Reference, near_tie: float = 1e-5) -> tuple[int, int, int]:
+    """(compared, mismatching, excused) (token, layer) pairs; a pair whose margin is under `near_tie` is excused."""
+    assert batch.routes is not None
+    valid = batch.routes.valid
+    got = np.sort(batch.routes.experts[valid].astype(np.int64), axis=-1)
+    differs = (got != np.sort(expected.experts[valid], axis=-1)).any(axis=-1)
+    tie = expected.margin[valid] < near_tie
+    return differs.size, int((differs & ~tie).sum()), int((differs & tie).sum())

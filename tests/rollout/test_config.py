@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from megatron_dppo.rollout.config import RolloutConfig
+
+
+def test_every_field_says_what_it_means() -> None:
+    undocumented = [name for name, field in RolloutConfig.model_fields.items() if not field.description]
+    assert undocumented == []
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "rollout.max_num_batched_tokens=32 cannot hold"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"temperature": 0.005}, "silently raises temperatures below 0.01"),
+        ({"stop_token_ids": (5, -1)}, "negative token id"),
+        ({"top_p": 0.9}, "top_p"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"gpu_memory_utilization": 1.2}, "gpu_memory_utilization"),
+        ({"object_store_mib": 8}, "object_store_mib"),
+        ({"dtype": "float64"}, "dtype"),
+    ],
+)
+def test_invalid_values_are_refused(values: dict, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        RolloutConfig(**values)

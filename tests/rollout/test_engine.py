@@ -1,0 +1,219 @@
+"""What the engine promises beside the numbers: seeds, refusals, and a gate that a broken sync shuts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
+from megatron_dppo.rollout.ray_engine import RayRolloutEngine, fetch
+from megatron_dppo.rollout.source import RolloutSource
+from megatron_dppo.rollout.vllm_engine import EngineClosed, GenerationTimeout, ModelFacts, VllmEngine
+from megatron_dppo.rollout.weight_transfer.manifest import IncompleteSync
+from tests.rollout.conftest import LAW, Served, requests
+from tests.rollout.reference import compare_law, model_with, other_weights, reference
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company(served: Served) -> None:
+    asked = requests(12, "seeds")
+    together = served.engine.generate(asked, LAW, training=True)
+    again = served.engine.generate(asked[::-1], LAW, training=True)
+    alone = served.engine.generate(asked[5:6], LAW, training=True)
+    for b in range(12):
+        np.testing.assert_array_equal(together.response_ids(b), again.response_ids(11 - b))
+    np.testing.assert_array_equal(together.response_ids(5), alone.response_ids(0))
+    other = served.engine.generate([replace(r, seed=r.seed + 1) for r in asked], LAW, training=True)
+    assert any(not np.array_equal(together.response_ids(b), other.response_ids(b)) for b in range(12))
+
+
+def test_the_order_and_identity_of_requests_are_kept(served: Served) -> None:
+    asked = requests(15, "order")
+    batch = served.engine.generate(asked, LAW, training=True)
+    assert batch.request_ids == tuple(r.request_id for r in asked)
+    for b, request in enumerate(asked):
+        prompt = batch.token_ids[batch.offsets[b] : batch.offsets[b] + batch.prompt_lengths[b]]
+        np.testing.assert_array_equal(prompt, request.prompt_ids)
+    assert (batch.loss_mask.sum(), len(batch)) == (batch.response_lengths.sum(), 15)
+
+
+def test_evaluation_may_use_other_laws_and_training_may_not(served: Served) -> None:
+    asked = requests(4, "evaluation")
+    greedy = replace(LAW, temperature=0.0, top_k_logprobs=0)
+    one = served.engine.generate(asked, greedy, training=False)
+    two = served.engine.generate([replace(r, seed=r.seed + 7) for r in asked], greedy, training=False)
+    np.testing.assert_array_equal(one.token_ids, two.token_ids)
+    assert one.routes is None
+    assert one.top_k == 0
+    served.engine.generate(asked, replace(LAW, top_p=0.9, temperature=0.7), training=False)
+    with pytest.raises(UserError, match=r"top_p=0.9 bends the sampling law"):
+        served.engine.generate(asked, replace(LAW, top_p=0.9), training=True)
+    with pytest.raises(UserError, match="greedy draw"):
+        served.engine.generate(asked, greedy, training=True)
+
+
+def test_bad_requests_are_refused_by_name(served: Served) -> None:
+    def asking(request_id: str, length: int, law: SamplingLaw = LAW) -> None:
+        prompt = np.full(length, 5, dtype=np.int32)
+        served.engine.generate(
+            [GenerationRequest(request_id=request_id, prompt_ids=prompt, seed=0)], law, training=True
+        )
+
+    with pytest.raises(UserError, match=r"request 0/0/0: the prompt has 41 tokens, rollout.max_prompt_tokens"):
+        asking("0/0/0", 41)
+    with pytest.raises(UserError, match="the prompt has 0 tokens"):
+        asking("0/0/0", 0)
+    with pytest.raises(UserError, match="exceed rollout.max_prompt_tokens"):
+        asking("0/0/0", 30, replace(LAW, max_tokens=60))
+    with pytest.raises(UserError, match="at least one token"):
+        asking("0/0/0", 3, replace(LAW, max_tokens=0))
+    with pytest.raises(UserError, match="same request_id twice"):
+        served.engine.generate(requests(1, "twin") * 2, LAW, training=True)
+    with pytest.raises(UserError, match="without requests"):
+        served.engine.generate([], LAW, training=True)
+
+
+def test_ranks_pull_just_the_sequences_they_want(served: Served) -> None:
+    engine = served.engine
+    assert isinstance(engine, RayRolloutEngine)
+    asked = requests(20, "pull")
+    handle = engine.generate_refs(asked, LAW, training=True)
+    whole = fetch(handle)
+    assert len(handle.bounds) == 4  # objects of 7, 7 and 6 sequences
+    assert handle.bounds.tolist() == [0, 7, 14, 20]
+    np.testing.assert_array_equal(handle.lengths, whole.lengths)
+    assert handle.request_ids == whole.request_ids
+    first = fetch(handle, np.arange(7))
+    assert not first.token_ids.flags.writeable  # a view of the object store
+    for chosen in ([19, 0, 8], [3], list(range(6, 15)), [13, 7, 7]):
+        part, expected = fetch(handle, chosen), whole.select(chosen)
+        np.testing.assert_array_equal(part.token_ids, expected.token_ids)
+        np.testing.assert_array_equal(part.topk_logp, expected.topk_logp)
+        assert part.request_ids == expected.request_ids
+        assert part.routes is not None
+        assert expected.routes is not None
+        np.testing.assert_array_equal(part.routes.experts, expected.routes.experts)
+    source = RolloutSource(handle)
+    rows = source.rows(np.array([4, 16]))
+    np.testing.assert_array_equal(rows.trained_per_sequence, source.trained[[4, 16]])
+    np.testing.assert_array_equal(rows.lengths, source.lengths[[4, 16]])
+    with pytest.raises(IndexError):
+        fetch(handle, [20])
+    engine.release(handle)
+    with pytest.raises(Exception, match="was released"):
+        fetch(handle, [0])
+
+
+def test_a_sync_that_dies_shuts_the_gate_until_a_full_one(served: Served, tmp_path: Path) -> None:
+    """Faults at the source, in names, in shapes and inside vLLM; each leaves no garbage behind once a sync succeeds."""
+    weights = other_weights(served.model, seed=11)
+    names = list(weights)
+
+    def dying() -> Iterator[tuple[str, torch.Tensor]]:
+        for i, item in enumerate(weights.items()):
+            if i == len(weights) // 2:
+                raise ConnectionError("the exporting rank went away")
+            yield item
+
+    faults = {
+        "the exporting rank went away": (ConnectionError, dying()),
+        "1 tensors did not come, first": (IncompleteSync, ((n, weights[n]) for n in names[:-1])),
+        "came twice": (IncompleteSync, ((n, weights[n]) for n in [*names[:3], names[0], *names[3:]])),
+        "is not a tensor of": (IncompleteSync, [*weights.items(), ("model.extra.weight", torch.zeros(2))]),
+        "has shape": (
+            IncompleteSync,
+            ((n, w.t().contiguous() if "q_proj" in n else w) for n, w in weights.items()),
+        ),
+    }
+    for message, (kind, source) in faults.items():
+        version = served.next_version()
+        with pytest.raises(kind, match=message):
+            served.engine.update_weights(version, source)
+        with pytest.raises(EngineClosed, match=f"refuses to generate: the sync to weight version {version} died"):
+            served.engine.generate(requests(2, f"shut-{version}"), LAW, training=True)
+        assert served.engine.weight_version < version
+    served.engine.update_weights(served.next_version(), weights.items())
+    batch = served.engine.generate(requests(16, "reopened"), LAW, training=True)
+    assert compare_law(batch, reference(model_with(served.model, weights, tmp_path / "w"), batch)) <= 1e-4
+    assert (batch.weight_versions == served.version).all()
+
+
+def test_an_error_inside_vllm_shuts_the_gate_too(served_mixed: Served, tmp_path: Path) -> None:
+    """A bucket whose payload ends early: the worker raises half-way through a session."""
+    from megatron_dppo.rollout.weight_transfer.bucket import Bucket, pack
+
+    engine = served_mixed.engine
+    assert isinstance(engine, VllmEngine)
+    weights = other_weights(served_mixed.model, seed=12)
+    whole = list(pack(weights.items(), 1 << 16))
+    assert len(whole) > 4
+    version = served_mixed.next_version()
+    cut = Bucket(whole[2].slots, whole[2].payload[:100])
+    with pytest.raises(Exception, match="RuntimeError|slice|size|shape"):
+        engine.update_weights_from_buckets(version, [*whole[:2], cut, *whole[3:]])
+    with pytest.raises(EngineClosed, match="died"):
+        engine.generate(requests(2, "shut"), LAW, training=True)
+    engine.update_weights_from_buckets(served_mixed.next_version(), whole)
+    batch = engine.generate(requests(16, "open"), LAW, training=True)
+    assert compare_law(batch, reference(model_with(served_mixed.model, weights, tmp_path / "w"), batch)) <= 1e-4
+
+
+def test_generation_pauses_and_resumes(served_mixed: Served) -> None:
+    import threading
+
+    engine = served_mixed.engine
+    expected = engine.generate(requests(8, "run"), LAW, training=True)
+    engine.pause()
+    answers = []
+    worker = threading.Thread(
+        target=lambda: answers.append(engine.generate(requests(8, "paused"), LAW, training=True)), daemon=True
+    )
+    worker.start()
+    worker.join(1.0)
+    assert worker.is_alive()
+    engine.resume()
+    worker.join(60)
+    assert not worker.is_alive()
+    np.testing.assert_array_equal(answers[0].token_ids, expected.token_ids)
+
+
+def test_a_call_that_takes_too_long_is_given_up_and_leaves_the_engine_usable(served_mixed: Served) -> None:
+    engine = served_mixed.engine
+    assert isinstance(engine, VllmEngine)
+    kept = engine.config
+    engine.pause()
+    try:
+        engine.config = kept.model_copy(update={"generate_timeout_s": 0.2})
+        with pytest.raises(GenerationTimeout, match="8 of 8 requests were unfinished"):
+            engine.generate(requests(8, "late"), LAW, training=True)
+    finally:
+        engine.config = kept
+        engine.resume()
+    assert len(engine.generate(requests(8, "late"), LAW, training=True)) == 8
+
+
+def test_sleep_is_harmless_on_a_cpu(served_mixed: Served) -> None:
+    served_mixed.engine.sleep()
+    served_mixed.engine.wake("weights")
+    with pytest.raises(EngineClosed, match="woke without weights"):
+        served_mixed.engine.generate(requests(1, "asleep"), LAW, training=True)
+    served_mixed.engine.update_weights(served_mixed.next_version(), other_weights(served_mixed.model, 1).items())
+    served_mixed.engine.wake("kv_cache")
+    assert len(served_mixed.engine.generate(requests(1, "awake"), LAW, training=True)) == 1
+
+
+def test_folders_that_are_no_model_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config.json: no such file"):
+        VllmEngine(tmp_path, RolloutConfig())
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        ModelFacts.read(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 10}')
+    with pytest.raises(UserError, match="names no eos_token_id"):
+        VllmEngine(tmp_path, RolloutConfig())
