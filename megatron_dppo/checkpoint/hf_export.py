@@ -74,7 +74,7 @@ class WeightExporter:
                     taken.add((name, block))
                     self._sources[name].append(_Source(rank, block))
         for name, shape in model.tensors.items():
-            _check_tiling(name, shape, [source.block for source in self._sources[name]])
+            check_tiling(name, shape, [source.block for source in self._sources[name]])
         self.tensors = [ExportedTensor(name, shape, dtypes[name]) for name, shape in model.tensors.items()]
 
     def stream(
@@ -154,7 +154,8 @@ def export_weights(
     return WeightExporter(models, model, groups).stream(dtype=dtype, bucket_bytes=bucket_bytes)
 
 
-def _check_tiling(name: str, shape: Shape, blocks: list[Block]) -> None:
+def check_tiling(name: str, shape: Shape, blocks: list[Block]) -> None:
+    """RuntimeError unless `blocks` cover a tensor of `shape` without gap or overlap."""
     covered = sum(_numel(_extent(block)) for block in blocks)
     outside = any(stop > size for block in blocks for (_, stop), size in zip(block, shape, strict=True))
     if covered != _numel(shape) or outside or _overlap(blocks):

@@ -82,7 +82,7 @@ def transformer_config(
         "apply_rope_fusion": gpu,
         "overlap_p2p_comm": parallel.chunks > 1,
         "batch_p2p_comm": parallel.chunks == 1,
-        "pipeline_model_parallel_layout": _uneven_layout(model.layers, parallel.pipeline, parallel.chunks),
+        "pipeline_model_parallel_layout": uneven_layout(model.layers, parallel.pipeline, parallel.chunks),
     }
     fields |= _recompute(recompute)
     if model.moe:
@@ -112,7 +112,7 @@ def _recompute(recompute: Recompute) -> dict[str, Any]:
     return {}
 
 
-def _uneven_layout(layers: int, stages: int, chunks: int) -> list[list[str]] | None:
+def uneven_layout(layers: int, stages: int, chunks: int) -> list[list[str]] | None:
     """Layers per chunk where they do not divide evenly: the first and the last chunk, which also hold the embedding
     and the output layer, count one layer more than they have, so that they are the ones that get fewer."""
     parts = stages * chunks

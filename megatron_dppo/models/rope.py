@@ -33,5 +33,6 @@ def rope_frequencies(model: HFConfig, max_sequence_length: int) -> tuple[torch.T
     if kind in ("default", "dynamic"):
         exponents = torch.arange(0, model.head_dim, 2, dtype=torch.float32, device=cpu) / model.head_dim
         return 1.0 / (rope["rope_theta"] ** exponents), 1.0
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](model.config, cpu)
+    with cpu:  # whatever torch's default device is
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](model.config, cpu)
     return frequencies.to(torch.float32), float(factor)

@@ -1,0 +1,100 @@
+"""The paper's models at full size, without their weights: names, shapes, and every rank of realistic layouts."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.checkpoint.hf_export import check_tiling
+from megatron_dppo.compat import megatron_cpu
+from megatron_dppo.models.build import build_model
+from megatron_dppo.models.hf_config import resolve_hf_config
+from megatron_dppo.models.live import owned_parameters
+from megatron_dppo.models.megatron_config import transformer_config
+from megatron_dppo.models.names import Block
+from megatron_dppo.models.parallel import ParallelConfig
+from tests.distributed import run_ranks
+from tests.models.public_configs import CONFIGS, PARAMETERS
+
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "30B-tp2-ep4": ("Qwen3-30B-A3B", 8, {"tensor": 2, "expert": 4, "sequence_parallel": True}),
+    "235B-tp4-pp8-ep8": ("Qwen3-235B-A22B", 64, {"tensor": 4, "pipeline": 8, "expert": 8, "sequence_parallel": True}),
+    "235B-vpp": (
+        "Qwen3-235B-A22B",
+        16,
+        {"tensor": 2, "pipeline": 4, "virtual_pipeline": 2, "expert": 4, "sequence_parallel": True},
+    ),
+    "8B-tp4": ("Qwen3-8B", 4, {"tensor": 4, "sequence_parallel": True}),
+    "1.5B-tp4": ("DeepSeek-R1-Distill-Qwen-1.5B", 4, {"tensor": 4, "sequence_parallel": True}),
+    "3B-tp8-pp2": ("OctoThinker-3B", 16, {"tensor": 8, "pipeline": 2, "sequence_parallel": True}),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_tensors_are_those_of_the_published_model(name: str) -> None:
+    """transformers, on meta, is the witness of names and shapes; the hub's count of their sum."""
+    from transformers import AutoModelForCausalLM
+
+    model = resolve_hf_config(CONFIGS[name])
+    assert sum(torch.Size(shape).numel() for shape in model.tensors.values()) == PARAMETERS[name]
+    with torch.device("meta"):
+        witness = AutoModelForCausalLM.from_config(model.config)
+    stacked = {k: tuple(v.shape) for k, v in witness.state_dict().items()}
+    if model.tied:
+        del stacked["lm_head.weight"]
+    mine = {}
+    for tensor, shape in model.tensors.items():
+        if ".experts." not in tensor:
+            mine[tensor] = shape
+    assert mine == {k: v for k, v in stacked.items() if ".experts." not in k}
+    if model.moe:
+        gate_up, down = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"
+        experts, both, hidden = stacked[gate_up]
+        assert model.tensors["model.layers.0.mlp.experts.0.gate_proj.weight"] == (both // 2, hidden)
+        assert model.tensors[f"model.layers.0.mlp.experts.{experts - 1}.down_proj.weight"] == stacked[down][1:]
+
+
+def blocks_of_rank(process: int, name: str, world_size: int, layout: dict[str, Any], ranks: list[int]) -> int:
+    """Build the named ranks on meta, one after another, and check that their blocks tile every tensor."""
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from megatron_dppo.models.groups import initialize_groups
+
+    megatron_cpu.install()
+    model, parallel = resolve_hf_config(CONFIGS[name]), ParallelConfig(**layout)
+    parallel.check_fits(model, world_size)
+    blocks: dict[str, set[Block]] = {tensor: set() for tensor in model.tensors}
+    built = 0
+    dist.destroy_process_group()
+    for rank in ranks:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        groups = initialize_groups(parallel, seed=0, gloo_copies=False)
+        with torch.device("meta"):
+            chunks = build_model(model, transformer_config(model, parallel), groups)
+        for owned in owned_parameters(chunks, model, groups):
+            assert tuple(owned.parameter.shape) == owned.shape, owned.name
+            assert owned.parameter.is_meta
+            for piece in owned.pieces:
+                blocks[piece.hf_name].add(piece.source)
+            built += owned.parameter.numel()
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+    for tensor, shape in model.tensors.items():
+        check_tiling(tensor, shape, sorted(blocks[tensor]))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return built
+
+
+def _marked(layout: str) -> Any:
+    return pytest.param(layout, marks=pytest.mark.full) if layout.startswith("235B") else layout
+
+
+@pytest.mark.parametrize("layout", [_marked(layout) for layout in LAYOUTS])
+def test_every_rank_builds_and_the_ranks_hold_every_tensor_once(layout: str) -> None:
+    name, world_size, sizes = LAYOUTS[layout]
+    parallel = ParallelConfig(**sizes)
+    one_copy = max(parallel.tensor, parallel.expert)  # of each stage; the next ranks repeat it
+    ranks = [rank for rank in range(world_size) if rank % (world_size // parallel.pipeline) < one_copy]
+    run_ranks(blocks_of_rank, 1, name, world_size, sizes, ranks, timeout=400)

@@ -1,0 +1,92 @@
+"""config.json: what is read, and what is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.family import families
+from megatron_dppo.models.hf_config import load_hf_config, resolve_hf_config
+
+MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 300,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+}
+
+
+def test_every_family_of_the_paper_is_there() -> None:
+    assert set(families()) == {"qwen3_moe", "qwen3", "qwen2", "llama"}
+
+
+def test_sizes_and_layer_kinds() -> None:
+    model = resolve_hf_config(MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": True})
+    assert model.moe is not None
+    assert model.moe.layers == (False, True, False, False, False, True)
+    assert model.moe.normalise
+    assert model.has_dense_layers
+    assert model.dims == {"hidden": 64, "head_dim": 32, "query": 128, "ffn": 96, "experts": 8, "moe_ffn": 32}
+    assert not resolve_hf_config(MOE).has_dense_layers
+
+
+def test_both_spellings_of_the_number_of_experts() -> None:
+    renamed = {k: v for k, v in MOE.items() if k != "num_experts"} | {"num_local_experts": 8}
+    assert resolve_hf_config(renamed).moe == resolve_hf_config(MOE).moe
+
+
+@pytest.mark.parametrize(("tensor", "padded"), [(1, 384), (2, 384), (8, 384), (3, 384), (5, 640)])
+def test_padded_vocabulary_is_the_least_multiple(tensor: int, padded: int) -> None:
+    assert resolve_hf_config(MOE).padded_vocab_size(tensor) == padded
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "gpt2"}, "gpt2"),
+        ({"architectures": ["Qwen3MoeForSequenceClassification"]}, "architectures"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"attention_dropout": 0.1}, "attention_dropout"),
+        ({"use_sliding_window": True, "sliding_window": 128}, "use_sliding_window"),
+        ({"layer_types": ["sliding_attention"] * 6}, "sliding_attention"),
+        ({"n_shared_experts": 1}, "n_shared_experts"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"mlp_only_layers": list(range(6))}, "mlp_only_layers"),
+    ],
+)
+def test_what_changes_the_mathematics_is_refused_by_name(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        resolve_hf_config(MOE | change)
+
+
+def test_unused_sliding_window_is_accepted() -> None:
+    assert resolve_hf_config(MOE | {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 3})
+
+
+def test_folder_faults_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        load_hf_config(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"no config\.json"):
+        load_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        load_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(MOE | {"num_hidden_layers": "six"}))
+    with pytest.raises(UserError, match="num_hidden_layers"):
+        load_hf_config(tmp_path)

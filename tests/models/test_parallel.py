@@ -1,0 +1,66 @@
+"""Layouts that do not fit are refused with one line that says what to change."""
+
+from typing import Any
+
+import pytest
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.hf_config import HFConfig, resolve_hf_config
+from megatron_dppo.models.megatron_config import uneven_layout
+from megatron_dppo.models.parallel import ParallelConfig
+from tests.models.test_hf_config import MOE
+
+
+@pytest.fixture
+def model() -> HFConfig:
+    return resolve_hf_config(MOE)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "named"),
+    [
+        ({"tensor": 2, "sequence_parallel": True}, 3, "world size 3"),
+        ({"expert": 4}, 6, "expert_tensor x expert x pipeline"),
+        ({"expert": 3}, 3, "8 experts"),
+        ({"tensor": 8, "sequence_parallel": True}, 8, "4 attention heads"),
+        ({"expert_tensor": 64}, 64, "intermediate size 32"),
+        ({"pipeline": 4, "virtual_pipeline": 2}, 4, "6 layers"),
+        ({"virtual_pipeline": 2}, 1, "pipeline > 1"),
+        ({"sequence_parallel": True}, 1, "sequence_parallel"),
+        ({"tensor": 2}, 2, "sequence_parallel: true"),
+    ],
+)
+def test_misfits_are_refused(sizes: dict[str, Any], world_size: int, named: str, model: HFConfig) -> None:
+    with pytest.raises(UserError, match=named) as refusal:
+        ParallelConfig(**sizes).check_fits(model, world_size)
+    assert "\n" not in str(refusal.value)
+
+
+def test_experts_of_a_dense_model_are_refused() -> None:
+    dense = {k: v for k, v in MOE.items() if "exp" not in k and "moe" not in k}
+    model = resolve_hf_config(dense | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]})
+    with pytest.raises(UserError, match="no experts"):
+        ParallelConfig(expert=2).check_fits(model, 2)
+    ParallelConfig(tensor=2).check_fits(model, 4)
+
+
+def test_layouts_that_fit(model: HFConfig) -> None:
+    ParallelConfig(tensor=2, pipeline=3, virtual_pipeline=2, expert=2, sequence_parallel=True).check_fits(model, 12)
+    assert ParallelConfig(tensor=2, pipeline=2).data(12) == 3
+
+
+@pytest.mark.parametrize(("layers", "stages", "chunks"), [(94, 4, 1), (94, 8, 1), (94, 16, 1), (7, 2, 3), (5, 4, 1)])
+def test_uneven_pipelines_hold_every_layer_and_spare_the_ends(layers: int, stages: int, chunks: int) -> None:
+    layout = uneven_layout(layers, stages, chunks)
+    assert layout is not None
+    assert len(layout) == stages * chunks
+    counts = [chunk.count("decoder") for chunk in layout]
+    assert sum(counts) == layers
+    assert layout[0][0] == "embedding"
+    assert layout[-1][-1] == "loss"
+    assert max(counts) - min(counts) <= 2
+    assert max(counts[0], counts[-1]) <= min(counts[1:-1])
+
+
+def test_even_pipelines_need_no_layout() -> None:
+    assert uneven_layout(48, 4, 2) is None
