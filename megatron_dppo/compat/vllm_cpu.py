@@ -2,6 +2,8 @@
 
 Facts of vLLM 0.26 that this module answers:
 - its CPU platform replaces the in-core executor by a third process unless the executor is named by its class path;
+- a request with a seed of its own whose prompt is prefilled in chunks ends the engine: the runner rewinds the random
+  generator after a chunk, and torch's CPU generators cannot be rewound ("CPU Generator does not use offset");
 - without a stated size the KV cache takes most of the machine's memory;
 - the CPU mixture-of-experts kernels choose experts in `cpu_fused_moe.select_experts`, which never calls the capture
   function that the router of the layer holds, so recorded routes come out all zero.
@@ -46,6 +48,8 @@ def engine_options(config: RolloutConfig) -> dict[str, Any]:
     options: dict[str, Any] = {
         "enforce_eager": True,
         "block_size": 32,
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_model_len),
         "kv_cache_memory_bytes": (config.kv_cache_mib or _KV_CACHE_MIB) << 20,
     }
     if config.tensor_parallel == 1:

@@ -40,7 +40,8 @@ class RolloutConfig(ConfigModel):
     max_num_seqs: int = Field(default=256, ge=1)
     """Sequences decoded together."""
     max_num_batched_tokens: int = Field(default=8192, ge=1)
-    """Tokens per engine step; longer prompts are prefilled in chunks."""
+    """Tokens per engine step; longer prompts are prefilled in chunks (on a CPU never: there it is raised to the longest
+    sequence)."""
     enable_prefix_caching: bool = True
     """Samples of one prompt share its key-value cache. Emptied at every weight sync."""
     enable_sleep: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,7 +72,7 @@ class EngineActor:
         size = self._config.sequences_per_object
         bounds = np.append(np.arange(0, len(batch), size), len(batch))
         key = uuid.uuid4().hex
-        chunks = [batch.select(np.arange(a, b)) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        chunks = [batch.select(np.arange(a, b)) for a, b in pairwise(bounds)]
         self._objects[key] = [ray.put(chunk) for chunk in chunks]
         return RolloutHandle(
             actor=self._name,

@@ -1,4 +1,4 @@
-"""A Ray for one run: rank 0 starts it (or joins the one in RAY_ADDRESS), the other ranks connect to the same address."""
+"""A Ray for one run: rank 0 starts it (or joins the one in RAY_ADDRESS), the other ranks connect to it."""
 
 from __future__ import annotations
 
@@ -96,6 +96,7 @@ class RaySession:
                 _clear_up(folder, others)
                 # Ray gives its daemons 30 s, which a busy machine may need for other things.
                 if attempt == _START_ATTEMPTS or "timed out during startup" not in str(error):
+                    _restore(environment)
                     raise
         raise AssertionError("unreachable")
 

@@ -6,10 +6,9 @@ import asyncio
 import json
 import os
 import threading
-import time
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -38,6 +37,10 @@ _T = TypeVar("_T")
 
 class EngineClosed(RuntimeError):
     """The engine was closed, or its gate is shut after a weight sync that did not finish."""
+
+
+class EngineDead(RuntimeError):
+    """The engine's core process ended or hung. Nothing can be asked of it any more; the reason is in its log."""
 
 
 class GenerationTimeout(TimeoutError):
@@ -351,11 +354,12 @@ class VllmEngine:
     def _run(self, coroutine: Coroutine[Any, Any, _T], timeout: float | None = None) -> _T:
         """Run on the engine's event loop and wait."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            return future.result(None if deadline is None else deadline - time.monotonic())
-        except BaseException:
+            return future.result(timeout)
+        except BaseException as error:
             future.cancel()
+            if type(error).__name__ == "EngineDeadError":  # by name: whoever unpickles ours needs no vLLM
+                raise EngineDead(str(error)) from None
             raise
 
     def _stop_loop(self) -> None:

@@ -72,9 +72,9 @@ def record_routes(
     request_ids named in errors
 
     The last row of every sequence is marked not valid. Raises `RouteError` naming the request, layer and token for
-    absent routes, another shape, ids out of range, a dense layer that routes, an expert twice in one row, and a MoE layer
-    that stayed zero: with topk > 1 any all-zero row is one, with topk = 1 a layer that sent all of 64 or more tokens to
-    expert 0.
+    absent routes, another shape, ids out of range, a dense layer that routes, an expert twice in one row, and a MoE
+    layer that stayed zero: with topk > 1 any all-zero row is one, with topk = 1 a layer that sent all of 64 or more
+    tokens to expert 0.
     """
     tokens = int(np.sum(lengths))
     dtype = route_dtype(schema.num_experts)
@@ -103,8 +103,8 @@ def record_routes(
         if outside.any():
             token, layer, choice = (int(i) for i in np.argwhere(outside)[0])
             raise RouteError(
-                f"request {request}: token {token} went to expert {int(routes[token, layer, choice])} in layer {layer}, "
-                f"the model has {schema.num_experts}; physical ids of an expert load balancer cannot be replayed"
+                f"request {request}: token {token} went to expert {int(routes[token, layer, choice])} in layer "
+                f"{layer}, the model has {schema.num_experts}; physical ids of a load balancer cannot be replayed"
             )
         if every_layer:
             experts[start : stop - 1] = routes

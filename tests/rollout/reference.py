@@ -17,7 +17,7 @@ from megatron_dppo.batch import RolloutBatch
 class Reference:
     """Per token of a batch, as `RolloutBatch` numbers them.
 
-    law      float64 `[N, V]` log-softmax of logits / temperature that the token was drawn from (rows of first tokens: 0)
+    law      float64 `[N, V]` log-softmax of logits / temperature that the token was drawn from; 0 for first tokens
     experts  `[N, L, k]` expert ids of the token's own forward, best first
     margin   `[N, L]` probability of the last chosen expert minus that of the first one left out
     """

@@ -69,7 +69,7 @@ def test_bad_requests_are_refused_by_name(served: Served) -> None:
         asking("0/0/0", 41)
     with pytest.raises(UserError, match="the prompt has 0 tokens"):
         asking("0/0/0", 0)
-    with pytest.raises(UserError, match="exceed rollout.max_prompt_tokens"):
+    with pytest.raises(UserError, match="exceed rollout"):
         asking("0/0/0", 30, replace(LAW, max_tokens=60))
     with pytest.raises(UserError, match="at least one token"):
         asking("0/0/0", 3, replace(LAW, max_tokens=0))
@@ -155,7 +155,7 @@ def test_an_error_inside_vllm_shuts_the_gate_too(served_mixed: Served, tmp_path:
     assert len(whole) > 4
     version = served_mixed.next_version()
     cut = Bucket(whole[2].slots, whole[2].payload[:100])
-    with pytest.raises(Exception, match="RuntimeError|slice|size|shape"):
+    with pytest.raises(Exception, match=r"weight bucket|slice|size|shape|view"):
         engine.update_weights_from_buckets(version, [*whole[:2], cut, *whole[3:]])
     with pytest.raises(EngineClosed, match="died"):
         engine.generate(requests(2, "shut"), LAW, training=True)

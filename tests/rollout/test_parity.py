@@ -37,7 +37,7 @@ def check(served: Served, model, name: str, count: int, temperature: float) -> i
 
 
 def test_laws_top_k_and_routes_equal_transformers_before_and_after_syncs(served: Served, tmp_path: Path) -> None:
-    """200 sequences with chunked prefill and prefix-cache hits, two temperatures; the engine starts at version 0."""
+    """200 sequences with prefix-cache hits, two temperatures; the engine starts at version 0."""
     check(served, load(served.model), "before", 200, temperature=1.0)
     check(served, load(served.model), "warm", 20, temperature=0.7)
     for round_ in (1, 2):

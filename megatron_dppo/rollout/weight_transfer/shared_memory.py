@@ -1,9 +1,9 @@
 """The receiving end inside vLLM's workers: buckets of weights out of anonymous shared memory.
 
 Runs in the engine-core process (or its workers), where vLLM calls it through its weight-transfer API:
-`start_weight_update`, then `update_weights` per bucket, then `finish_weight_update`. vLLM's layerwise reloading does the
-rest: tensors by Hugging Face name are buffered until their layer is complete, then processed into kernel format and
-copied into the storage the kernels already use.
+`start_weight_update`, then `update_weights` per bucket, then `finish_weight_update`. vLLM's layerwise reloading does
+the rest: tensors by Hugging Face name are buffered until their layer is complete, then processed into kernel format
+and copied into the storage the kernels already use.
 """
 
 from __future__ import annotations
