@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dppo import __version__
+from megatron_dppo.checkpoint.convert_arguments import add_convert_arguments, run_convert
 from megatron_dppo.launch import exit_status
 
 
@@ -33,6 +34,16 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("config", type=Path, help="YAML file")
     train.add_argument("overrides", nargs="*", metavar="a.b=c", help="config keys to change")
     train.set_defaults(run=_train)
+
+    convert = commands.add_parser("convert", help="convert a checkpoint between Hugging Face and Megatron-Core")
+    add_convert_arguments(convert)
+    convert.set_defaults(run=run_convert)
+
+    plot = commands.add_parser("plot", help="draw the training curves of one or several runs")
+    plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
+    plot.add_argument("-o", "--output", type=Path, default=Path("curves.png"), help="PNG to write (%(default)s)")
+    plot.add_argument("--title", default="")
+    plot.set_defaults(run=_plot)
     return parser
 
 
@@ -44,6 +55,19 @@ def _train(arguments: argparse.Namespace) -> int:
     from megatron_dppo.trainer.train import train
 
     return train(load_config(arguments.config, arguments.overrides))
+
+
+def _plot(arguments: argparse.Namespace) -> int:
+    from megatron_dppo.trainer.history import History
+    from megatron_dppo.trainer.plots import plot_runs
+
+    labels = [run.parent.name if run.is_file() else run.resolve().name for run in arguments.runs]
+    if len(set(labels)) < len(labels):
+        labels = [str(run) for run in arguments.runs]
+    runs = {label: History.read(run) for label, run in zip(labels, arguments.runs, strict=True)}
+    plot_runs(runs, arguments.output, title=arguments.title)
+    print(arguments.output)
+    return 0
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class RouterReplayController:
     chunk in forward order under 1F1B and interleaved schedules, so first in, first out is each microbatch's own.
     """
 
-    def __init__(self, routers: Sequence[tuple[int, torch.nn.Module]], *, force: bool = True) -> None:
+    def __init__(self, routers: Sequence[tuple[int, Any]], *, force: bool = True) -> None:
         """`routers`: (index into the local layers of `LocalRoutes`, router module). `force=False` only compares."""
         self._force = force
         self._hooks = [(router, _Hook(self, index)) for index, router in routers]
@@ -165,7 +165,7 @@ def moe_layer_numbers(config: Any) -> list[int]:
     return [number for number, is_moe in enumerate(pattern, start=1) if is_moe]
 
 
-def find_routers(model_chunks: Sequence[Any], moe_layer_numbers: Sequence[int]) -> list[tuple[int, torch.nn.Module]]:
+def find_routers(model_chunks: Sequence[Any], moe_layer_numbers: Sequence[int]) -> list[tuple[int, Any]]:
     """(index into the model's MoE layers, router) of every MoE layer the chunks hold.
 
     moe_layer_numbers: 1-based numbers of all MoE layers of the whole model, in order; layers are identified by their

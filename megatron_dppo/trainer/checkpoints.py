@@ -9,7 +9,6 @@ from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.checkpoint.training_state import TrainingStates
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.tasks.task import Task
 
 FOLDER = "checkpoints"
 """Of the run's folder."""
@@ -27,8 +26,8 @@ def checkpoint_root(config: Config) -> Path:
 class Checkpoints:
     """Saves and restores the actor with the loop's position. Every method is a collective over all ranks."""
 
-    def __init__(self, config: Config, task: Task, actor: MegatronActor) -> None:
-        self._fixed = _fixed_settings(config) | {"task": task.fingerprint}
+    def __init__(self, config: Config, task_fingerprint: str, actor: MegatronActor) -> None:
+        self._fixed = _fixed_settings(config) | {"task": task_fingerprint}
         self._states = TrainingStates(
             checkpoint_root(config), actor.trainee, keep=config.trainer.keep_checkpoints, asynchronous=False
         )

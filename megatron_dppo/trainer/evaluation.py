@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_dppo.rollout.protocol import RolloutEngine, SamplingLaw
 from megatron_dppo.rollout.seeds import EVALUATION
-from megatron_dppo.tasks.task import Task
 from megatron_dppo.trainer.config import EvaluationConfig
-from megatron_dppo.trainer.requests import requests_for, response_texts
+from megatron_dppo.trainer.examiner import Examiner
+from megatron_dppo.trainer.requests import requests_for
 
 
 def evaluate(
     engine: RolloutEngine,
-    task: Task,
-    tokenizer: Any,
+    examiner: Examiner,
     config: EvaluationConfig,
     *,
     max_response_tokens: int,
@@ -26,12 +23,11 @@ def evaluate(
     Returns `eval/accuracy` (avg@k), `eval/well_formed`, `eval/reward` and `eval/response_length`. Runs on the
     controller only; the trainer's state is not touched.
     """
-    prompts = task.held_out(config.prompts)
+    prompts = examiner.task.held_out(config.prompts)
     requests = requests_for(prompts, config.samples, run_seed=run_seed, step=step, stream=EVALUATION)
     law = SamplingLaw(temperature=config.temperature, top_p=config.top_p, max_tokens=max_response_tokens)
     batch = engine.generate(requests, law, training=False)
-    answered = [prompt for prompt in prompts for _ in range(config.samples)]
-    rewards = task.score(answered, response_texts(tokenizer, batch))
+    rewards = examiner.score(prompts, config.samples, batch)
     return {
         "eval/accuracy": float(rewards.correct.mean()),
         "eval/well_formed": float(rewards.well_formed.mean()),

@@ -6,15 +6,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.config.schema import Config
 from megatron_dppo.rollout.ray_engine import RayRolloutEngine
-from megatron_dppo.tasks.task import Task
 from megatron_dppo.trainer.checkpoints import Checkpoints
 from megatron_dppo.trainer.evaluation import evaluate
+from megatron_dppo.trainer.examiner import Examiner
 from megatron_dppo.trainer.progress import Progress
 from megatron_dppo.trainer.rollouts import Experience, RolloutCollector
 from megatron_dppo.trainer.tracking import Tracker
@@ -25,6 +24,7 @@ class Controller:
     """What only rank 0 has."""
 
     engine: RayRolloutEngine
+    examiner: Examiner
     tracker: Tracker
     progress: Progress
 
@@ -57,16 +57,13 @@ class Trainer:
         config: Config,
         *,
         actor: MegatronActor,
-        task: Task,
-        tokenizer: Any,
         checkpoints: Checkpoints,
         controller: Controller | None,
     ) -> None:
         self._runtime, self._config, self._actor = runtime, config, actor
-        self._task, self._tokenizer = task, tokenizer
         self._checkpoints, self._controller = checkpoints, controller
-        engine = controller.engine if controller else None
-        self._collector = RolloutCollector(runtime, config, task, tokenizer, engine)
+        side = (controller.engine, controller.examiner) if controller else None
+        self._collector = RolloutCollector(runtime, config, side)
 
     def run(self, first_step: int) -> None:
         """Steps `first_step + 1 .. trainer.steps`; `first_step` steps are done already (0, or what a checkpoint holds).
@@ -120,7 +117,8 @@ class Trainer:
         """The actor's weights to the engine. Collective: every rank drains the export."""
         weights = self._actor.export_weights()
         if self._controller:
-            self._controller.engine.update_weights(version, weights)
+            whole = ((name, tensor) for name, tensor in weights if tensor is not None)  # on rank 0 every one is
+            self._controller.engine.update_weights(version, whole)
         else:
             for _ in weights:
                 pass
@@ -132,8 +130,7 @@ class Trainer:
         with self._watch("evaluation"):
             metrics = evaluate(
                 self._controller.engine,
-                self._task,
-                self._tokenizer,
+                self._controller.examiner,
                 self._config.evaluation,
                 max_response_tokens=self._config.rollout.max_response_tokens,
                 run_seed=self._config.run.seed,

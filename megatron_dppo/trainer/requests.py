@@ -1,11 +1,9 @@
-"""Prompts to requests, and responses to text."""
+"""Prompts to requests for a rollout engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.protocol import GenerationRequest
 from megatron_dppo.rollout.seeds import TRAINING, request_seed
 from megatron_dppo.tasks.task import Prompt
@@ -24,8 +22,3 @@ def requests_for(
         for prompt in prompts
         for sample in range(samples)
     ]
-
-
-def response_texts(tokenizer: Any, batch: RolloutBatch) -> list[str]:
-    """What the model wrote in each sequence, without special tokens."""
-    return tokenizer.batch_decode([batch.response_ids(i) for i in range(len(batch))], skip_special_tokens=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +15,8 @@ from megatron_dppo.rollout.protocol import SamplingLaw
 from megatron_dppo.rollout.ray_engine import RayRolloutEngine, RolloutHandle, fetch
 from megatron_dppo.rollout.seeds import TRAINING
 from megatron_dppo.rollout.source import RolloutSource
-from megatron_dppo.tasks.task import Task
-from megatron_dppo.trainer.requests import requests_for, response_texts
+from megatron_dppo.trainer.examiner import Examiner
+from megatron_dppo.trainer.requests import requests_for
 
 
 @dataclass(frozen=True)
@@ -49,30 +48,23 @@ class Experience:
 class RolloutCollector:
     """Collects experience; the controller works, the other ranks wait for what it found."""
 
-    def __init__(
-        self, runtime: Runtime, config: Config, task: Task, tokenizer: Any, engine: RayRolloutEngine | None
-    ) -> None:
-        self._runtime, self._config, self._task, self._tokenizer, self._engine = (
-            runtime,
-            config,
-            task,
-            tokenizer,
-            engine,
-        )
+    def __init__(self, runtime: Runtime, config: Config, controller: tuple[RayRolloutEngine, Examiner] | None) -> None:
+        """`controller`: what rank 0 works with, None on the other ranks."""
+        self._runtime, self._config, self._controller = runtime, config, controller
 
     def collect(self, step: int) -> Experience:
         """Roll out the prompts of `step` (0-based). Collective: one broadcast of per-sequence metadata."""
-        return self._runtime.broadcast(self._collect(step) if self._engine is not None else None)
+        return self._runtime.broadcast(self._collect(*self._controller, step) if self._controller else None)
 
     def release(self, experience: Experience) -> None:
         """The step's rows are no longer needed anywhere."""
-        if self._engine is not None:
-            self._engine.release(experience.handle)
+        if self._controller:
+            engine, _ = self._controller
+            engine.release(experience.handle)
 
-    def _collect(self, step: int) -> Experience:
-        assert self._engine is not None
+    def _collect(self, engine: RayRolloutEngine, examiner: Examiner, step: int) -> Experience:
         trainer, rollout = self._config.trainer, self._config.rollout
-        prompts = self._task.prompts(step * trainer.prompts_per_step, trainer.prompts_per_step)
+        prompts = examiner.task.prompts(step * trainer.prompts_per_step, trainer.prompts_per_step)
         requests = requests_for(
             prompts, trainer.samples_per_prompt, run_seed=self._config.run.seed, step=step, stream=TRAINING
         )
@@ -82,18 +74,18 @@ class RolloutCollector:
             top_k_logprobs=rollout.top_k_logprobs,
             stop_token_ids=rollout.stop_token_ids,
         )
-        handle = self._engine.generate_refs(requests, law, training=True)
+        handle = engine.generate_refs(requests, law, training=True)
         if handle.request_ids != tuple(r.request_id for r in requests):
             raise RuntimeError("the engine returned other requests than it was given, or in another order")
         batch = fetch(handle)
-        answered = [prompt for prompt in prompts for _ in range(trainer.samples_per_prompt)]
-        rewards = self._task.score(answered, response_texts(self._tokenizer, batch))
+        rewards = examiner.score(prompts, trainer.samples_per_prompt, batch)
         metrics = {
             "reward/mean": float(rewards.reward.mean()),
             "reward/accuracy": float(rewards.correct.mean()),
             "reward/well_formed": float(rewards.well_formed.mean()),
             "response/length_mean": float(batch.response_lengths.mean()),
             "response/truncated_fraction": float(np.mean([reason == "length" for reason in batch.finish_reasons])),
+            "reward/verifier_errors": float(rewards.verifier_errors),
             "data/route_bytes": float(handle.route_bytes),
             "data/tokens": float(handle.lengths.sum()),
         }

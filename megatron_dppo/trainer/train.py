@@ -26,12 +26,13 @@ from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.trainer.checkpoints import Checkpoints, checkpoint_root
+from megatron_dppo.trainer.examiner import Examiner
 from megatron_dppo.trainer.history import History
 from megatron_dppo.trainer.loop import Controller, Trainer
 from megatron_dppo.trainer.plots import plot_runs
 from megatron_dppo.trainer.progress import Progress
 from megatron_dppo.trainer.summary import print_summary
-from megatron_dppo.trainer.tracking import Tracker
+from megatron_dppo.trainer.tracking import Tracker, require_unused
 
 MODEL_FOLDER = "hf"
 """Where, in the run's folder, the trained model is written."""
@@ -47,11 +48,12 @@ def train(config: Config) -> int:
     hf_config = load_hf_config(config.model.path)
     config.parallel.check_fits(hf_config, actor_runtime.world_size())
     _check_model_against(config, hf_config)
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    task = build_task(config.task, tokenizer)
     _make_run_folder(config)
     if config.trainer.resume:
         latest_state(checkpoint_root(config))
+    else:
+        require_unused(config.run.dir)
+    examiner = _build_examiner(config) if actor_runtime.rank() == 0 else None
 
     with ExitStack() as stack:
         stack.callback(actor_runtime.stop)
@@ -60,24 +62,17 @@ def train(config: Config) -> int:
         )
         engine = _start_engine(runtime, config, stack)
         actor = build_actor(runtime, config, hf_config)
-        checkpoints = Checkpoints(config, task, actor)
+        fingerprint = runtime.broadcast(examiner.task.fingerprint if examiner else None)
+        checkpoints = Checkpoints(config, fingerprint, actor)
         first_step = checkpoints.restore() if config.trainer.resume else 0
         controller = None
-        if engine is not None:
+        if engine is not None and examiner is not None:
             save_config(config, config.run.dir / "config.yaml")
             resumed_at = first_step if config.trainer.resume else None
             tracker = stack.enter_context(Tracker(config.run.dir, resume_step=resumed_at))
             progress = Progress(total_steps=config.trainer.steps, first_step=first_step, title=config.run.name)
-            controller = Controller(engine, tracker, stack.enter_context(progress))
-        trainer = Trainer(
-            runtime,
-            config,
-            actor=actor,
-            task=task,
-            tokenizer=tokenizer,
-            checkpoints=checkpoints,
-            controller=controller,
-        )
+            controller = Controller(engine, examiner, tracker, stack.enter_context(progress))
+        trainer = Trainer(runtime, config, actor=actor, checkpoints=checkpoints, controller=controller)
         trainer.run(first_step)
         if config.trainer.export_hugging_face:
             save_hf_checkpoint(
@@ -109,6 +104,11 @@ def build_actor(runtime: Runtime, config: Config, hf_config: HFConfig) -> Megatr
         temperature=config.rollout.temperature,
         normaliser=config.algorithm.normaliser or float(config.rollout.max_response_tokens),
     )
+
+
+def _build_examiner(config: Config) -> Examiner:
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    return Examiner(build_task(config.task, tokenizer), tokenizer)
 
 
 def _start_engine(runtime: Runtime, config: Config, stack: ExitStack) -> RayRolloutEngine | None:

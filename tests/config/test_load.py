@@ -55,7 +55,7 @@ def test_errors_name_the_key(config_file, override, message):
 
 
 def test_top_k_presets_need_the_engines_top_k(config_file):
-    with pytest.raises(UserError, match="set rollout.top_k_logprobs"):
+    with pytest.raises(UserError, match=r"set rollout\.top_k_logprobs"):
         load_config(config_file, ["algorithm.preset=dppo-topk-kl", "rollout.top_k_logprobs=0"])
 
 
