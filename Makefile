@@ -1,7 +1,6 @@
 # `make demo` and `make test` are all that is needed in a fresh clone; the environment is made on first use.
 
 VENV ?= .venv
-PYTHON_BIN := $(VENV)/bin/python
 BIN := $(VENV)/bin
 SHELL_SCRIPTS := .ci/run $(wildcard tools/*.sh examples/*.sh)
 PYTEST_ARGS ?=
@@ -16,7 +15,7 @@ setup: ## make the virtual environment (the other targets do it themselves)
 	@bash tools/setup_venv.sh
 
 demo: setup ## train a tiny mixture-of-experts model by DPPO, end to end, on two CPU cores
-	@bash examples/run_tiny_moe_dppo.sh
+	@PYTHON=$(BIN)/python bash examples/run_tiny_moe_dppo.sh
 
 test: setup lint ## linters and tests
 	$(BIN)/pytest -m "not full" $(PYTEST_ARGS)
@@ -41,6 +40,6 @@ constraints: setup ## resolve the pinned versions anew after a change of pyproje
 	$(COMPILE) --extra cpu --override constraints/cpu-overrides.txt pyproject.toml -o constraints/cpu.txt
 	$(COMPILE) --extra gpu pyproject.toml -o constraints/gpu.txt
 
-clean: ## remove caches and runs; the environment stays
-	rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## remove caches; the environment and the runs stay
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

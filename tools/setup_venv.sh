@@ -15,7 +15,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" # pyenv and uv read .python-version here
 venv=${VENV:-$root/.venv}
-stamp=$venv/.setup-stamp         # what the finished environment was made from
+stamp=$venv/.setup-stamp           # what the finished environment was made from
 unfinished=$venv/.setup-unfinished # there while packages are being installed
 
 say() { echo "setup: $*" >&2; }
@@ -80,10 +80,12 @@ if up_to_date; then exit 0; fi
 
 if [ -e "$unfinished" ]; then
   say "an earlier set-up did not finish; starting anew"
-  rm -rf "$venv"
+  rm -rf "$venv.discarded"
+  mv "$venv" "$venv.discarded" # at once, so that an interruption here leaves no half of it behind
 fi
+rm -rf "$venv.discarded"
 if [ ! -x "$venv/bin/python" ]; then
-  [ ! -e "$venv" ] || die "$venv exists but holds no Python; move it away and try again"
+  [ ! -e "$venv" ] || rmdir "$venv" 2>/dev/null || die "$venv exists but holds no Python; move it away and try again"
   python=$(find_python)
   [ -n "$python" ] || die "found no Python 3.12 or 3.13 as python3, python3.12, python3.13 or through uv." \
     "Install one (for example: apt install python3.12-venv, pyenv install 3.12, or uv python install 3.12)" \

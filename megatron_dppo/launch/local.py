@@ -12,10 +12,14 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from megatron_dppo.launch.rank import PROGRAM
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -66,15 +70,20 @@ def _run_ranks(command: Sequence[str], processes: int, logs: str) -> tuple[int, 
     try:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode == 2 and isinstance(failure.message, dict):
-            return 2, failure.message["message"]
-        if isinstance(failure.message, dict):
-            return 1, failure.message["extraInfo"]["py_callstack"]
+        # A rank that the agent ended has failed as well, but gave no reason.
+        rank, failure = min(error.failures.items(), key=lambda item: (_reason(item[1]) == "", item[1].timestamp))
+        if _reason(failure):
+            return (2 if failure.exitcode == 2 else 1), _reason(failure)
         return 1, f"{PROGRAM}: failed: rank {rank} ended with {_exit_in_words(failure.exitcode)}"
     except SignalException as error:
         return 128 + error.sigval, "interrupted" if error.sigval == signal.SIGINT else f"stopped by {error.sigval.name}"
     return 0, ""
+
+
+def _reason(failure: ProcessFailure) -> str:
+    """What `exit_status` wrote into the rank's error file; empty where the rank did not come to that."""
+    message: Any = failure.message
+    return message["extraInfo"]["py_callstack"] if isinstance(message, dict) else ""
 
 
 def _exit_in_words(exitcode: int) -> str:

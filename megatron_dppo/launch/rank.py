@@ -26,14 +26,6 @@ _PR_SET_PDEATHSIG = 1
 _PEER_LOSS = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket closed", "remote process")
 
 
-class Stopped(BaseException):
-    """SIGTERM or SIGINT arrived. Not an Exception, so that only `finally` and `with` see it pass."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
-
-
 def exit_status(run: Callable[[], int | None]) -> int:
     """Call `run` and return the status that the process should exit with:
 
@@ -49,8 +41,9 @@ def exit_status(run: Callable[[], int | None]) -> int:
     if under_launcher:
         # Also when the launcher is killed with SIGKILL its ranks must not stay behind.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    received: list[signal.Signals] = []
     try:
-        with _signals_raise(once=under_launcher):
+        with _signals_interrupt(received, once=under_launcher):
             try:
                 return run() or 0
             except Exception as error:
@@ -59,8 +52,9 @@ def exit_status(run: Callable[[], int | None]) -> int:
                 raise
     except UserError as error:
         status, details, reason = 2, "", f"{PROGRAM}: error: {error}"
-    except Stopped as stop:
-        status, details, reason = 128 + stop.number, "", f"{PROGRAM}: stopped by {stop}"
+    except KeyboardInterrupt:
+        number = received[0] if received else signal.SIGINT
+        status, details, reason = 128 + number, "", f"{PROGRAM}: stopped by {number.name}"
     except Exception as error:
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         status, details, reason = 1, traceback.format_exc(), f"{PROGRAM}: failed: {rank}{type(error).__name__}: {error}"
@@ -76,9 +70,10 @@ def exit_status(run: Callable[[], int | None]) -> int:
 
 
 @contextmanager
-def _signals_raise(*, once: bool) -> Iterator[None]:
-    """Inside, the first SIGINT or SIGTERM raises `Stopped`. With `once` later ones are ignored, for the rest of the
-    process, so that closing down is not cut short (the launcher has its own time limit); else a second one kills."""
+def _signals_interrupt(received: list[signal.Signals], *, once: bool) -> Iterator[None]:
+    """Inside, the first SIGINT or SIGTERM is noted in `received` and raises KeyboardInterrupt, the one exception that
+    Ray's blocking calls let through. With `once` later ones are ignored, for the rest of the process, so that closing
+    down is not cut short (the launcher has its own time limit); else a second one kills."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -86,7 +81,8 @@ def _signals_raise(*, once: bool) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         for known in before:
             signal.signal(known, signal.SIG_IGN if once else signal.SIG_DFL)
-        raise Stopped(number)
+        received.append(signal.Signals(number))
+        raise KeyboardInterrupt
 
     before = {known: signal.signal(known, stop) for known in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -98,13 +94,15 @@ def _signals_raise(*, once: bool) -> Iterator[None]:
 
 
 def _lost_a_peer(error: BaseException) -> bool:
-    """Is this what a collective raises when another rank has gone, and so not the cause of the failure?"""
+    """Is this what a collective raises when another rank has gone, or Ray when rank 0, which started it, has?"""
     text = str(error).lower()
-    return type(error).__name__.startswith("Dist") or any(sign in text for sign in _PEER_LOSS)
+    from_ray = type(error).__module__.startswith("ray.") and os.environ.get("RANK", "0") != "0"
+    return from_ray or type(error).__name__.startswith("Dist") or any(sign in text for sign in _PEER_LOSS)
 
 
 def _write_error_file(reason: str, text: str) -> None:
     """torch's format; torchrun shows `py_callstack` in its closing summary, `launch_local` prints it as it is."""
-    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    # torch compares whole seconds and takes the lowest rank on a tie; a reason must win over ranks ended because of it.
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}
     with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
         json.dump({"message": {"message": reason, "extraInfo": extra}}, file)

@@ -22,9 +22,13 @@ ECHO_COMMAND = """
 import os
 from collections.abc import Sequence
 
+from megatron_dppo.errors import UserError
 
-def main(argv: Sequence[str] | None = None) -> int:
+
+def main(argv: Sequence[str]) -> int:
     print(f"rank {os.environ.get('RANK')}: {list(argv)}", flush=True)
+    if "wrong.key=1" in argv:
+        raise UserError("unknown config key wrong.key; known keys: ...")
     return 0
 """
 MAKE_MODEL = """
@@ -84,15 +88,19 @@ def test_bash_makes_the_model_once_and_passes_arguments_to_every_rank(project: P
     assert (model / "made").read_text() == "--seed 7"
 
 
-def test_torchrun_runs_the_file_to_the_letter(project: Path) -> None:
-    command = [str(BIN / "torchrun"), "--nproc-per-node", "2", "examples/run_tiny_moe_dppo.sh", "trainer.steps=3"]
+def test_torchrun_runs_the_file_to_the_letter_and_its_summary_ends_with_the_reason(project: Path) -> None:
+    command = [str(BIN / "torchrun"), "--nproc-per-node", "2", "examples/run_tiny_moe_dppo.sh", "wrong.key=1"]
     result = run(command, project, MODEL_DIR=str(project / "model"))
-    assert result.returncode == 0, result.stderr
-    lines = sorted(result.stdout.splitlines())
-    assert lines[0] == "making the model"
-    assert [line[:7] for line in lines[1:]] == ["rank 0:", "rank 1:"]  # so the model was made by one of the two
-    assert lines[1][7:] == lines[2][7:]  # the same run folder, too
-    assert "'trainer.steps=3'" in lines[1]
+    making, *ranks = sorted(result.stdout.splitlines())
+    assert making == "making the model"
+    assert {line[:7] for line in ranks} <= {
+        "rank 0:",
+        "rank 1:",
+    }  # the first to fail may end the other before it speaks
+    assert len({line[7:] for line in ranks}) == 1  # the same run folder, too
+    assert "'wrong.key=1'" in ranks[0]
+    assert result.returncode == 1
+    assert "megatron-dppo: error: unknown config key wrong.key; known keys: ..." in result.stderr.splitlines()[-2]
 
 
 @pytest.mark.parametrize("nproc", ["two", "0", "-1"])

@@ -19,7 +19,9 @@ SYSTEM_TOOLS = (
     "flock",
     "grep",
     "mkdir",
+    "mv",
     "rm",
+    "rmdir",
     "sha256sum",
     "sleep",
     "touch",
@@ -135,6 +137,16 @@ def test_an_interrupted_set_up_is_made_anew(machine: Machine) -> None:
     assert "did not finish; starting anew" in errors
     assert not (machine.venv / "half").exists()
     assert machine.calls() == ["venv", "pip", "uv"]
+
+
+def test_a_folder_that_is_not_an_environment_is_left_alone(machine: Machine) -> None:
+    machine.add_interpreter("python3", "3.12")
+    machine.venv.mkdir()
+    (machine.venv / "notes").touch()
+    status, errors = machine.set_up()
+    assert status == 1
+    assert "holds no Python; move it away" in errors
+    assert (machine.venv / "notes").exists()
 
 
 def test_an_environment_made_for_other_packages_is_brought_up_to_date(machine: Machine) -> None:
