@@ -13,7 +13,8 @@ from megatron_dppo.actor import runtime as actor_runtime
 from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.algorithm import RatioLevel
-from megatron_dppo.checkpoint.hf_import import load_hf_weights
+from megatron_dppo.checkpoint.hf_files import HFFiles
+from megatron_dppo.checkpoint.hf_import import check_tensors, load_hf_weights, stores_stacked_experts
 from megatron_dppo.checkpoint.hf_save import save_hf_checkpoint
 from megatron_dppo.checkpoint.state_folder import latest_state
 from megatron_dppo.config.load import save_config
@@ -48,6 +49,8 @@ def train(config: Config) -> int:
     hf_config = load_hf_config(config.model.path)
     config.parallel.check_fits(hf_config, actor_runtime.world_size())
     _check_model_against(config, hf_config)
+    files = HFFiles(config.model.path)
+    check_tensors(files, hf_config, stores_stacked_experts(files, hf_config))
     _make_run_folder(config)
     if config.trainer.resume:
         latest_state(checkpoint_root(config))

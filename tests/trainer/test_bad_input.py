@@ -1,0 +1,102 @@
+"""What a user gets wrong is answered by one line that names it, before an engine or a process group is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.cli import main
+from tests.tiny import tiny_qwen3_moe
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny_qwen3_moe(path)
+    return path
+
+
+@pytest.fixture
+def rank_zero_of_two(monkeypatch):
+    """The environment torchrun gives the first of two ranks."""
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+
+
+@pytest.fixture
+def config(tmp_path, model) -> Path:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        f"run: {{dir: {tmp_path / 'run'}}}\nmodel: {{path: {model}}}\n"
+        "parallel: {tensor: 2, expert: 2, sequence_parallel: true}\n"
+    )
+    return file
+
+
+def one_line(capsys, arguments: list[str]) -> str:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, f"more than one line:\n{error}"
+    return error
+
+
+@pytest.mark.usefixtures("rank_zero_of_two")
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lrr=1", "unknown config key optimizer.lrr; did you mean optimizer.lr?"),
+        ("algorithm.preset=dpo-binary-tv", "unknown preset 'dpo-binary-tv', did you mean 'dppo-binary-tv'"),
+        ("parallel.tensor=4", "world size 2 is not a multiple of tensor x pipeline x context = 4 x 1 x 1 = 4"),
+        ("parallel.expert=3", "world size 2 is not a multiple of expert_tensor x expert x pipeline = 1 x 3 x 1"),
+        ("parallel.sequence_parallel=false", "with tensor > 1 needs sequence_parallel: true"),
+        ("model.path=/nowhere/model", "/nowhere/model"),
+        ("run.dir=/dev/null/run", "run.dir=/dev/null/run cannot be written: Not a directory"),
+        ("trainer.resume=true", "checkpoints does not exist"),
+        ("rollout.router_replay=false", "actor.router_replay=true needs rollout.router_replay=true"),
+        ("task.dataset=chain_summ", "chain_sum"),
+    ],
+)
+def test_one_line_each(capsys, config, override, message):
+    assert message in one_line(capsys, ["train", str(config), override])
+
+
+@pytest.mark.usefixtures("rank_zero_of_two")
+def test_top_k_that_the_preset_does_not_use(capsys, config):
+    overrides = ["algorithm.preset=dppo-topk-kl", "rollout.top_k_logprobs=10"]
+    assert "the top 20 tokens, but rollout.top_k_logprobs=10" in one_line(capsys, ["train", str(config), *overrides])
+
+
+@pytest.mark.usefixtures("rank_zero_of_two")
+def test_corrupt_weights(capsys, config, tmp_path):
+    tiny_qwen3_moe(tmp_path / "broken")
+    file = tmp_path / "broken/model.safetensors"
+    file.write_bytes(file.read_bytes()[:100_000])
+    capsys.readouterr()
+    assert str(file) in one_line(capsys, ["train", str(config), f"model.path={tmp_path / 'broken'}"])
+
+
+@pytest.mark.usefixtures("rank_zero_of_two")
+def test_resume_from_an_empty_folder(capsys, config, tmp_path):
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    assert "holds no checkpoint" in one_line(capsys, ["train", str(config), "trainer.resume=true"])
+
+
+@pytest.mark.usefixtures("rank_zero_of_two")
+def test_a_folder_that_holds_a_run_is_not_overwritten(capsys, config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1}\n')
+    assert "already holds the metrics of a run" in one_line(capsys, ["train", str(config)])
+    assert (tmp_path / "run/metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_without_torchrun(capsys, config, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert "start training with torchrun" in one_line(capsys, ["train", str(config)])
+
+
+def test_a_missing_config(capsys, tmp_path):
+    assert "does not exist" in one_line(capsys, ["train", str(tmp_path / "none.yaml")])
