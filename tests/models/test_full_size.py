@@ -43,10 +43,7 @@ def test_the_tensors_are_those_of_the_published_model(name: str) -> None:
     stacked = {k: tuple(v.shape) for k, v in witness.state_dict().items()}
     if model.tied:
         del stacked["lm_head.weight"]
-    mine = {}
-    for tensor, shape in model.tensors.items():
-        if ".experts." not in tensor:
-            mine[tensor] = shape
+    mine = {tensor: shape for tensor, shape in model.tensors.items() if ".experts." not in tensor}
     assert mine == {k: v for k, v in stacked.items() if ".experts." not in k}
     if model.moe:
         gate_up, down = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"
