@@ -6,7 +6,9 @@ Facts of vLLM 0.26 that this module answers:
   generator after a chunk, and torch's CPU generators cannot be rewound ("CPU Generator does not use offset");
 - without a stated size the KV cache takes most of the machine's memory;
 - the CPU mixture-of-experts kernels choose experts in `cpu_fused_moe.select_experts`, which never calls the capture
-  function that the router of the layer holds, so recorded routes come out all zero.
+  function that the router of the layer holds, so recorded routes come out all zero;
+- linear layers multiply by a packed copy of their weight, and reloading weights packs anew only the layers that a
+  weight was loaded into: a head tied to the embedding keeps the old copy (5.8 nats off after a weight sync).
 """
 
 from __future__ import annotations
@@ -55,6 +57,19 @@ def engine_options(config: RolloutConfig) -> dict[str, Any]:
     if config.tensor_parallel == 1:
         options["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     return options
+
+
+def repack_tied_head(model: torch.nn.Module) -> None:
+    """After weights were reloaded, pack heads anew whose weight is the embedding's. Does nothing on a GPU."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    if not on_cpu():
+        return
+    layers = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
+    embeddings = {id(m.weight) for m in layers if not isinstance(m, ParallelLMHead)}
+    for head in layers:
+        if isinstance(head, ParallelLMHead) and id(head.weight) in embeddings:
+            head.quant_method.process_weights_after_loading(head)
 
 
 def capture_routes() -> None:

@@ -14,8 +14,8 @@ import ray
 import torch
 
 from megatron_dppo.batch import RolloutBatch
-from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.errors import EngineDead
 from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
 from megatron_dppo.rollout.weight_transfer.bucket import Bucket, pack
 
@@ -233,8 +233,7 @@ class RayRolloutEngine:
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error if isinstance(error.cause, Exception) else None
         except ray.exceptions.ActorDiedError as error:
-            cause = getattr(error, "cause", None)
-            raise UserError(f"the rollout engine died: {error}") from (cause or error)
+            raise EngineDead(f"the rollout engine's process is gone: {error}") from error
 
 
 def fetch(handle: RolloutHandle, sequences: np.ndarray | Sequence[int] | None = None) -> RolloutBatch:

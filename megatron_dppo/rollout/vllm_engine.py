@@ -7,7 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -20,6 +20,7 @@ from megatron_dppo.compat.vllm_cpu import engine_environment, engine_options
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.convert import to_batch
+from megatron_dppo.rollout.errors import EngineClosed, EngineDead, GenerationTimeout
 from megatron_dppo.rollout.law import refuse_bent_law, refuse_engine_defaults, sampling_params
 from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
 from megatron_dppo.rollout.weight_transfer.backend import BACKEND
@@ -33,18 +34,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _T = TypeVar("_T")
-
-
-class EngineClosed(RuntimeError):
-    """The engine was closed, or its gate is shut after a weight sync that did not finish."""
-
-
-class EngineDead(RuntimeError):
-    """The engine's core process ended or hung. Nothing can be asked of it any more; the reason is in its log."""
-
-
-class GenerationTimeout(TimeoutError):
-    """`generate` took longer than `rollout.generate_timeout_s`; its requests were aborted."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +95,8 @@ class VllmEngine:
         self.weight_version = 0
         """Version that `generate` samples from; 0 is the checkpoint the engine started with."""
         self._shut: str | None = "the engine has random weights until its first weight sync" if dummy else None
+        self._receiving = False
+        """Whether vLLM's workers have a weight-update session open."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-engine", daemon=True)
         self._thread.start()
@@ -166,6 +157,7 @@ class VllmEngine:
             self._run(self._engine.pause_generation(mode="wait", clear_cache=True))
             self._manifest.begin()
             self._run(self._engine.start_weight_update(), timeout=self.config.sync_timeout_s)
+            self._receiving = True
 
     def receive_bucket(self, version: int, bucket: Bucket) -> None:
         """Hand one bucket to vLLM's workers."""
@@ -187,6 +179,7 @@ class VllmEngine:
         self._manifest.end()
         timeout = self.config.sync_timeout_s
         self._run(self._engine.finish_weight_update(), timeout=timeout)
+        self._receiving = False
         held = self._run(self._engine.collective_rpc("held_weight_version"), timeout=timeout)
         if set(held) != {version}:
             raise RuntimeError(f"after the sync to weight version {version} the engine's workers hold {held}")
@@ -199,11 +192,12 @@ class VllmEngine:
     def fail_update(self, version: int, reason: str) -> None:
         """Give a sync up: the workers drop what they buffered, and the gate stays shut."""
         self._shut = f"the sync to weight version {version} died ({reason}); a full sync opens it again"
-        try:
+        if not self._receiving:  # vLLM closes a session in which a bucket failed; the next sync clears up after it
+            return
+        self._receiving = False
+        with suppress(Exception):  # the gate is shut whatever becomes of this; the first error is the one to report
             self._update({"version": version, "abandon": True})
             self._run(self._engine.finish_weight_update(), timeout=self.config.sync_timeout_s)
-        except Exception:  # vLLM closed the session itself when a bucket failed; the next sync starts by clearing up
-            return
 
     @contextmanager
     def update_failure(self, version: int) -> Iterator[None]:
@@ -293,6 +287,12 @@ class VllmEngine:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
+    async def _end_tasks(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     async def _generate(self, requests: Sequence[GenerationRequest], params: list[Any]) -> list[RequestOutput]:
         from vllm.inputs.engine import tokens_input
 
@@ -308,7 +308,7 @@ class VllmEngine:
                 return await asyncio.gather(*tasks)
         except TimeoutError as error:
             raise GenerationTimeout(
-                f"{sum(not t.done() for t in tasks)} of {len(tasks)} requests were unfinished after "
+                f"{sum(t.cancelled() or not t.done() for t in tasks)} of {len(tasks)} requests were unfinished after "
                 f"rollout.generate_timeout_s={self.config.generate_timeout_s}"
             ) from error
         finally:
@@ -320,7 +320,11 @@ class VllmEngine:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         request = WeightTransferUpdateRequest(update_info=info)
-        self._run(self._engine.update_weights(request), timeout=self.config.sync_timeout_s)
+        try:
+            self._run(self._engine.update_weights(request), timeout=self.config.sync_timeout_s)
+        except BaseException:
+            self._receiving = False
+            raise
 
     def _check_requests(self, requests: Sequence[GenerationRequest], law: SamplingLaw) -> None:
         if not requests:
@@ -363,6 +367,8 @@ class VllmEngine:
             raise
 
     def _stop_loop(self) -> None:
+        with suppress(TimeoutError):
+            self._run(self._end_tasks(), timeout=5.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

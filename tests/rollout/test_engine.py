@@ -12,10 +12,11 @@ import torch
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.errors import EngineClosed, GenerationTimeout
 from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
 from megatron_dppo.rollout.ray_engine import RayRolloutEngine, fetch
 from megatron_dppo.rollout.source import RolloutSource
-from megatron_dppo.rollout.vllm_engine import EngineClosed, GenerationTimeout, ModelFacts, VllmEngine
+from megatron_dppo.rollout.vllm_engine import ModelFacts, VllmEngine
 from megatron_dppo.rollout.weight_transfer.manifest import IncompleteSync
 from tests.rollout.conftest import LAW, Served, requests
 from tests.rollout.reference import compare_law, model_with, other_weights, reference

@@ -20,6 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from megatron_dppo.compat.vllm_cpu import repack_tied_head
 from megatron_dppo.rollout.weight_transfer.bucket import TensorSlot, unpack
 
 
@@ -86,6 +87,7 @@ class SharedMemoryBackend(WeightTransferEngine[SharedMemoryInit, BucketUpdate]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        repack_tied_head(self.model)
         self.version, self._incoming = self._incoming, None
 
     def shutdown(self) -> None:
