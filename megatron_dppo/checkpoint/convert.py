@@ -218,8 +218,11 @@ def _bar(console: Console, verb: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def _world() -> Iterator[None]:
-    """The ranks torchrun started, or this process alone."""
+    """The ranks torchrun started, or this process alone; a process group that is there already stays."""
     megatron_cpu.install()
+    if dist.is_initialized():
+        yield
+        return
     gpu = torch.cuda.is_available()
     backend, patience = ("cpu:gloo,cuda:nccl" if gpu else "gloo"), timedelta(hours=1)
     if "RANK" in os.environ:

@@ -44,7 +44,7 @@ def load_hf_weights(
     files = HFFiles(folder)
     stacked = stores_stacked_experts(files, model)
     check_tensors(files, model, stacked)
-    _check_tokenizer(folder, model)
+    check_tokenizer(folder, model)
 
     owned = list(owned_parameters(models, model, groups))
     _check_all_present([o.name for o in owned], models)
@@ -105,7 +105,8 @@ def _check_all_present(names: list[str], models: Sequence[torch.nn.Module]) -> N
         raise RuntimeError(f"the {len(models)} model chunks of this rank hold no parameters")
 
 
-def _check_tokenizer(folder: Path, model: HFConfig) -> None:
+def check_tokenizer(folder: Path, model: HFConfig) -> None:
+    """`UserError` where the tokenizer knows ids that the embedding has no row for."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return

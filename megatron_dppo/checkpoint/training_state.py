@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -140,6 +141,8 @@ class TrainingStates:
                 loaded = dist_checkpointing.load(state, str(source), strict=StrictHandling.RAISE_UNEXPECTED)
         except CheckpointingException as error:
             raise UserError(f"{source} does not fit this run: {error}") from None
+        except (pickle.UnpicklingError, CheckpointException) as error:
+            raise UserError(f"{source} cannot be read: {_reason(error)}") from None
         for number, chunk in enumerate(trainee.models):
             unwrap(chunk).load_state_dict(loaded[f"model{number}"], strict=True)
         if trainee.optimizer is not None:
@@ -241,8 +244,14 @@ class TrainingStates:
     def _cannot_save(self, partial: Path, error: BaseException) -> UserError:
         if dist.get_rank() == 0:
             state_folder.remove_leftovers(self.root)
-        reasons = list(error.failures.values()) if isinstance(error, CheckpointException) else [(error, None)]
-        return UserError(f"cannot write a checkpoint under {self.root}: {reasons[0][0]}; earlier ones are untouched")
+        return UserError(f"cannot write a checkpoint under {self.root}: {_reason(error)}; earlier ones are untouched")
+
+
+def _reason(error: BaseException) -> BaseException:
+    """The first rank's error behind torch's collection of them."""
+    if isinstance(error, CheckpointException):
+        return next(iter(error.failures.values()))[0]
+    return error
 
 
 def model_signature(model: HFConfig) -> dict[str, Any]:

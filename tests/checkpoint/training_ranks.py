@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import random
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_dppo.checkpoint.hf_export import export_weights
 from megatron_dppo.checkpoint.training_state import Trainee, TrainingStates
+from megatron_dppo.errors import UserError
 from megatron_dppo.models.parallel import ParallelConfig
 from tests.megatron import build_from
 
@@ -69,3 +76,68 @@ def load_and_step(rank: int, path: Path, root: Path, layout: dict[str, Any]) -> 
     before = weights(trainee)
     adam_step(trainee, 3)
     return [before, weights(trainee)], (resumed.step, resumed.progress, resumed.rng_restored)
+
+
+def save_several(rank: int, path: Path, root: Path, asynchronous: bool) -> list[dict[str, str]]:
+    """States of steps 1 to 4, two kept. The weights at step 4; training goes on while the last one is written."""
+    trainee = trainee_from(path, {"tensor": 2, "expert": 2, "sequence_parallel": True})
+    states = TrainingStates(root, trainee, keep=2, asynchronous=asynchronous)
+    for number in range(1, 5):
+        adam_step(trainee, number)
+        states.save(number, {"position": number})
+        states.poll()
+    saved = weights(trainee)
+    adam_step(trainee, 5)
+    states.finish()
+    return [saved, weights(trainee)]
+
+
+def load_only(rank: int, path: Path, root: Path, layout: dict[str, Any], options: dict[str, Any]) -> Any:
+    """The weights after loading, or the refusal."""
+    trainee = trainee_from(path, layout, load=False, **options)
+    try:
+        resumed = TrainingStates(root, trainee).load()
+    except UserError as error:
+        return str(error)
+    return weights(trainee), resumed.step
+
+
+def generators_after(rank: int, path: Path, root: Path) -> list[float]:
+    """Random numbers drawn after a save, and again after loading it."""
+    layout = {"tensor": 2, "expert": 2, "sequence_parallel": True}
+    trainee = trainee_from(path, layout)
+    TrainingStates(root, trainee).save(1, {})
+    first = draw()
+    TrainingStates(root, trainee).load()
+    return [*first, *draw()]
+
+
+def draw() -> list[float]:
+    with get_cuda_rng_tracker().fork():
+        region = torch.rand(1).item()
+    return [random.random(), np.random.rand(), torch.rand(1).item(), region]  # noqa: NPY002
+
+
+def save_until_killed(rank: int, path: Path, root: Path) -> None:
+    """One complete state, then a kill while the second one's files are written but not yet published."""
+    trainee = trainee_from(path, {})
+    states = TrainingStates(root, trainee)
+    states.save(1, {})
+    states._publish = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
+    states.save(2, {})
+
+
+def save_into(rank: int, path: Path, root: Path, limit: int | None) -> str:
+    """The refusal of a save into `root`, with files limited to `limit` bytes."""
+    trainee = trainee_from(path, {"expert": 2})
+    if limit is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    try:
+        TrainingStates(root, trainee).save(2, {})
+    except UserError as error:
+        return str(error)
+    finally:
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    return ""
