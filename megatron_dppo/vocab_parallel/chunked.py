@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_dppo.vocab_parallel.matmul import accumulation_dtype, add_product, product
 from megatron_dppo.vocab_parallel.reference import local_partials_of_logits
 from megatron_dppo.vocab_parallel.rows import check_ids
-from megatron_dppo.vocab_parallel.stats import Partials, merge_two
+from megatron_dppo.vocab_parallel.stats import Partials, concatenate, merge_two
 from megatron_dppo.vocab_parallel.weight_grad import WeightGrad
 
 # Logits alive at once, where the caller sets no chunk: 128 MB in float32.
@@ -46,14 +46,7 @@ def forward(
             z = product(h, weight[j : j + columns].t()) / temperature
             total = merge_two(total, local_partials_of_logits(z, ids, start + j, entropy))
         blocks.append(total)
-    if len(blocks) == 1:
-        return blocks[0]
-    return Partials(
-        torch.cat([b.m for b in blocks]),
-        torch.cat([b.s for b in blocks]),
-        torch.cat([b.d for b in blocks if b.d is not None]) if entropy else None,
-        torch.cat([b.z for b in blocks]),
-    )
+    return concatenate(blocks)
 
 
 def backward(

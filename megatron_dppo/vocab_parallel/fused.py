@@ -2,8 +2,8 @@
 
 Same functions as ``chunked``. Forward: one pass over the weight, which leaves the wanted logits and statistics of
 256-column tiles, and then their merge. Backward: by vocabulary chunk, gradients of the logits in half precision by one
-pass, then two cuBLAS products. Memory beyond results: forward ``16 T ceil(V / 256)`` bytes; backward one ``[T, chunk]``
-in half precision, at most ``_CHUNK_BYTES``.
+pass, then two cuBLAS products. Memory beyond results: forward ``16 T ceil(V / 256)`` bytes for up to 32,768 tokens at a
+time; backward one ``[T, chunk]`` in half precision of 512 MiB, or 4,096 columns where that is more.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from torch import Tensor
 
 from megatron_dppo.vocab_parallel.matmul import HALF, add_product, product
 from megatron_dppo.vocab_parallel.rows import check_ids
-from megatron_dppo.vocab_parallel.stats import Partials
+from megatron_dppo.vocab_parallel.stats import Partials, concatenate
 from megatron_dppo.vocab_parallel.weight_grad import WeightGrad
 
+_TOKEN_CHUNK = 1 << 15
 _CHUNK_BYTES = 1 << 29
+# Each chunk reads and writes the fp32 hidden gradient once: narrower ones would be bound by that.
+_LEAST_COLUMNS = 4096
 _BLOCK_T, _BLOCK_V, _BLOCK_H = 128, 256, 64
 _STAGES = 4
 # Token tiles that walk over the vocabulary together: their hidden states (16 MB) stay in the 50 MB L2.
@@ -36,8 +39,8 @@ def unusable(hidden: Tensor, weight: Tensor) -> str | None:
         return "its kernels are for compute capability 9.0 (Hopper)"
     if hidden.dtype not in HALF:
         return f"it takes bfloat16 or float16, not {hidden.dtype}"
-    if hidden.shape[1] % 8 or not (hidden.is_contiguous() and weight.is_contiguous()) or weight.data_ptr() % 16:
-        return "it needs contiguous, 16-byte aligned tensors and a hidden size divisible by 8"
+    if hidden.shape[1] % 8 or not weight.is_contiguous() or weight.data_ptr() % 16 or hidden.data_ptr() % 16:
+        return "it needs a contiguous weight, 16-byte aligned tensors and a hidden size divisible by 8"
     return None
 
 
@@ -81,10 +84,28 @@ def forward(
     token_chunk: int | None = None,
     vocab_chunk: int | None = None,
 ) -> Partials:
-    """Statistics of the columns ``[start, start + V)``, whose weights are ``weight``. Chunk sizes are not used.
+    """Statistics of the columns ``[start, start + V)``, whose weights are ``weight``. ``vocab_chunk`` is not used.
 
     Raises ``ValueError`` for ids outside ``[-1, vocab_size)``. That is found out while the products already run.
     """
+    chunk = token_chunk or _TOKEN_CHUNK
+    return concatenate(
+        [
+            _forward_block(h, weight, ids, start, vocab_size, temperature, entropy)
+            for h, ids in zip(hidden.split(chunk), wanted.split(chunk), strict=True)
+        ]
+    )
+
+
+def _forward_block(
+    hidden: Float[Tensor, "N H"],
+    weight: Float[Tensor, "V H"],
+    wanted: Int[Tensor, "N I"],
+    start: int,
+    vocab_size: int,
+    temperature: float,
+    entropy: bool,
+) -> Partials:
     from megatron_dppo.vocab_parallel import hopper_kernels
     from megatron_dppo.vocab_parallel.row_kernels import merge_tiles
 
@@ -191,7 +212,7 @@ def backward(
     per_row = [token_ids, lse, entropy if with_entropy else lse, grad_logp, grad_entropy if with_entropy else lse]
     per_row = [x.contiguous() for x in per_row if x is not None]
 
-    chunk = vocab_chunk or max(_BLOCK_V, _CHUNK_BYTES // (rows * hidden.element_size()))
+    chunk = vocab_chunk or max(_LEAST_COLUMNS, _CHUNK_BYTES // (rows * hidden.element_size()))
     # Chunks of one size: the last would otherwise be a fraction that fills the GPU badly.
     chunk = -(-columns // -(-columns // chunk))
     chunk = -(-chunk // _BLOCK_V) * _BLOCK_V

@@ -157,7 +157,7 @@ class _TokenStats(torch.autograd.Function):
         shard, total = plan.shard, token_ids.shape[0]
         wanted = token_ids[:, None] if topk_ids is None else torch.cat([token_ids[:, None], topk_ids], dim=1)
         wanted = take_rows(wanted, rows)
-        full = gather_sequence(hidden, shard.group) if plan.sequence_sharded else hidden
+        full = gather_sequence(hidden, shard.group) if plan.sequence_sharded else hidden.contiguous()
         local = (fused if plan.fused else chunked).forward(
             take_rows(full, rows),
             weight[: shard.valid],
@@ -202,7 +202,7 @@ class _TokenStats(torch.autograd.Function):
             entropy, g_h = (None if x is None else x[kept] for x in (entropy, g_h))
             rows = kept if rows is None else rows[kept]
 
-        full = gather_sequence(hidden, shard.group) if plan.sequence_sharded else hidden
+        full = gather_sequence(hidden, shard.group) if plan.sequence_sharded else hidden.contiguous()
         live_hidden = take_rows(full, rows)
         weight_grad = WeightGrad(ctx.weight) if need_weight else None
         hidden_grad = (fused if plan.fused else chunked).backward(

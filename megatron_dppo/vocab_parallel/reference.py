@@ -59,8 +59,9 @@ def local_partials_of_logits(
 ) -> Partials:
     """Statistics of the columns ``[first_column, first_column + C)``, which are ``z``."""
     if z.shape[1] == 0:
-        zero = z.new_zeros(z.shape[0])
-        return Partials(zero - torch.inf, zero, zero if entropy else None, z.new_full(wanted.shape, -torch.inf))
+        zero = z.sum(1)  # 0, and part of the graph: a rank whose shard is all padding has a gradient too, zeros
+        m = zero.detach() - torch.inf
+        return Partials(m, zero, zero if entropy else None, z.new_full(wanted.shape, -torch.inf))
     m = z.detach().amax(1)
     shifted = z - m[:, None]
     exp = shifted.exp()

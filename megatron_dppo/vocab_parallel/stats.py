@@ -56,6 +56,19 @@ class Partials:
         )
 
 
+def concatenate(blocks: list[Partials]) -> Partials:
+    """Statistics of consecutive blocks of rows, as one."""
+    if len(blocks) == 1:
+        return blocks[0]
+    d = [block.d for block in blocks if block.d is not None]
+    return Partials(
+        torch.cat([block.m for block in blocks]),
+        torch.cat([block.s for block in blocks]),
+        torch.cat(d) if d else None,
+        torch.cat([block.z for block in blocks]),
+    )
+
+
 def merge(slices: Partials) -> Partials:
     """Statistics of the union of disjoint slices, which are stacked along a leading dimension, in that order.
 
