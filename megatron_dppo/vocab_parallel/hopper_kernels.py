@@ -29,7 +29,8 @@ def _tile(index, tiles_t, tiles_v, GROUP: gl.constexpr):
     """Tile coordinates: GROUP token tiles by all column tiles, token tiles innermost, so both operands stay in L2."""
     group = index // (GROUP * tiles_v)
     first = group * GROUP
-    height = gl.minimum(tiles_t - first, GROUP)
+    # At least 1: consumers also ask for tiles past the last, whose coordinates are never used.
+    height = gl.maximum(gl.minimum(tiles_t - first, GROUP), 1)
     rest = index - group * GROUP * tiles_v
     return first + rest % height, rest // height
 
