@@ -1,1 +1,1 @@
-"""Prompts, rewards and environments."""
+"""Prompts, rewards and environments: what a policy is trained on."""

@@ -1,0 +1,65 @@
+#!/usr/bin/env python3
+"""Write a tiny Qwen3-MoE checkpoint in Hugging Face format, warmed up on a task until it is partly right.
+
+    python tools/make_tiny_model.py OUT --seed S [--task CONFIG.yaml | --random]
+
+The same seed gives the same files on the same machine. See `megatron_dppo/tasks/warm_up.py` for what is learned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from megatron_dppo.config.load import load_config
+from megatron_dppo.errors import UserError
+from megatron_dppo.launch import exit_status
+from megatron_dppo.models.tiny_qwen3_moe import random_tiny_qwen3_moe, write_checkpoint
+from megatron_dppo.models.tiny_tokenizer import byte_tokenizer
+from megatron_dppo.tasks.build import build_task
+from megatron_dppo.tasks.warm_up import warm_up
+
+DEMO = Path(__file__).resolve().parent.parent / "examples" / "tiny_moe_dppo.yaml"
+THREADS = 2  # fixed, since sums over another number of threads differ in the last bit
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist or be empty")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the warm-up (default 0)")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--task",
+        type=Path,
+        metavar="CONFIG",
+        default=DEMO,
+        help="run configuration whose `task` section is taught (default: the demo's)",
+    )
+    kind.add_argument("--random", action="store_true", help="random weights, no warm-up")
+    arguments = parser.parse_args(argv)
+    return exit_status(lambda: make(arguments.out, arguments.seed, None if arguments.random else arguments.task))
+
+
+def make(out: Path, seed: int, config_file: Path | None) -> None:
+    """Write the model of `seed` to `out`, warmed up on the task of `config_file` (None: not at all)."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists already; name another folder or remove it")
+    torch.set_num_threads(THREADS)
+    transformers_logging.disable_progress_bar()
+    started = time.monotonic()
+    tokenizer = byte_tokenizer()
+    model = random_tiny_qwen3_moe(tokenizer, seed)
+    if config_file is not None:
+        task = build_task(load_config(config_file).task, tokenizer)
+        warm_up(model, tokenizer, task, seed=seed, report=lambda line: print(line, flush=True))
+    write_checkpoint(out, model, tokenizer)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{out}: {parameters / 1e6:.2f} M parameters, made in {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
