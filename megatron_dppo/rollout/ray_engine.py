@@ -142,11 +142,12 @@ class RayRolloutEngine:
             name=name, num_cpus=0, num_gpus=num_gpus, max_concurrency=4, max_restarts=0
         )
         self._actor: Any = actor.remote(name, str(model), config)
+        self._started = self._actor.weight_version.remote()
         self._closed = False
 
     def wait_until_ready(self) -> None:
         """Block until the engine can generate; raises what its start-up raised."""
-        self._call("weight_version", timeout=self._config.start_timeout_s)
+        self._wait(self._started, self._config.start_timeout_s)
 
     @property
     def weight_version(self) -> int:
@@ -209,9 +210,11 @@ class RayRolloutEngine:
             return
         self._closed = True
         try:
-            ray.get(self._actor.close.remote(), timeout=30)
-        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-            pass
+            # An engine that is still loading cannot answer; killing its worker takes the core with it.
+            if ray.wait([self._started], timeout=0)[0]:
+                ray.get(self._actor.close.remote(), timeout=30)
+        except ray.exceptions.RayError:
+            pass  # it is gone already, or will be
         finally:
             ray.kill(self._actor)
 

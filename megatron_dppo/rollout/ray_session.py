@@ -21,6 +21,7 @@ from megatron_dppo.errors import UserError
 
 _START_ATTEMPTS = 4
 
+_ROOT = Path("/tmp")
 _FOLDER = "dppo-ray-"
 """Ray's files lie in /tmp/dppo-ray-<process>-*: socket paths are limited to 107 bytes."""
 
@@ -79,7 +80,7 @@ class RaySession:
         token = None if "RAY_AUTH_MODE" in os.environ else secrets.token_hex(32)
         environment = _authenticate(token)
         for attempt in range(1, _START_ATTEMPTS + 1):
-            folder = tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir="/tmp")
+            folder = tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=_ROOT)
             others = {child.pid for child in psutil.Process().children()}
             try:
                 with _environment_of_a_daemon():
@@ -154,7 +155,7 @@ def _reread_authentication() -> None:
 
 def _sweep() -> None:
     """Remove the folders of processes that were killed before they could."""
-    for folder in Path("/tmp").glob(f"{_FOLDER}*-*"):
+    for folder in _ROOT.glob(f"{_FOLDER}*-*"):
         owner = folder.name.removeprefix(_FOLDER).partition("-")[0]
         if owner.isdigit() and not psutil.pid_exists(int(owner)):
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,160 @@
+"""Several drivers on one Ray, and what is left of a run that ends badly."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import ray
+
+from megatron_dppo.rollout.ray_engine import RayRolloutEngine, fetch
+from megatron_dppo.rollout.ray_session import RayAddress
+from tests.rollout.conftest import LAW, Served, requests
+from tests.tiny import tiny_qwen3_moe
+
+OTHER_RANK = """
+import pickle, sys
+from megatron_dppo.rollout.ray_engine import fetch
+from megatron_dppo.rollout.ray_session import RaySession
+where, handle = pickle.load(open(sys.argv[1], "rb"))
+with RaySession.connect(where):
+    part = fetch(handle, [9, 1])
+    pickle.dump((part.token_ids.copy(), part.routes.experts.copy(), part.request_ids), open(sys.argv[2], "wb"))
+    del part
+"""
+
+CONTROLLER = """
+import os, sys, time
+from pathlib import Path
+from megatron_dppo.rollout.ray_engine import RayRolloutEngine
+from megatron_dppo.rollout.ray_session import RaySession
+from tests.rollout.conftest import CONFIG
+if __name__ == "__main__":
+    with RaySession.start(namespace="doomed", object_store_mib=80) as session:
+        engine = RayRolloutEngine(Path(sys.argv[1]), CONFIG)
+        try:
+            if sys.argv[2] == "ready":
+                engine.wait_until_ready()
+            print("UP", session._folder, flush=True)
+            time.sleep(600)
+        finally:
+            engine.close()
+"""
+
+
+def test_another_rank_pulls_its_rows_with_what_was_broadcast(served: Served, tmp_path: Path) -> None:
+    engine = served.engine
+    assert isinstance(engine, RayRolloutEngine)
+    handle = engine.generate_refs(requests(12, "ranks"), LAW, training=True)
+    context = ray.get_runtime_context()
+    where = RayAddress(context.gcs_address, context.namespace, os.environ.get("RAY_AUTH_TOKEN"))
+    assert where.token is None or where.token not in repr(where)
+    (tmp_path / "sent").write_bytes(pickle.dumps((where, handle)))
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    command = [sys.executable, "-c", OTHER_RANK, str(tmp_path / "sent"), str(tmp_path / "got")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    tokens, experts, request_ids = pickle.loads((tmp_path / "got").read_bytes())
+    expected = fetch(handle, [9, 1])
+    np.testing.assert_array_equal(tokens, expected.token_ids)
+    assert expected.routes is not None
+    np.testing.assert_array_equal(experts, expected.routes.experts)
+    assert request_ids == expected.request_ids
+    engine.release(handle)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "when"), [("SIGKILL", "ready"), ("SIGINT", "loading")])
+def test_nothing_is_left_of_a_controller_that_ends(tmp_path: Path, how: str, when: str) -> None:
+    """Killed outright with an engine at work, and interrupted while one is loading."""
+    tiny_qwen3_moe(tmp_path / "model", seed=3)
+    (tmp_path / "controller.py").write_text(CONTROLLER)
+    root = Path(__file__).parents[2]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    environment |= {"PYTHONPATH": str(root)}
+    controller = subprocess.Popen(
+        [sys.executable, str(tmp_path / "controller.py"), str(tmp_path / "model"), when],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    )
+    try:
+        assert controller.stdout is not None
+        line = next(line for line in controller.stdout if line.startswith("UP"))
+        folder = Path(line.split()[1])
+        deadline = time.monotonic() + 120
+        while not (engine := _engine_processes(controller.pid)) or len(engine) < 2:
+            assert time.monotonic() < deadline, "the engine's core never started"
+            time.sleep(0.2)
+        family = psutil.Process(controller.pid).children(recursive=True)
+        controller.send_signal(getattr(signal, how))
+        controller.wait(60)
+        # Ray's own agents take a minute to give a killed cluster up; the engine must not.
+        _, alive = psutil.wait_procs(engine if how == "SIGKILL" else family, timeout=40)
+        assert not alive, f"left behind: {[(p.pid, p.name()) for p in alive]}"
+        assert folder.exists() == (how == "SIGKILL")
+    finally:
+        for process in [controller, *(family if "family" in locals() else [])]:
+            if process.pid and psutil.pid_exists(process.pid):
+                process.kill()
+        controller.wait(10)
+
+
+def _engine_processes(controller: int) -> list[psutil.Process]:
+    """The actor's worker and everything under it."""
+    for process in psutil.Process(controller).children(recursive=True):
+        if "EngineActor" in " ".join([process.name(), *process.cmdline()]):
+            return [process, *process.children(recursive=True)]
+    return []
+
+
+def test_a_wrong_address_is_named() -> None:
+    program = (
+        "from megatron_dppo.rollout.ray_session import RaySession\n"
+        "from megatron_dppo.errors import UserError\n"
+        "try:\n    RaySession.start(namespace='x', object_store_mib=80)\n"
+        "except UserError as error:\n    print(error)\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    environment |= {"RAY_ADDRESS": "127.0.0.1:1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert "RAY_ADDRESS=127.0.0.1:1: no Ray cluster answers there" in done.stdout, done.stderr[-2000:]
+
+
+def test_a_later_session_sweeps_folders_of_killed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_dppo.rollout import ray_session
+
+    dead = subprocess.Popen([sys.executable, "-c", "pass"])
+    dead.wait()
+    ours, theirs = tmp_path / f"dppo-ray-{os.getpid()}-a", tmp_path / f"dppo-ray-{dead.pid}-b"
+    unrelated = tmp_path / "dppo-ray-notes-c"
+    for folder in (ours, theirs, unrelated):
+        folder.mkdir()
+    monkeypatch.setattr(ray_session, "_ROOT", tmp_path)
+    ray_session._sweep()
+    assert (ours.exists(), theirs.exists(), unrelated.exists()) == (True, False, True)
+
+
+def test_the_object_store_fits_the_machines_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_dppo.rollout import ray_session
+
+    def free(gib: float):
+        return lambda path: type("Usage", (), {"free": int(gib * 2**30)})()
+
+    monkeypatch.setattr("shutil.disk_usage", free(100))
+    assert ray_session._store_bytes(512) == 512 << 20
+    monkeypatch.setattr("shutil.disk_usage", free(0.5))
+    assert ray_session._store_bytes(512) == 256 << 20
+    monkeypatch.setattr("shutil.disk_usage", free(0.0625))  # Docker's default of 64 MiB
+    assert ray_session._store_bytes(512) == 80 << 20
