@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import secrets
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from megatron_dppo.checkpoint import optimizer_state, state_folder
 from megatron_dppo.checkpoint.atomic import INCOMPLETE
 from megatron_dppo.checkpoint.hf_side_files import check_side_files, copy_side_files
 from megatron_dppo.checkpoint.rng_state import collect_rng, restore_rng
-from megatron_dppo.checkpoint.safe_dcp import nothing_executed
+from megatron_dppo.checkpoint.safe_dcp import nothing_executed, read_index
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import unwrap
@@ -97,8 +98,8 @@ class TrainingStates:
             request = dist_checkpointing.save(
                 state, str(partial), async_sharded_save=self._queue is not None, async_strategy="mcore"
             )
-        except (OSError, CheckpointException) as error:
-            raise self._cannot_save(partial, error) from None
+        except CheckpointException as error:
+            raise self._cannot_save(error) from None
 
         def finalize() -> None:
             self._publish(partial, step, described)
@@ -108,7 +109,6 @@ class TrainingStates:
         else:
             request.finalize_fns.append(finalize)
             self._queue.schedule_async_request(request)
-            self._writing = partial
 
     def poll(self) -> None:
         """Publish an asynchronous save if every rank has finished writing."""
@@ -138,6 +138,7 @@ class TrainingStates:
             state["rng"] = self._rng_slot(None)
         try:
             with nothing_executed():
+                read_index(source)  # the loader itself reports a refused one as missing
                 loaded = dist_checkpointing.load(state, str(source), strict=StrictHandling.RAISE_UNEXPECTED)
         except CheckpointingException as error:
             raise UserError(f"{source} does not fit this run: {error}") from None
@@ -167,6 +168,11 @@ class TrainingStates:
 
     def _layout(self) -> dict[str, Any]:
         return {"world_size": dist.get_world_size(), **self.trainee.parallel.model_dump()}
+
+    def _bytes(self) -> int:
+        """Size of a state: weights, and a master weight and two moments in fp32 with an optimizer."""
+        numbers = sum(torch.Size(shape).numel() for shape in self.trainee.model.tensors.values())
+        return numbers * (self._dtype().itemsize + (12 if self.trainee.optimizer else 0))
 
     def _dtype(self) -> torch.dtype:
         return next(iter(self.trainee.models[0].parameters())).dtype
@@ -210,7 +216,12 @@ class TrainingStates:
             partial = self.root / f".{state_folder.folder_name(step)}{INCOMPLETE}{secrets.token_hex(4)}"
             try:
                 partial.mkdir(parents=True)
-                answer[0] = str(partial)
+                needed, free = self._bytes(), shutil.disk_usage(partial).free
+                if free < needed:
+                    partial.rmdir()
+                    answer[1] = f"{self.root} needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; make room"
+                else:
+                    answer[0] = str(partial)
             except OSError as error:
                 answer[1] = f"cannot create {partial.parent} for checkpoints: {error.strerror}; choose another output"
         dist.broadcast_object_list(answer, src=0)
@@ -239,12 +250,20 @@ class TrainingStates:
         try:
             self._queue.maybe_finalize_async_calls(blocking=blocking)
         except CheckpointException as error:
-            raise self._cannot_save(self._writing, error) from None
+            raise self._cannot_save(error) from None
 
-    def _cannot_save(self, partial: Path, error: BaseException) -> UserError:
+    def _cannot_save(self, error: CheckpointException) -> UserError:
+        """Every rank knows that one failed, only the coordinator why."""
+        reason = [str(_reason(error)) if error.failures else ""]
+        dist.broadcast_object_list(reason, src=0)
         if dist.get_rank() == 0:
             state_folder.remove_leftovers(self.root)
-        return UserError(f"cannot write a checkpoint under {self.root}: {_reason(error)}; earlier ones are untouched")
+        dist.barrier()
+        free = shutil.disk_usage(self.root).free
+        return UserError(
+            f"cannot write a checkpoint under {self.root} ({free / 1e9:.2f} GB free there): {reason[0]}; earlier ones "
+            "are untouched"
+        )
 
 
 def _reason(error: BaseException) -> BaseException:

@@ -69,6 +69,7 @@ def test_a_disk_that_fills_up_fails_every_rank_and_keeps_what_was_there(model: P
     errors = run_ranks(save_into, 2, model, tmp_path / "states", 200_000)
     assert errors[0] == errors[1]
     assert "cannot write a checkpoint" in errors[0]
+    assert "GB free there" in errors[0]
     assert list((tmp_path / "states").iterdir()) == []
 
 

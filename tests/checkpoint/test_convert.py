@@ -1,0 +1,82 @@
+"""The conversion command: there and back under different layouts, verified, and refused with one line."""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_dppo.checkpoint.convert_arguments import add_convert_arguments, run_convert
+from megatron_dppo.errors import UserError
+from tests.distributed import run_ranks
+from tests.tiny import tiny_qwen3_moe
+
+ROOT = Path(__file__).parents[2]
+
+
+def parsed(*arguments: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_convert_arguments(parser)
+    return parser.parse_args([str(a) for a in arguments])
+
+
+def convert(rank: int, *arguments: object) -> str:
+    try:
+        run_convert(parsed(*arguments))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "moe"
+    tiny_qwen3_moe(path, seed=8, num_hidden_layers=2)
+    return path
+
+
+def test_there_and_back_under_torchrun_layouts(source: Path, tmp_path: Path) -> None:
+    megatron, back = tmp_path / "megatron", tmp_path / "back"
+    there = run_ranks(convert, 2, source, megatron, "--tensor", 2, "--expert", 2, "--verify")
+    assert there == ["", ""]
+    assert (megatron / "latest").read_text() == "step_00000000\n"
+    assert run_ranks(convert, 2, megatron, back, "--pipeline", 2, "--verify") == ["", ""]
+    original, written = load_file(source / "model.safetensors"), load_file(back / "model.safetensors")
+    assert original.keys() == written.keys()
+    assert all(torch.equal(written[name], original[name]) for name in original)
+
+    assert "is not empty" in run_ranks(convert, 1, megatron, back)[0]
+    assert run_ranks(convert, 1, megatron, back, "--overwrite", "--dtype", "bfloat16") == [""]
+    assert load_file(back / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+
+
+def test_the_script_runs_in_one_process(source: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "tools/convert_hf_to_megatron.py", str(source), str(tmp_path / "out")]
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "parameters in 71 tensors" in done.stderr
+    assert f"done: {tmp_path / 'out' / 'step_00000000'}" in done.stderr.replace("\n", "")
+
+
+def test_refusals_name_what_is_wrong(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no Hugging Face model"):
+        run_convert(parsed(tmp_path, tmp_path / "out"), only="to-megatron")
+    with pytest.raises(UserError, match="is a Hugging Face model already"):
+        run_convert(parsed(source, tmp_path / "out"), only="to-hf")
+    with pytest.raises(UserError, match="--tensor must be at least 1"):
+        run_convert(parsed(source, tmp_path / "out", "--tensor", 0))
+    (tmp_path / "empty").mkdir()
+    refusals = {
+        "does not exist": (tmp_path / "absent", tmp_path / "out"),
+        "holds no checkpoint": (tmp_path / "empty", tmp_path / "out"),
+        "8 experts cannot be divided": (source, tmp_path / "out", "--expert", 3),
+    }
+    for why, arguments in refusals.items():
+        world_size = 3 if "--expert" in arguments else 1
+        assert why in run_ranks(convert, world_size, *arguments)[0]
+    assert not (tmp_path / "out").exists()

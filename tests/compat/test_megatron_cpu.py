@@ -1,0 +1,78 @@
+"""What makes real Megatron-Core run on a CPU, and that it stays out of everybody else's way."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.compat import megatron_cpu
+from tests.distributed import run_ranks
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the shims do nothing where there is a GPU")
+
+
+def in_one_process(rank: int) -> None:
+    megatron_cpu.install()
+    patched = torch.cuda.get_rng_state
+    megatron_cpu.install()
+    assert torch.cuda.get_rng_state is patched
+
+    # Literals of others keep their meaning.
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros(1, device="cuda")
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+
+    from megatron.core.tensor_parallel.random import (
+        checkpoint,
+        get_cuda_rng_tracker,
+        model_parallel_cuda_manual_seed,
+    )
+
+    from megatron_dppo.models.groups import initialize_groups
+    from megatron_dppo.models.parallel import ParallelConfig
+
+    initialize_groups(ParallelConfig(), seed=5)
+    outside = torch.get_rng_state()
+    with get_cuda_rng_tracker().fork():
+        first = torch.rand(4)
+    assert torch.equal(torch.get_rng_state(), outside)  # a region's draws leave the default stream alone
+    with get_cuda_rng_tracker().fork():
+        assert not torch.equal(torch.rand(4), first)
+    model_parallel_cuda_manual_seed(5)
+    with get_cuda_rng_tracker().fork():
+        assert torch.equal(torch.rand(4), first)
+
+    # Recomputation draws the same dropout mask again: the gradient is that of the forward that ran.
+    x = torch.ones(1000, requires_grad=True)
+    out = checkpoint(lambda t: torch.nn.functional.dropout(t, 0.5), False, x)
+    out.sum().backward()
+    assert torch.equal(x.grad, out.detach())
+
+
+def test_random_state_and_literals() -> None:
+    run_ranks(in_one_process, 1)
+
+
+def uneven_collectives(rank: int) -> None:
+    megatron_cpu.install()
+    from megatron.core.tensor_parallel.mappings import (
+        gather_from_sequence_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+    )
+
+    group, heights = dist.group.WORLD, [3, 0, 5]
+    shard = torch.full((heights[rank], 2), float(rank), requires_grad=True)
+    whole = gather_from_sequence_parallel_region(shard, group=group, output_split_sizes=heights)
+    assert whole[:, 0].tolist() == [0.0] * 3 + [2.0] * 5
+    (whole * (rank + 1)).sum().backward()  # every rank's use of the shard adds up: 1 + 2 + 3
+    assert torch.equal(shard.grad, torch.full_like(shard, 6.0))
+
+    rows = torch.arange(8.0)[:, None].requires_grad_()
+    mine = reduce_scatter_to_sequence_parallel_region(rows, group=group, input_split_sizes=heights)
+    start = sum(heights[:rank])
+    assert torch.equal(mine[:, 0], 3 * torch.arange(8.0)[start : start + heights[rank]])
+    mine.sum().backward()
+    assert torch.equal(rows.grad, torch.ones_like(rows))
+
+
+def test_collectives_of_shards_of_unequal_height() -> None:
+    run_ranks(uneven_collectives, 3)
