@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -69,6 +70,7 @@ class RaySession:
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": namespace}
         joined = os.environ.get("RAY_ADDRESS")
         if joined:
+            _check_answer(joined)
             try:
                 context = ray.init(address=joined, **quiet)
             except ConnectionError as error:
@@ -124,6 +126,21 @@ class RaySession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_answer(address: str) -> None:
+    """Ray tries a wrong address for minutes; a connection is refused in no time."""
+    host, _, port = address.rpartition(":")
+    if address == "auto":
+        return
+    if not host or "://" in address or not port.isdigit():
+        raise UserError(f"RAY_ADDRESS={address}: expected host:port of the cluster's head, or auto")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=15).close()
+    except OSError as error:
+        raise UserError(
+            f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); start one or unset RAY_ADDRESS"
+        ) from error
 
 
 def _authenticate(token: str | None) -> dict[str, str | None]:

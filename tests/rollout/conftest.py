@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
+from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
 from megatron_dppo.rollout.ray_engine import RayRolloutEngine
@@ -51,8 +52,9 @@ class Served:
 
     engine: RayRolloutEngine | VllmEngine
     model: Path
+    first: RolloutBatch
+    """Sampled from the checkpoint that the engine loaded, before any sync."""
     version: int = 0
-    names: set[str] = field(default_factory=set)
 
     def next_version(self) -> int:
         self.version += 1
@@ -69,7 +71,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         engine = RayRolloutEngine(model, CONFIG)
         try:
             engine.wait_until_ready()
-            yield Served(engine, model)
+            yield Served(engine, model, engine.generate(requests(200, "first"), LAW, training=True))
         finally:
             engine.close()
     left = [c for c in psutil.Process().children(recursive=True) if c.pid not in before and c.name() != "python"]
@@ -85,6 +87,6 @@ def served_mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     )
     engine = VllmEngine(model, CONFIG)
     try:
-        yield Served(engine, model)
+        yield Served(engine, model, engine.generate(requests(30, "first"), LAW, training=True))
     finally:
         engine.close()

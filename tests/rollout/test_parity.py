@@ -7,16 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import PreTrainedModel
 
+from megatron_dppo.batch import RolloutBatch
 from tests.rollout.conftest import LAW, Served, requests
 from tests.rollout.reference import compare_law, compare_routes, load, model_with, other_weights, reference
 
 
-def check(served: Served, model, name: str, count: int, temperature: float) -> int:
-    """Parity of one rollout with `model`; returns the number of excused near-ties."""
-    batch = served.engine.generate(
-        requests(count, name, seed=count), replace(LAW, temperature=temperature), training=True
-    )
+def check(batch: RolloutBatch, model: PreTrainedModel, version: int, temperature: float = 1.0) -> None:
     expected = reference(model, batch, temperature)
     assert compare_law(batch, expected) <= 1e-4
     rows = np.flatnonzero(batch.loss_mask)
@@ -32,32 +30,34 @@ def check(served: Served, model, name: str, count: int, temperature: float) -> i
     assert compared == batch.routes.valid.sum() * batch.routes.moe_layers
     assert batch.routes.valid.sum() == len(batch.token_ids) - len(batch)
     assert excused <= compared // 1000
-    assert (batch.weight_versions == served.version).all()
-    return excused
+    assert (batch.weight_versions == version).all()
 
 
-def test_laws_top_k_and_routes_equal_transformers_before_and_after_syncs(served: Served, tmp_path: Path) -> None:
-    """200 sequences with prefix-cache hits, two temperatures; the engine starts at version 0."""
-    check(served, load(served.model), "before", 200, temperature=1.0)
-    check(served, load(served.model), "warm", 20, temperature=0.7)
-    for round_ in (1, 2):
-        weights = other_weights(served.model, seed=round_)
-        served.engine.update_weights(served.next_version(), weights.items())
-        assert served.engine.weight_version == served.version
-        model = model_with(served.model, weights, tmp_path / str(round_))
-        check(served, model, f"after-{round_}", 40, temperature=1.3 - 0.3 * round_)
+def sync_and_check(served: Served, folder: Path, seed: int, temperature: float) -> None:
+    weights = other_weights(served.model, seed)
+    served.engine.update_weights(served.next_version(), weights.items())
+    assert served.engine.weight_version == served.version
+    law = replace(LAW, temperature=temperature)
+    batch = served.engine.generate(requests(40, f"after-{seed}", seed), law, training=True)
+    check(batch, model_with(served.model, weights, folder), served.version, temperature)
+
+
+def test_the_loaded_checkpoint_equals_transformers(served: Served) -> None:
+    """200 sequences with prefix-cache hits: log mu, top-K and routes."""
+    check(served.first, load(served.model), version=0)
+
+
+@pytest.mark.parametrize(("seed", "temperature"), [(1, 1.0), (2, 0.7)])
+def test_synced_weights_equal_transformers(served: Served, tmp_path: Path, seed: int, temperature: float) -> None:
+    sync_and_check(served, tmp_path, seed, temperature)
 
 
 def test_dense_layers_and_tied_embeddings(served_mixed: Served, tmp_path: Path) -> None:
-    model = load(served_mixed.model)
-    check(served_mixed, model, "before", 30, temperature=1.0)
-    batch = served_mixed.engine.generate(requests(2, "shape"), LAW, training=True)
-    assert batch.routes is not None
-    assert batch.routes.moe_layers == 3
-    weights = other_weights(served_mixed.model, seed=5)
-    assert "lm_head.weight" not in weights
-    served_mixed.engine.update_weights(served_mixed.next_version(), weights.items())
-    check(served_mixed, model_with(served_mixed.model, weights, tmp_path / "new"), "after", 30, temperature=1.0)
+    check(served_mixed.first, load(served_mixed.model), version=0)
+    assert served_mixed.first.routes is not None
+    assert served_mixed.first.routes.moe_layers == 3
+    assert "lm_head.weight" not in other_weights(served_mixed.model, 0)
+    sync_and_check(served_mixed, tmp_path, seed=5, temperature=1.0)
 
 
 def test_stop_tokens_and_the_limit_are_told_apart(served_mixed: Served) -> None:
