@@ -1,0 +1,121 @@
+"""Whole runs on real parts: torchrun, Megatron-Core on two ranks, vLLM in a Ray actor, reasoning-gym's verifier."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatron_dppo.models.tiny_qwen3_moe import random_tiny_qwen3_moe, write_checkpoint
+from megatron_dppo.models.tiny_tokenizer import byte_tokenizer
+
+STEPS, HALF = 4, 2
+CONFIG = """
+run: {{dir: {run}, name: end to end, seed: 3}}
+model: {{path: {model}}}
+parallel: {{tensor: 2, expert: 2, sequence_parallel: true}}
+actor: {{dtype: float32, max_tokens_per_microbatch: 512}}
+optimizer: {{lr: 1.0e-3, schedule: linear, warmup_steps: 2, decay_steps: 10}}
+rollout: {{max_prompt_tokens: 32, max_response_tokens: 8, dtype: float32, kv_cache_mib: 64, max_num_seqs: 64}}
+task:
+  parameters: {{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}}
+  prompt: "{{metadata[expression]}}"
+  train_size: 64
+  held_out_size: 16
+trainer: {{steps: {steps}, prompts_per_step: 8, samples_per_prompt: 4, prompts_per_mini_batch: 4}}
+evaluation: {{every: 2, prompts: 8, samples: 2}}
+"""
+
+
+def run(folder: Path, model: Path, *overrides: str) -> str:
+    """Train by torchrun, as a user does; returns what was printed."""
+    config = folder.with_suffix(".yaml")
+    config.write_text(CONFIG.format(run=folder, model=model, steps=STEPS))
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("--no-python", str(Path(sys.executable).with_name("megatron-dppo")), "train", str(config), *overrides),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = byte_tokenizer()
+    write_checkpoint(folder, random_tiny_qwen3_moe(tokenizer, seed=1), tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, model) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    return folder, run(folder, model)
+
+
+@pytest.mark.slow
+def test_every_part_did_its_work(whole):
+    folder, printed = whole
+    logged = rows(folder)
+    trained = [row for row in logged if "optimizer/loss" in row]
+    evaluated = [row["step"] for row in logged if "eval/accuracy" in row]
+    assert [row["step"] for row in trained] == [1, 2, 3, 4]
+    assert evaluated == [0, 2, 4]
+    first = trained[0]
+    assert first["parity/max_abs_logp_gap"] < 1e-3
+    assert first["parity_without_replay/differing_tokens"] >= 0
+    for row in trained:
+        # Every token of a sequence but the last was routed by the engine, in each of the four layers.
+        assert row["r3/replayed_routings"] == 4 * (row["data/tokens"] - 32)
+        assert row["r3/gap_routings"] == 4 * 32
+        assert row["optimizer/skipped_steps"] == 0
+        assert row["reward/verifier_errors"] == 0
+        assert 0 < row["policy/mean_abs_pi_mu"] < 0.01
+    # Linear warm-up from 0 over two gradient steps, then decay to 0 at the tenth; two gradient steps a row.
+    assert [row["optimizer/lr"] for row in trained] == pytest.approx([5e-4, 8.75e-4, 6.25e-4, 3.75e-4])
+    assert "held-out accuracy" in printed
+    assert (folder / "curves.png").stat().st_size > 10_000
+    assert any((folder / "tensorboard").iterdir())
+
+
+@pytest.mark.slow
+def test_the_trained_model_is_another_one_that_transformers_loads(whole, model):
+    folder, _ = whole
+    tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1 + 2"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )["input_ids"]
+    with torch.no_grad():
+        before, after = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(ids).logits
+            for path in (model, folder / "hf")
+        )
+    assert torch.isfinite(after).all()
+    assert 1e-4 < (after - before).abs().max() < 10
+
+
+@pytest.mark.slow
+def test_a_run_in_two_halves_is_the_same_run(whole, model, tmp_path):
+    """Weights, moments, schedule, data order and request seeds all go on where they were."""
+    halves = tmp_path / "halves"
+    run(halves, model, f"trainer.steps={HALF}", f"trainer.checkpoint_every={HALF}", "trainer.export_hugging_face=false")
+    run(halves, model, "trainer.resume=true", "trainer.export_hugging_face=false")
+    expected = {row["step"]: row for row in rows(whole[0]) if "optimizer/loss" in row}
+    resumed = {row["step"]: row for row in rows(halves) if "optimizer/loss" in row}
+    assert list(resumed) == list(expected)
+    for step, row in resumed.items():
+        for name in ("optimizer/loss", "optimizer/grad_norm", "optimizer/lr", "reward/mean", "policy/entropy"):
+            np.testing.assert_allclose(row[name], expected[step][name], atol=1e-6, err_msg=f"{name} of step {step}")
