@@ -181,7 +181,8 @@ def _sweep() -> None:
 def _clear_up(folder: str, others: set[int]) -> None:
     """End what a failed start left: daemons are children of this process until they are up."""
     ray.shutdown()
-    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in others]
+    started = [child for child in psutil.Process().children() if child.pid not in others]
+    left = [*started, *(process for child in started for process in child.children(recursive=True))]
     for child in left:
         with suppress(psutil.NoSuchProcess):
             child.kill()

@@ -46,9 +46,10 @@ class ModelFacts:
     """The model's own end-of-sequence ids: config.json's and generation_config.json's."""
     tied_embeddings: bool
     routes: RouteSchema | None
+    """None for a model without experts, or when routes are not recorded."""
 
     @staticmethod
-    def read(folder: Path) -> ModelFacts:
+    def read(folder: Path, *, router_replay: bool) -> ModelFacts:
         path = folder / "config.json"
         try:
             config = json.loads(path.read_text())
@@ -68,7 +69,7 @@ class ModelFacts:
             vocab_size=int(config["vocab_size"]),
             stop_token_ids=tuple(sorted(set(ids))),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            routes=RouteSchema.from_hf_config(config),
+            routes=RouteSchema.from_hf_config(config) if router_replay else None,
         )
 
 
@@ -81,7 +82,7 @@ class VllmEngine:
 
     def __init__(self, model: Path, config: RolloutConfig) -> None:
         self.config = config
-        self.facts = ModelFacts.read(Path(model))
+        self.facts = ModelFacts.read(Path(model), router_replay=config.router_replay)
         if not self.facts.stop_token_ids and not config.stop_token_ids:
             raise UserError(
                 f"{self.facts.folder}/config.json names no eos_token_id, so no response would end before "
@@ -91,7 +92,6 @@ class VllmEngine:
         self._manifest = Manifest(
             None if dummy else read_shapes(self.facts.folder), tied_embeddings=self.facts.tied_embeddings
         )
-        self._routes = self.facts.routes if config.router_replay else None
         self.weight_version = 0
         """Version that `generate` samples from; 0 is the checkpoint the engine started with."""
         self._shut: str | None = "the engine has random weights until its first weight sync" if dummy else None
@@ -126,7 +126,7 @@ class VllmEngine:
             outputs,
             recorded=recorded,
             top_k=law.top_k_logprobs,
-            schema=self._routes if training else None,
+            schema=self.facts.routes if training else None,
             weight_version=self.weight_version,
         )
 
@@ -247,6 +247,7 @@ class VllmEngine:
         os.environ.update(engine_environment(self.config))
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(self.config.start_timeout_s)))
         from importlib.metadata import entry_points
 
         from vllm import AsyncEngineArgs
@@ -266,7 +267,7 @@ class VllmEngine:
             "enforce_eager": config.enforce_eager,
             "enable_prefix_caching": config.enable_prefix_caching,
             "enable_sleep_mode": config.enable_sleep,
-            "enable_return_routed_experts": self._routes is not None,
+            "enable_return_routed_experts": self.facts.routes is not None,
             "logprobs_mode": "processed_logprobs",
             "max_logprobs": -1,
             "generation_config": "vllm",

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dppo.errors import UserError
 from megatron_dppo.router_replay.routes import Routes, route_dtype
 
 _TOP1_WITNESSES = 64
@@ -51,7 +52,7 @@ class RouteSchema:
             k for k in ("first_k_dense_replace", "moe_layer_freq", "n_group", "num_expert_group") if config.get(k)
         ]
         if unknown:
-            raise RouteError(
+            raise UserError(
                 f"config.json has {unknown}: the layer pattern of this model family is unknown to router replay; "
                 "switch rollout.router_replay off"
             )

@@ -214,7 +214,7 @@ def test_folders_that_are_no_model_are_named(tmp_path: Path) -> None:
         VllmEngine(tmp_path, RolloutConfig())
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
-        ModelFacts.read(tmp_path)
+        ModelFacts.read(tmp_path, router_replay=True)
     (tmp_path / "config.json").write_text('{"vocab_size": 10}')
     with pytest.raises(UserError, match="names no eos_token_id"):
         VllmEngine(tmp_path, RolloutConfig())

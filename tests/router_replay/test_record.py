@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megatron_dppo.errors import UserError
 from megatron_dppo.router_replay.record import RouteError, RouteSchema, record_routes
 from megatron_dppo.router_replay.routes import Routes, route_dtype
 
@@ -54,7 +55,7 @@ def test_layer_pattern_of_the_model(config: dict, expected: tuple[int, ...]) -> 
 
 def test_a_dense_model_has_no_schema_and_a_foreign_pattern_is_refused() -> None:
     assert RouteSchema.from_hf_config({"num_hidden_layers": 4}) is None
-    with pytest.raises(RouteError, match="first_k_dense_replace"):
+    with pytest.raises(UserError, match="first_k_dense_replace"):
         RouteSchema.from_hf_config({"num_experts": 8, "num_hidden_layers": 4, "first_k_dense_replace": 1})
 
 
