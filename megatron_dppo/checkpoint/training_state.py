@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import pickle
+import queue
 import secrets
 import shutil
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import MegatronOptimizer
@@ -77,6 +80,9 @@ class TrainingStates:
             raise UserError(f"checkpoint: keep must be at least 1, got {keep}")
         self.root, self.trainee, self.keep = Path(root), trainee, keep
         self._queue = AsyncCallsQueue(persistent=False) if asynchronous else None
+        # Where the writer reports what it wrote. The stock queue lives in a fresh Python process of every rank, which
+        # imports torch for the first report: seconds and half a gigabyte each.
+        self._reports: Any = multiprocessing.get_context("fork").Manager().Queue() if asynchronous else queue.Queue()
 
     def save(self, step: int, progress: dict[str, Any]) -> None:
         """Write the state after optimizer step `step`. `progress` is JSON: data position, weight version, config, ...
@@ -94,6 +100,7 @@ class TrainingStates:
                 trainee.optimizer, state, trainee.groups, is_loading=False
             )
         state["rng"] = self._rng_slot(collect_rng())
+        filesystem_async._results_queue = self._reports
         try:
             request = dist_checkpointing.save(
                 state, str(partial), async_sharded_save=self._queue is not None, async_strategy="mcore"

@@ -86,6 +86,14 @@ _CUDA_TYPE_NAMES = {
 }
 
 
+def _calling_module() -> str:
+    """Who called the torch function that a mode sees; other modes (`with torch.device(...)`) may stand in between."""
+    frame = sys._getframe(2)
+    while frame.f_back and frame.f_globals.get("__name__") in ("torch.utils._device", "torch.overrides"):
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", ""))
+
+
 class CudaLiteralsToCpu(TorchFunctionMode):
     """Inside Megatron-Core's own code, `device="cuda"`, `.cuda()` and `pin_memory` mean the CPU, and `tensor.type()`
     names the GPU type that its optimizer compares with. Calls from anywhere else are left alone."""
@@ -98,7 +106,7 @@ class CudaLiteralsToCpu(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if not sys._getframe(1).f_globals.get("__name__", "").startswith("megatron."):
+        if not _calling_module().startswith("megatron."):
             return func(*args, **kwargs)
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]

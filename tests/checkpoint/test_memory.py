@@ -10,9 +10,18 @@ from tests.distributed import run_ranks
 MIB = 2**20
 
 
-@pytest.mark.parametrize("gigabytes", [0.5, pytest.param(2.0, marks=pytest.mark.full)], ids=["half a GiB", "two GiB"])
+TP2_ETP2 = {"tensor": 2, "sequence_parallel": True, "expert_tensor": 2}
+EP2 = {"expert": 2}
+
+
 @pytest.mark.parametrize(
-    "layout", [{"tensor": 2, "sequence_parallel": True, "expert_tensor": 2}, {"expert": 2}], ids=str
+    ("gigabytes", "layout"),
+    [
+        (0.5, TP2_ETP2),
+        pytest.param(2.0, TP2_ETP2, marks=pytest.mark.full),
+        pytest.param(2.0, EP2, marks=pytest.mark.full),
+    ],
+    ids=["half a GiB, TP2 x ETP2", "two GiB, TP2 x ETP2", "two GiB, EP2"],
 )
 def test_peaks_on_two_ranks(gigabytes: float, layout: dict[str, object], tmp_path: Path) -> None:
     size = write_large_model(tmp_path / "model", gigabytes)
