@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 SHELL_SCRIPTS := .ci/run $(wildcard tools/*.sh examples/*.sh)
 PYTEST_ARGS ?=
 export VENV
+# Where this is set, every process compiles Megatron-Core, vLLM and torch's Python anew: minutes of a demo or a test run.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test test-full lint format constraints clean
 
@@ -18,10 +20,10 @@ demo: setup ## train a tiny mixture-of-experts model by DPPO, end to end, on two
 	@PYTHON=$(BIN)/python bash examples/run_tiny_moe_dppo.sh
 
 test: setup lint ## linters and tests
-	$(BIN)/pytest -m "not full" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not full" $(PYTEST_ARGS)
 
 test-full: setup lint ## the same with the whole test matrix
-	$(BIN)/pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_ARGS)
 
 lint: setup ## ruff, mypy, import-linter, shellcheck
 	$(BIN)/ruff check .

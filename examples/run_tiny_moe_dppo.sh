@@ -15,6 +15,7 @@
 # torchrun starts a file with Python, so this one is both: to bash the line above is a command that does nothing, to
 # Python it opens a docstring, which closes after bash has handed over to Python.
 set -euo pipefail
+unset PYTHONDONTWRITEBYTECODE # every process would compile Megatron-Core and vLLM anew
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [ -z "${PYTHON:-}" ]; then
   bash "$root/tools/setup_venv.sh"

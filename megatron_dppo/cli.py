@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 def _train(arguments: argparse.Namespace) -> int:
     # Megatron-Core warns at import and once per layer of what it would rather have (Apex, a fused norm, an
     # environment variable): on every rank, in the middle of the progress display.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|torch)\b")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|megatron_dppo\.compat|torch)\b")
     from megatron_dppo.config.load import load_config
     from megatron_dppo.trainer.train import train
 

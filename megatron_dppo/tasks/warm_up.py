@@ -39,8 +39,10 @@ class WarmUpPlan:
     """Second lesson, Adam on everything."""
     careless_steps: int = 100
     """Most steps of the second lesson."""
+    measure_from: int = 20
+    """Step of the second lesson at which measuring begins."""
     measure_every: int = 5
-    """Steps of the second lesson between two measurements."""
+    """Steps between two measurements."""
     accuracy_band: tuple[float, float] = (0.2, 0.42)
     """The second lesson ends at the first measurement at or below the upper edge; below the lower edge is a failure."""
     min_well_formed: float = 0.95
@@ -89,11 +91,13 @@ def warm_up(
         if step % 50 == 0 or step == plan.correct_steps:
             report(f"warm-up, correct demonstrations: step {step}/{plan.correct_steps}, loss {loss:.3f}")
 
+    measured = measure(model, tokenizer, task, held_out, samples=plan.samples_per_prompt, seed=seed)
+    report(f"warm-up, correct demonstrations: held-out accuracy {measured.accuracy:.3f}")
     careless = [torch.optim.Adam(model.parameters(), lr=plan.careless_lr, betas=(0.9, 0.99))]
     for step in range(1, plan.careless_steps + 1):
         slip = plan.slip * min(1.0, step / plan.slip_ramp_steps)
         _step(model, careless, demonstrator.show(plan.batch_size, slip))
-        if step % plan.measure_every:
+        if step < plan.measure_from or step % plan.measure_every:
             continue
         measured = measure(model, tokenizer, task, held_out, samples=plan.samples_per_prompt, seed=seed)
         report(
