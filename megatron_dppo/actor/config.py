@@ -43,7 +43,7 @@ class OptimizerConfig(ConfigModel):
     beta2: float = Field(default=0.999, ge=0.0, lt=1.0)
     epsilon: float = Field(default=1e-8, gt=0.0)
     weight_decay: float = Field(default=0.0, ge=0.0)
-    """Decoupled (AdamW)."""
+    """Decoupled (AdamW); norms and biases are not decayed."""
     clip_grad: float = Field(default=1.0, ge=0.0)
     """Global gradient norm above which gradients are scaled down; 0 switches clipping off."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_dppo.actor.config import OptimizerConfig
@@ -29,24 +29,24 @@ def build_optimizer(
     config: OptimizerConfig, model_chunks: Sequence[torch.nn.Module], dtype: torch.dtype
 ) -> tuple[Any, OptimizerParamScheduler]:
     """The optimizer over all parameters of the wrapped chunks that want gradients, and its schedule."""
-    optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            min_lr=min(config.min_lr, config.lr),
-            weight_decay=config.weight_decay,
-            adam_beta1=config.beta1,
-            adam_beta2=config.beta2,
-            adam_eps=config.epsilon,
-            # An unreachable bound instead of 0: Megatron-Core does not report the norm with clipping switched off.
-            clip_grad=config.clip_grad or float("inf"),
-            bf16=dtype is torch.bfloat16,
-            fp16=dtype is torch.float16,
-            params_dtype=dtype,
-            use_distributed_optimizer=True,
-        ),
-        list(model_chunks),
+    settings = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=min(config.min_lr, config.lr),
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.epsilon,
+        # An unreachable bound instead of 0: Megatron-Core does not report the norm with clipping switched off.
+        clip_grad=config.clip_grad or float("inf"),
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
     )
+    # The standard overrides keep weight decay off norms and biases.
+    overrides = get_standard_config_overrides(settings)
+    optimizer = get_megatron_optimizer(settings, list(model_chunks), config_overrides=overrides)
     constant = config.schedule == "constant"
     scheduler = OptimizerParamScheduler(
         optimizer,

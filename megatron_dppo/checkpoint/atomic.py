@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_dppo.errors import UserError
 
 INCOMPLETE = ".incomplete-"
+_CHECKPOINT_MARKS = ("config.json", "state.json", "latest")
 
 
 @contextlib.contextmanager
@@ -37,8 +38,13 @@ def check_target(path: Path, *, overwrite: bool) -> None:
     """`UserError` where `path` cannot become a new folder."""
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file, not a folder; choose another output")
-    if path.is_dir() and any(path.iterdir()) and not overwrite:
-        raise UserError(f"{path} exists and is not empty; remove it or choose another output")
+    if path.is_dir() and any(path.iterdir()):
+        if not overwrite:
+            raise UserError(f"{path} exists and is not empty; remove it or choose another output")
+        if not any((path / mark).is_file() for mark in _CHECKPOINT_MARKS):
+            raise UserError(
+                f"{path} is no checkpoint folder and is not overwritten; remove it or choose another output"
+            )
     parent = path.parent
     while not parent.exists():
         parent = parent.parent

@@ -47,7 +47,6 @@ def load_hf_weights(
     check_tokenizer(folder, model)
 
     owned = list(owned_parameters(models, model, groups))
-    _check_all_present([o.name for o in owned], models)
     order = sorted(owned, key=lambda o: o.pieces[0].hf_name if o.pieces else "")
     with torch.no_grad():
         for done, item in enumerate(order, start=1):
@@ -95,14 +94,6 @@ def check_tensors(files: HFFiles, model: HFConfig, stacked: bool) -> None:
         odd = min(dtypes, key=lambda d: sum(t.dtype == d for t in stored.values()))
         name = next(n for n, t in stored.items() if t.dtype == odd)
         raise UserError(f"{where}: {name} is stored as {odd}, other tensors are not; store all in one dtype")
-
-
-def _check_all_present(names: list[str], models: Sequence[torch.nn.Module]) -> None:
-    doubled = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
-    if doubled:
-        raise RuntimeError(f"parameters held twice on this rank: {sorted(doubled)[:_LISTED]}")
-    if not names:
-        raise RuntimeError(f"the {len(models)} model chunks of this rank hold no parameters")
 
 
 def check_tokenizer(folder: Path, model: HFConfig) -> None:

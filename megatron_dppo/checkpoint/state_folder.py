@@ -92,7 +92,9 @@ def finish_state(partial: Path, root: Path, step: int, described: dict[str, Any]
     write_synced(replacement, folder.name + "\n")
     replacement.replace(root / LATEST)
     sync(root)
-    older = [p for p in finished_states(root) if p != folder]
+    # By age, not by step: a run resumed from an earlier step leaves higher numbers behind.
+    older = sorted(finished_states(root), key=lambda p: (p / DESCRIPTION).stat().st_mtime_ns)
+    older.remove(folder)
     for obsolete in older[: max(0, len(older) + 1 - keep)]:
         shutil.rmtree(obsolete, ignore_errors=True)
     return folder

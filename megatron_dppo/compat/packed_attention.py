@@ -13,6 +13,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_dppo.errors import UserError
+
 
 class PackedAttention(MegatronModule):
     """Causal softmax attention with grouped queries; packed (THD) or batched (SBHD), on this rank's heads.
@@ -41,7 +43,7 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         if config.context_parallel_size > 1:
-            raise NotImplementedError("PackedAttention (CPU) does not run under context parallelism")
+            raise UserError("parallel: context > 1 needs a GPU with TransformerEngine; set it to 1")
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise NotImplementedError(f"PackedAttention is causal; the layer asks for {attn_mask_type}")
         if (config.attention_dropout if attention_dropout is None else attention_dropout) != 0.0:

@@ -32,7 +32,7 @@ def build_model(
     frequencies, rope_factor = rope_frequencies(model, length)
     if rope_factor != 1.0:
         config.apply_rope_fusion = False  # the fused kernel for packed sequences knows no such factor
-    stages, chunks = groups.pp.size(), config.virtual_pipeline_model_parallel_size or 1
+    chunks = config.virtual_pipeline_model_parallel_size or 1
     stage, last = groups.pp.rank(), (groups.pp.size() - 1, chunks - 1)
     built = []
     for chunk in range(chunks):
@@ -54,7 +54,6 @@ def build_model(
         for layer in gpt.decoder.layers:
             layer.self_attention._yarn_concentration_factor = rope_factor
         built.append(gpt)
-    assert stages == config.pipeline_model_parallel_size
     return built
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ _TE_NORMS = {
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+_GLOBAL_EXPERT = re.compile(r"mlp\.experts\.(\d+)\..+")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 
 
@@ -46,7 +47,8 @@ def owned_parameters(
 ) -> Iterator[Owned]:
     """Every parameter of this rank's chunks, in the chunks' order.
 
-    Raises KeyError for a parameter that the family's table does not know: the table and the layer spec disagree.
+    Raises RuntimeError where the family's table and the layer spec disagree: a parameter the table does not know, or
+    one it has for these layers that the chunks lack.
     """
     transforms = dict(model.parameters())
     experts = model.moe.experts // groups.ep.size() if model.moe else 0
@@ -54,14 +56,34 @@ def owned_parameters(
     for chunk in models:
         gpt = unwrap(chunk)
         numbers = [layer.layer_number - 1 for layer in gpt.decoder.layers]
+        missing = _expected(transforms, gpt, set(numbers), range(first_expert, first_expert + experts))
         for local_name, parameter in gpt.named_parameters():
             name = _global_name(local_name, numbers, first_expert)
-            if name not in transforms:
-                raise KeyError(f"{model.family.model_type} has no table entry for {name} ({local_name} on this rank)")
+            if name not in missing:
+                raise RuntimeError(f"{model.family.model_type} has no table entry for {name} ({local_name} here)")
+            missing.remove(name)
             group = groups.expt_tp if ".mlp.experts." in name else groups.tp
             part, parts = group.rank(), group.size()
             pieces = tuple(transforms[name].pieces(model, part, parts))
             yield Owned(name, parameter, pieces, transforms[name].shape(model, parts))
+        if missing:
+            raise RuntimeError(f"{len(missing)} parameters of the table are not in this chunk: {sorted(missing)[:5]}")
+
+
+def _expected(names: Iterable[str], gpt: GPTModel, layers: set[int], experts: range) -> set[str]:
+    """Names a chunk with these layers and experts must have."""
+
+    def belongs(name: str) -> bool:
+        if match := _LAYER.fullmatch(name):
+            expert = _GLOBAL_EXPERT.fullmatch(match[2])
+            return int(match[1]) in layers and (expert is None or int(expert[1]) in experts)
+        if name.startswith("embedding."):
+            return gpt.pre_process
+        if name.startswith("output_layer.") and gpt.share_embeddings_and_output_weights and gpt.pre_process:
+            return False  # the embedding itself
+        return gpt.post_process
+
+    return {name for name in names if belongs(name)}
 
 
 def _global_name(name: str, layer_numbers: list[int], first_expert: int) -> str:

@@ -80,3 +80,10 @@ def test_refusals_name_what_is_wrong(source: Path, tmp_path: Path) -> None:
         world_size = 3 if "--expert" in arguments else 1
         assert why in run_ranks(convert, world_size, *arguments)[0]
     assert not (tmp_path / "out").exists()
+
+
+def test_only_checkpoints_are_overwritten(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="is no checkpoint folder and is not overwritten"):
+        run_convert(parsed(source, tmp_path, "--overwrite"))
+    assert (tmp_path / "notes.txt").read_text() == "mine"

@@ -76,3 +76,24 @@ def test_logits_equal_transformers_and_export_equals_import(layout: str, checkpo
         assert max(errors) >= 0, "no rank is a last stage"
         assert max(errors) < 1e-4, (name, errors)
         assert results[0][name][1] == len(load_hf_config(checkpoints[name]).tensors)
+
+
+def disagreeing_table(rank: int, path: Path) -> list[str]:
+    """What import says when the layer spec and the family's table differ by one parameter."""
+    from megatron_dppo.checkpoint.hf_import import load_hf_weights
+    from tests.megatron import build_from
+
+    messages = []
+    for option in ({"add_qkv_bias": True}, {"qk_layernorm": False}):
+        models, model, groups = build_from(path, {}, load=False, **option)
+        with pytest.raises(RuntimeError) as refusal:
+            load_hf_weights(models, model, groups)
+        messages.append(str(refusal.value))
+    return messages
+
+
+def test_a_parameter_too_many_or_too_few_stops_the_import(checkpoints: dict[str, Path]) -> None:
+    many, few = run_ranks(disagreeing_table, 1, checkpoints["qwen3"])[0]
+    assert "no table entry for decoder.layers.0.self_attention.linear_qkv.bias" in many
+    assert "8 parameters of the table are not in this chunk" in few
+    assert "k_layernorm" in few

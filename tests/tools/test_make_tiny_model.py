@@ -1,85 +1,110 @@
-"""The tool end to end: the files it writes load, and the warm-up ends where reinforcement learning is to begin."""
+"""The tiny model: its shape, its determinism, and how much the warm-up teaches it."""
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_dppo.config.load import load_config
+from megatron_dppo.models.tiny_qwen3_moe import random_tiny_qwen3_moe
+from megatron_dppo.models.tiny_tokenizer import byte_tokenizer
 from megatron_dppo.tasks.build import build_task
-from megatron_dppo.tasks.warm_up import measure
+from megatron_dppo.tasks.config import TaskConfig
+from megatron_dppo.tasks.warm_up import WarmUpPlan, warm_up
 
-ROOT = Path(__file__).resolve().parents[2]
-DEMO = ROOT / "examples" / "tiny_moe_dppo.yaml"
-
-
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "make_tiny_model.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=550)
+TOOL = Path(__file__).resolve().parents[2] / "tools/make_tiny_model.py"
 
 
-@pytest.fixture(scope="module")
-def random_model(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("tiny") / "model"
-    done = run(out, "--seed", 7, "--random")
-    assert done.returncode == 0, done.stderr
-    return out
+def load_tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_tiny_model", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_model_has_the_shape_of_the_large_ones(random_model):
-    model = AutoModelForCausalLM.from_pretrained(random_model)
+def test_a_seed_gives_the_same_files(tmp_path):
+    tool = load_tool()
+    for folder, seed in (("a", "5"), ("b", "5"), ("c", "6")):
+        assert tool.main([str(tmp_path / folder), "--seed", seed, "--random"]) == 0
+    files = sorted(p.name for p in (tmp_path / "a").iterdir())
+    assert "model.safetensors" in files
+    assert "tokenizer.json" in files
+    for name in files:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+    other = (tmp_path / "c/model.safetensors").read_bytes()
+    assert (tmp_path / "a/model.safetensors").read_bytes() != other
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     config = model.config
-    assert config.model_type == "qwen3_moe"
-    assert 1e6 <= sum(p.numel() for p in model.parameters()) <= 2e6
+    assert 1e6 <= model.num_parameters() <= 2e6
     assert config.num_hidden_layers >= 4
-    assert config.mlp_only_layers == []
     assert config.num_experts >= 8
     assert config.num_experts_per_tok == 2
     assert config.num_key_value_heads < config.num_attention_heads
     assert not config.tie_word_embeddings
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert "model.layers.0.self_attn.q_norm.weight" in dict(model.named_parameters())
+    assert "model.layers.0.self_attn.q_norm.weight" in model.state_dict()
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
+    assert tokenizer.decode(tokenizer.encode("7+4-9 = zwölf")) == "7+4-9 = zwölf"
+    chat = [{"role": "user", "content": "7+4-9"}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    assert prompt == "<|user|>7+4-9<|assistant|>"
 
 
-def test_tokenizer_round_trips_any_text_and_has_a_chat_template(random_model):
-    tokenizer = AutoTokenizer.from_pretrained(random_model, local_files_only=True)
-    text = "3 + 4 - 2 =\n  naïve  ½ 數 🙂 don't , ."
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert len(tokenizer.encode("1234")) == 4
-    chat = [{"role": "user", "content": "1 + 2"}, {"role": "assistant", "content": "3"}]
-    opening = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
-    assert opening == "<|user|>1 + 2<|assistant|>"
-    assert tokenizer.apply_chat_template(chat, tokenize=False) == opening + "3<|end|>"
-    assert tokenizer.eos_token == "<|end|>"
-    ids = tokenizer.encode(opening + "3<|end|>")
-    assert ids[-1] == tokenizer.eos_token_id
-    assert len(ids) == 9
-    assert tokenizer.decode(ids[-2:], skip_special_tokens=True) == "3"
+def test_a_folder_that_exists_is_left_alone(tmp_path, capsys):
+    (tmp_path / "mine").write_text("kept")
+    assert load_tool().main([str(tmp_path), "--random"]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
-def test_a_folder_in_use_is_left_alone(random_model):
-    before = (random_model / "model.safetensors").read_bytes()
-    done = run(random_model, "--random")
-    assert done.returncode == 2
-    assert "exists already" in done.stderr
-    assert (random_model / "model.safetensors").read_bytes() == before
+def test_the_warm_up_is_deterministic():
+    """A few steps of both lessons, twice: the same bits."""
+    tokenizer = byte_tokenizer()
+    parameters = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+    config = TaskConfig(parameters=parameters, prompt="{metadata[expression]}", train_size=64, held_out_size=8)
+    task = build_task(config, tokenizer)
+    plan = WarmUpPlan(
+        correct_steps=4,
+        careless_steps=2,
+        measure_from=1,
+        measure_every=2,
+        accuracy_band=(0.0, 1.0),
+        min_well_formed=0.0,
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        runs = []
+        for _ in range(2):
+            model = random_tiny_qwen3_moe(tokenizer, seed=0)
+            measured = warm_up(model, tokenizer, task, seed=0, plan=plan, report=lambda line: None)
+            runs.append((measured, model.state_dict()))
+    finally:
+        torch.set_num_threads(threads)
+    (first, weights), (second, again) = runs
+    assert first == second
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    fresh = random_tiny_qwen3_moe(tokenizer, seed=0).state_dict()
+    assert not torch.equal(weights["lm_head.weight"], fresh["lm_head.weight"])
 
 
 @pytest.mark.slow
-def test_warm_up_on_the_demo_ends_partly_right(tmp_path):
-    """Sampled accuracy on held-out prompts between 0.2 and 0.5, and nearly every sample well-formed, measured anew from
-    the files with other random numbers than the warm-up's own measurements used."""
-    out = tmp_path / "model"
-    done = run(out, "--seed", 0)
-    assert done.returncode == 0, done.stdout + done.stderr
-    tokenizer = AutoTokenizer.from_pretrained(out)
-    task = build_task(load_config(DEMO).task, tokenizer)
-    model = AutoModelForCausalLM.from_pretrained(out)
-    measured = measure(model, tokenizer, task, task.held_out(task.held_out_size), samples=4, seed=1234)
-    assert 0.2 <= measured.accuracy <= 0.5
-    assert measured.well_formed >= 0.9
+def test_the_demos_model_is_partly_right(tmp_path):
+    """Sampled held-out accuracy between 0.2 and 0.5, and nearly every answer well-formed already."""
+    command = [sys.executable, str(TOOL), str(tmp_path / "model"), "--seed", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    measured = re.findall(r"held-out accuracy ([\d.]+), well-formed ([\d.]+)", done.stdout)[-1]
+    accuracy, well_formed = map(float, measured)
+    assert 0.2 <= accuracy <= 0.5
+    assert well_formed >= 0.95
