@@ -17,9 +17,7 @@ class ActorConfig(ConfigModel):
     max_tokens_per_microbatch: int = Field(default=16384, ge=1)
     """Token budget of one packed microbatch on one data-parallel rank."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation: nothing, the modules of `recompute_modules`, or whole layers."""
-    recompute_modules: tuple[str, ...] = ("core_attn",)
-    """Megatron-Core module names for selective recomputation."""
+    """Activation recomputation: nothing, core attention ("selective"), or whole layers."""
     router_replay: bool = True
     """Replay the experts that the engine chose (R3). Needs `rollout.router_replay`."""
     max_skipped_steps: int = Field(default=3, ge=0)

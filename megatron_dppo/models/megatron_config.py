@@ -21,7 +21,6 @@ def transformer_config(
     *,
     params_dtype: torch.dtype = torch.float32,
     recompute: Recompute = "none",
-    router_replay: bool = False,
     router_dtype: Literal["fp32", "fp64"] | None = "fp32",
     token_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall",
     **overrides: Any,
@@ -30,7 +29,6 @@ def transformer_config(
 
     params_dtype      of weights and activations: float32, bfloat16 or float16
     recompute         activations kept: all, all but the attention core (selective), layer inputs only (full)
-    router_replay     put a `RouterReplay` on every router
     router_dtype      of the router's logits and probabilities; None is params_dtype
     token_dispatcher  how tokens reach their experts; with allgather a pipeline's microbatches must be equally long
     overrides         any field of `TransformerConfig`, set last
@@ -96,7 +94,6 @@ def transformer_config(
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
             "moe_router_dtype": router_dtype,
-            "moe_enable_routing_replay": router_replay,
             "moe_router_fusion": False,  # the fused router returns before the replay hook
             "moe_grouped_gemm": gpu,
             "moe_permute_fusion": gpu,
