@@ -83,8 +83,8 @@ class MicrobatchBuilder:
         if replay:
             if batch.routes is None:
                 raise ValueError(
-                    "actor.router_replay is on, but the rollout carries no routes; "
-                    "set rollout.router_replay=true or actor.router_replay=false"
+                    "actor.router_replay=r3, but the rollout carries no routes; "
+                    "set rollout.router_replay=true or actor.router_replay=none"
                 )
             pack_rows = np.append(np.arange(tokens), np.full(padding, PADDING_ROW))
             share = padded // multiple

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron_dppo.actor.microbatch import Microbatch
 from megatron_dppo.actor.optimizer import StepOutcome
-from megatron_dppo.router_replay.replay import ReplayCounts
+from megatron_dppo.router_replay.accounting import ReplayAccount
 
 
 @dataclass
@@ -16,9 +16,7 @@ class StepTotals:
 
     losses: list[float] = field(default_factory=list)
     outcomes: list[StepOutcome] = field(default_factory=list)
-    replayed: int = 0
-    gaps: int = 0
-    differing: int = 0
+    replay: ReplayAccount | None = None
     rows: int = 0
     padding: int = 0
 
@@ -26,17 +24,15 @@ class StepTotals:
         self.losses.append(loss)
         self.outcomes.append(outcome)
 
-    def add_replay(self, counts: ReplayCounts) -> None:
-        self.replayed += counts.replayed
-        self.gaps += counts.gaps
-        self.differing += counts.differing
+    def add_replay(self, account: ReplayAccount) -> None:
+        self.replay = account if self.replay is None else self.replay + account
 
     def count_rows(self, microbatches: Sequence[Microbatch]) -> None:
         for microbatch in microbatches:
             self.rows += microbatch.input_ids.shape[1]
             self.padding += int((microbatch.rows.sequence < 0).sum())
 
-    def metrics(self, replay: bool) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Means over the gradient steps, and totals."""
         steps = len(self.losses)
         norms = [o.grad_norm for o in self.outcomes if o.applied]
@@ -47,10 +43,6 @@ class StepTotals:
             "optimizer/skipped_steps": float(steps - len(norms)),
             "data/padding_fraction": self.padding / max(self.rows, 1),
         }
-        if replay:
-            result |= {
-                "r3/replayed_routings": float(self.replayed),
-                "r3/gap_routings": float(self.gaps),
-                "r3/differing_fraction": self.differing / max(self.replayed, 1),
-            }
+        if self.replay is not None:
+            result |= self.replay.metrics()
         return result

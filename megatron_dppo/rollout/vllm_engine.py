@@ -268,6 +268,7 @@ class VllmEngine:
             "enable_prefix_caching": config.enable_prefix_caching,
             "enable_sleep_mode": config.enable_sleep,
             "enable_return_routed_experts": self.facts.routes is not None,
+            "scheduler_cls": "megatron_dppo.rollout.record_scheduler.record_scheduler",
             "logprobs_mode": "processed_logprobs",
             "max_logprobs": -1,
             "generation_config": "vllm",

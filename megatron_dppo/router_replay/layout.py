@@ -19,11 +19,13 @@ class LocalRoutes:
     experts `[S, L, k]` of the routes' narrow type, `L` the MoE layers of this rank's model chunks in model order
     forced  bool `[S]`: use `experts`; elsewhere the live router decides (a gap in the record)
     real    bool `[S]`: belongs to a sequence; padding rows are forced, but never counted
+    num_experts experts per layer of the model that recorded them
     """
 
     experts: np.ndarray
     forced: np.ndarray
     real: np.ndarray
+    num_experts: int
 
 
 def sequence_parallel_rows(rows: np.ndarray, rank: int, size: int) -> np.ndarray:
@@ -57,4 +59,4 @@ def local_routes(routes: Routes, pack_rows: np.ndarray, local: slice | np.ndarra
     experts[~real] = spread[:, None, :]
     forced = ~real
     forced[real] = routes.valid[rows[real]]
-    return LocalRoutes(experts=experts, forced=forced, real=real)
+    return LocalRoutes(experts=experts, forced=forced, real=real, num_experts=routes.num_experts)
