@@ -12,11 +12,21 @@ import numpy as np
 from megatron_dppo.batch import RolloutBatch
 
 SHAPE = {"groups": 3, "samples": 2, "topk": 5, "moe_layers": 4, "experts": 8, "k": 2}
-BUDGET, NORMALISER, TEMPERATURE = 48, 12.0, 0.25
+NORMALISER, TEMPERATURE = 12.0, 0.25
 ADVANTAGES = np.array([1.0, -1.0, 0.7, -0.7, 0.5, -0.5])
 
 
-def build_actor(path: str, layout: dict, *, preset: str, mode: str, recompute: str = "none", lr: float = 2e-3) -> Any:
+def build_actor(
+    path: str,
+    layout: dict,
+    *,
+    preset: str,
+    mode: str,
+    recompute: str = "none",
+    lr: float = 2e-3,
+    budget: int = 48,
+    temperature: float = TEMPERATURE,
+) -> Any:
     import torch
 
     from megatron_dppo.actor.actor import MegatronActor
@@ -39,11 +49,11 @@ def build_actor(path: str, layout: dict, *, preset: str, mode: str, recompute: s
         runtime,
         chunks,
         parallel=parallel,
-        config=ActorConfig(dtype="float32", max_tokens_per_microbatch=BUDGET, router_replay=mode),
+        config=ActorConfig(dtype="float32", max_tokens_per_microbatch=budget, router_replay=mode),
         optimizer=OptimizerConfig(lr=lr, clip_grad=1.0, epsilon=1e-3),
         preset=presets.get(preset),
         hf_config=model,
-        temperature=TEMPERATURE,
+        temperature=temperature,
         normaliser=NORMALISER,
     )
 
