@@ -16,11 +16,13 @@ from torch import Tensor
 
 from megatron_dppo.actor.config import ActorConfig, OptimizerConfig, ReplayMode
 from megatron_dppo.actor.forward import run_schedule
+from megatron_dppo.actor.layer_groups import gather_layer_groups
 from megatron_dppo.actor.microbatch import Microbatch, MicrobatchBuilder
 from megatron_dppo.actor.objective import MicrobatchReport, MiniBatchObjective, Recomputed, collect
 from megatron_dppo.actor.optimizer import build_optimizer, guarded_step
-from megatron_dppo.actor.packing import plan_packs
-from megatron_dppo.actor.reduce import reduce_losses
+from megatron_dppo.actor.pack_shape import Split
+from megatron_dppo.actor.packing import PackPlan, plan_packs
+from megatron_dppo.actor.reduce import reduce_bytes, reduce_losses
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.actor.totals import StepTotals
 from megatron_dppo.algorithm import Denominators, Preset, TokenMetrics
@@ -128,19 +130,23 @@ class MegatronActor:
         if self._replay != "none":
             check_trainer(model_config)
         found = find_routers(self.model, layer_numbers)
+        self.moe_layer_groups = gather_layer_groups(self.model, layer_numbers)
+        """Numbers of the MoE layers of every model chunk of the job: how routes are best stored."""
         self._routers = [(local, router) for local, (_, router) in enumerate(found)]
         self._layers = [index for index, _ in found]
-        sequence_parallel = (groups.tp.rank(), groups.tp.size()) if parallel.sequence_parallel else (0, 1)
+        self._last_stage = groups.pp.rank() == groups.pp.size() - 1
+        self._split = Split(context=groups.cp.size(), sequence=groups.tp.size() if parallel.sequence_parallel else 1)
         self._builder = MicrobatchBuilder(
             device=runtime.device,
-            sequence_parallel=sequence_parallel,
-            moe_layers=[index for index, _ in found],
+            split=self._split,
+            context_rank=groups.cp.rank(),
+            sequence_rank=groups.tp.rank() if parallel.sequence_parallel else 0,
+            moe_layers=tuple(index for index, _ in found),
+            last_stage=self._last_stage,
             topk=preset.needs_topk,
         )
-        interleaved = parallel.virtual_pipeline is not None
-        self._microbatch_multiple = parallel.pipeline if interleaved else 1
-        last_stage = groups.pp.rank() == groups.pp.size() - 1
-        self._contributes = last_stage and groups.tp.rank() == 0
+        self._microbatch_multiple = parallel.pipeline if parallel.chunks > 1 else 1
+        self._contributes = self._last_stage and groups.tp.rank() == 0
 
     def update(self, source: SequenceSource, signal: TrainingSignal) -> dict[str, float]:
         """One gradient step per mini-batch. Returns metrics, the same on all ranks.
@@ -151,6 +157,7 @@ class MegatronActor:
         advantages = torch.from_numpy(signal.advantages.astype(np.float32)).to(device)
         returns = torch.from_numpy(signal.returns.astype(np.float32)).to(device)
         trained = torch.from_numpy(source.trained).to(device)
+        pulled_before = source.pulled_bytes
         plans = [self._plan(source, sequences) for sequences in signal.mini_batches]
         # The anchor is the policy before the first of these steps, so all mini-batches are recomputed up front.
         before = None
@@ -171,12 +178,10 @@ class MegatronActor:
                 returns=returns,
                 trained=trained,
                 recomputed=None if before is None else before[number].statistics,
+                context_group=self.runtime.groups.cp if self._split.context > 1 else None,
             )
-            own_routes = None if before is None else before[number].routes
-            microbatches = self._build(source, plan, replay="none" if own_routes else self._replay)
-            if own_routes is not None:
-                microbatches = [dataclasses.replace(m, routes=r) for m, r in zip(microbatches, own_routes, strict=True)]
-            totals.count_rows(microbatches)
+            microbatches = self._build(source, plan, own_routes=None if before is None else before[number].routes)
+            totals.add_plan(plan)
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
@@ -196,7 +201,8 @@ class MegatronActor:
         sequences_in_all = sum(len(sequences) for sequences in signal.mini_batches)
         finals = metrics.finalize(sequences_in_all)
         policy = {f"policy/{_SHORT_NAMES.get(name, name)}": value for name, value in finals.items()}
-        return policy | totals.metrics()
+        pulled = reduce_bytes(source.pulled_bytes - pulled_before, device)
+        return policy | totals.metrics() | pulled
 
     def parity(self, source: SequenceSource, *, replay: bool) -> dict[str, float]:
         """How far this model's log-probabilities are from the engine's, over all trained rows (forward passes only).
@@ -219,6 +225,7 @@ class MegatronActor:
         if self._contributes:
             for microbatch, stats in passed:
                 rows = microbatch.rows
+                assert rows is not None
                 pi, mu = stats.logp[rows.loss_mask].double(), rows.mu_logp[rows.loss_mask].double()
                 if len(pi):
                     gap = torch.maximum(gap, (pi - mu).abs().max())
@@ -239,26 +246,46 @@ class MegatronActor:
         """Every weight by its Hugging Face name, streamed: whole on rank 0, None elsewhere (see `WeightExporter`)."""
         return self._exporter.stream()
 
-    def _plan(self, source: SequenceSource, sequences: np.ndarray) -> list[list[list[int]]]:
-        """The microbatches of every data-parallel rank, as numbers of the source's sequences."""
+    def _plan(self, source: SequenceSource, sequences: np.ndarray) -> PackPlan:
+        """The microbatches of all ranks, as numbers of the source's sequences."""
         plan = plan_packs(
             source.lengths[sequences],
             budget=self._config.max_tokens_per_microbatch,
             data_parallel=self.runtime.groups.dp.size(),
+            split=self._split,
             microbatch_multiple=self._microbatch_multiple,
+            long_sequences=self._config.long_sequences,
+            equal_rows=self._config.token_dispatcher == "allgather",
         )
-        return [[[int(sequences[i]) for i in pack] for pack in packs] for packs in plan]
+        return plan.of(sequences)
 
-    def _build(self, source: SequenceSource, plan: list[list[list[int]]], *, replay: ReplayMode) -> list[Microbatch]:
-        """This rank's microbatches: with the engine's routes (r3), a record of nothing but gaps (r2), or without."""
+    def _build(
+        self,
+        source: SequenceSource,
+        plan: PackPlan,
+        *,
+        replay: ReplayMode | None = None,
+        own_routes: list[LocalRoutes] | None = None,
+    ) -> list[Microbatch]:
+        """This rank's microbatches; pulls the rows and columns they need, and nothing else.
+
+        replay      whose routes they bring (default: as configured): the engine's, none, or under R2 those in
+                    `own_routes`, and before those exist a record of nothing but gaps
+        """
+        if own_routes is not None:
+            replay = "none"
+        replay = replay or self._replay
+        columns, rank = self._builder.columns(replay=replay == "r3"), self.runtime.groups.dp.rank()
         built = []
-        for pack in plan[self.runtime.groups.dp.rank()]:
-            batch = source.rows(np.asarray(pack, dtype=np.int64))
+        for pack, rows in zip(plan.packs[rank], plan.rows[rank], strict=True):
+            batch = source.rows(np.asarray(pack, dtype=np.int64), columns)
             if replay == "r2" and self._routers:
                 router = self._routers[0][1]
-                gaps = Routes.gaps(len(batch.input_ids), self._moe_layers, router.topk, router.config.num_moe_experts)
+                gaps = Routes.gaps(len(batch.input_ids), len(self._layers), router.topk, router.config.num_moe_experts)
                 batch = dataclasses.replace(batch, routes=gaps)
-            built.append(self._builder.build(batch, pack, replay=replay != "none"))
+            built.append(self._builder.build(batch, pack, pack_rows=rows, replay=replay != "none"))
+        if own_routes is not None:
+            return [dataclasses.replace(m, routes=own) for m, own in zip(built, own_routes, strict=True)]
         return built
 
     def _run(self, microbatches: list[Microbatch], loss: Any, **options: Any) -> list[Any]:
@@ -272,9 +299,9 @@ class MegatronActor:
             **options,
         )
 
-    def _recompute(self, source: SequenceSource, plan: list[list[list[int]]]) -> _BeforeUpdate:
+    def _recompute(self, source: SequenceSource, plan: PackPlan) -> _BeforeUpdate:
         """This model's own statistics of the rows, before any step, and under R2 the experts it chose."""
-        microbatches = self._build(source, plan, replay=self._replay)
+        microbatches = self._build(source, plan)
         own = self._replay == "r2"
         controller = RouterReplayController(self._routers, keep_routes=own) if self._replay != "none" else None
         with ExitStack() as stack:
@@ -285,23 +312,19 @@ class MegatronActor:
         routes = None
         if controller is not None:
             self._account(controller, plan, source, np.zeros_like(source.lengths) if own else source.routed)
-            routes = [controller.used_routes(i) for i in range(len(microbatches))] if own else None
+            routes = [controller.used_routes(i) for i in range(len(microbatches))] if own and self._routers else None
         return _BeforeUpdate([Recomputed(stats.logp, stats.topk_logp) for _, stats in passed], routes)
 
     def _account(
-        self,
-        controller: RouterReplayController,
-        plan: list[list[list[int]]],
-        source: SequenceSource,
-        recorded: np.ndarray,
+        self, controller: RouterReplayController, plan: PackPlan, source: SequenceSource, recorded: np.ndarray
     ) -> ReplayAccount:
         """Every recorded route must have been replayed once in every MoE layer; `recorded` are rows per sequence."""
         return settle(
-            controller.counts(len(plan[0])),
+            controller.counts(len(plan.packs[0])),
             layers=self._layers,
             moe_layers=self._moe_layers,
-            recorded=np.array([[recorded[pack].sum() for pack in packs] for packs in plan], dtype=np.int64),
-            rows=np.array([[source.lengths[pack].sum() for pack in packs] for packs in plan], dtype=np.int64),
+            recorded=np.array([[recorded[pack].sum() for pack in packs] for packs in plan.packs], dtype=np.int64),
+            rows=np.array([[source.lengths[pack].sum() for pack in packs] for packs in plan.packs], dtype=np.int64),
             data_rank=self.runtime.groups.dp.rank(),
             device=self.runtime.device,
         )

@@ -30,3 +30,14 @@ def reduce_losses(
     dist.all_reduce(sums)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
     return float(sums[0]), TokenMetrics(sums[1:], maxima)
+
+
+def reduce_bytes(pulled: int, device: torch.device) -> dict[str, float]:
+    """Bytes of rollout data that came to a rank in this step: mean and maximum over the job."""
+    mean, most = (torch.tensor([pulled], dtype=torch.float64, device=device) for _ in range(2))
+    dist.all_reduce(mean)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return {
+        "data/pulled_bytes_mean": float(mean) / dist.get_world_size(),
+        "data/pulled_bytes_max": float(most),
+    }

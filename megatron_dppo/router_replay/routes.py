@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -99,9 +100,12 @@ class Routes:
             raise ValueError(f"{len(versions)} weight versions for {len(self)} tokens")
         return Routes(self.experts, self.valid, self.num_experts, _runs(versions))
 
-    def take(self, rows: np.ndarray) -> Routes:
-        """The named token rows, in the order named (copies them)."""
-        return Routes(self.experts[rows], self.valid[rows], self.num_experts, _runs(self.weight_versions[rows]))
+    def take(self, rows: np.ndarray, layers: Sequence[int] | None = None) -> Routes:
+        """The named token rows and MoE layers (all when None), in the order named (copies them)."""
+        experts = (
+            self.experts[rows] if layers is None else self.experts[rows[:, None], np.array(layers, dtype=np.int64)]
+        )
+        return Routes(experts, self.valid[rows], self.num_experts, _runs(self.weight_versions[rows]))
 
     def between(self, start: int, stop: int) -> Routes:
         """Tokens `start..stop-1`, as views of the same memory."""
