@@ -28,9 +28,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from actor_step.cases import CASES, Case
 
-TRACED = "b2"
-"""The case whose trace is kept."""
-
 
 @dataclass
 class Job:
@@ -49,7 +46,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", metavar="CASE", help=f"of {', '.join(c.name for c in CASES)}")
     parser.add_argument("--tiny", action="store_true", help="tiny model and sequences, for a CPU")
     parser.add_argument("--seconds", type=float, default=6.0, help="time to spend on each group of arms")
-    parser.add_argument("--timeout", type=float, default=100.0, help="seconds after which a case is ended")
+    parser.add_argument("--timeout", type=float, default=150.0, help="seconds after which a case is ended")
     parser.add_argument("--total", type=float, default=480.0, help="seconds after which no case starts")
     parser.add_argument("--no-wgrad-fusion", action="store_true", help="weight gradients added up after the product")
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -135,8 +132,7 @@ def _finish(out: Path, folder: Path, failures: dict[str, str]) -> int:
     (out / "bench.log").write_bytes(
         b"\n".join(b"== " + log.stem.encode() + b"\n" + log.read_bytes() for log in sorted(folder.glob("*.log")))
     )
-    trace = folder / f"{TRACED}.trace.json.gz"
-    if trace.is_file() and trace.stat().st_size < 16 * 2**20:
+    for trace in folder.glob("*.trace.json.gz"):
         shutil.copy(trace, out / trace.name)
     shutil.rmtree(folder)
     print(text, flush=True)

@@ -106,9 +106,7 @@ def _share_loss_scale(optimizer: Any, settings: MegatronOptimizerConfig) -> None
         part.grad_scaler = scale
 
 
-def guarded_step(
-    optimizer: Any, scheduler: OptimizerParamScheduler, *, loss_is_finite: bool
-) -> StepOutcome:
+def guarded_step(optimizer: Any, scheduler: OptimizerParamScheduler, *, loss_is_finite: bool) -> StepOutcome:
     """Clip, step, advance the schedule by one; or leave all alone where the loss or the gradient's norm is not finite.
 
     Reduced gradients are expected (`finalize_model_grads` has run). One pass over them serves the check, the metric and

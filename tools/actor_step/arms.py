@@ -14,7 +14,7 @@ from megatron.core.utils import get_model_config
 from megatron_dppo.actor.actor import MegatronActor, TrainingSignal
 from megatron_dppo.actor.optimizer import guarded_step
 from megatron_dppo.algorithm import presets
-from megatron_dppo.batch import InMemorySource
+from megatron_dppo.batch import Columns, InMemorySource
 from megatron_dppo.models.packed_logits import pack_params
 
 Arm = Callable[[], None]
@@ -46,12 +46,13 @@ def cross_entropy_arm(actor: MegatronActor, source: InMemorySource, packs: list[
     denominator = float(len(packs) * actor.runtime.groups.dp.size())
 
     def forward_step(data: Iterator[np.ndarray], model: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
-        batch = source.rows(next(data))
+        batch = source.rows(next(data), Columns(topk=False, moe_layers=()))
+        assert batch.policy is not None
         lengths = [int(n) for n in batch.lengths]
         ids = torch.from_numpy(batch.input_ids).long().to(device)[None]
-        labels = torch.from_numpy(batch.target_ids).long().to(device)[None]
+        labels = torch.from_numpy(batch.policy.target_ids).long().to(device)[None]
         positions = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(device)[None]
-        mask = torch.from_numpy(batch.loss_mask).to(device)
+        mask = torch.from_numpy(batch.policy.loss_mask).to(device)
         output = model(ids, positions, None, labels=labels, packed_seq_params=pack_params(lengths, device))
 
         def loss_function(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -77,6 +78,6 @@ def cross_entropy_arm(actor: MegatronActor, source: InMemorySource, packs: list[
                 forward_only=False,
             )
         with actor.phases("optimizer"):
-            guarded_step(actor.optimizer, actor.scheduler, actor.chunks, loss_is_finite=True)
+            guarded_step(actor.optimizer, actor.scheduler, loss_is_finite=True)
 
     return run

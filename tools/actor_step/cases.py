@@ -79,6 +79,8 @@ class Case:
     """Also plain cross-entropy training through Megatron-Core's own loss."""
     wgrad_arm: bool = False
     """Also without adding weight gradients to the float32 buffer inside the matrix product."""
+    trace: bool = False
+    """Keep the Chrome trace of the profiled step."""
     budget_divisor: int = 1
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -96,7 +98,7 @@ _CP2_EP2 = {"context": 2, "expert": 2}
 _PP2_EP2 = {"pipeline": 2, "expert": 2}
 
 CASES = [
-    Case("b2", 2, 8, _TP2_EP2, recompute="selective", wgrad_arm=True),
+    Case("b2", 2, 8, _TP2_EP2, recompute="selective", wgrad_arm=True, trace=True),
     Case("a1", 1, 4, cross_entropy=False, wgrad_arm=True),
     Case("a1-small", 1, 2),
     Case(

@@ -56,14 +56,17 @@ def _ratios(found: Found) -> str:
         row: list[Any] = [case.name]
         row.append(_ratio(_median(got, "with_replay", REPLAY), _median(got, "with_replay", NO_REPLAY)))
         row.append(_ratio(_median(got, "with_replay", REPLAY), _median(got, "without_wgrad_fusion", REPLAY)))
-        entropy = [_median(got, "objective", name) for name in ("cross-entropy", "cross-entropy, fused")]
-        row += [f"{seconds:.3f}" if seconds else "" for seconds in entropy]
-        for base in entropy:
-            row += [_ratio(_median(got, "objective", arm), base) for arm in (NO_REPLAY, "dppo-topk-tv", "dppo-topk-kl")]
+        for group, names in (
+            ("objective", (NO_REPLAY, "dppo-topk-tv", "dppo-topk-kl")),
+            ("objective_fused", (NO_REPLAY,)),
+        ):
+            base = _median(got, group, "cross-entropy")
+            row.append(f"{base:.3f}" if base else "")
+            row += [_ratio(_median(got, group, name), base) for name in names]
         row.append(f"{got['cross_entropy_peak_gib']:.1f}" if "cross_entropy_peak_gib" in got else "")
         rows.append(row)
-    head = ["case", "replay on / off", "weight gradients fused / not", "cross-entropy s", "fused cross-entropy s"]
-    head += [f"{arm} / {base}" for base in ("CE", "fused CE") for arm in ("binary TV", "top-20 TV", "top-20 KL")]
+    head = ["case", "replay on / off", "weight gradients fused / not", "cross-entropy (CE) s"]
+    head += ["binary TV / CE", "top-20 TV / CE", "top-20 KL / CE", "fused CE s", "binary TV / fused CE"]
     return _table("Ratios of medians, arms in turn in one process.", [*head, "peak GiB with CE"], rows)
 
 
