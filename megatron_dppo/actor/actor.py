@@ -22,9 +22,11 @@ from megatron_dppo.actor.objective import MicrobatchReport, MiniBatchObjective, 
 from megatron_dppo.actor.optimizer import build_optimizer, guarded_step
 from megatron_dppo.actor.pack_shape import Split
 from megatron_dppo.actor.packing import PackPlan, plan_packs
+from megatron_dppo.actor.profiling import Phases
 from megatron_dppo.actor.reduce import reduce_bytes, reduce_losses, reduce_replay_counts
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.actor.totals import StepTotals
+from megatron_dppo.actor.weight_gradients import fuse_weight_gradients
 from megatron_dppo.algorithm import Denominators, Preset, TokenMetrics
 from megatron_dppo.batch import SequenceSource
 from megatron_dppo.checkpoint.hf_export import WeightExporter
@@ -86,6 +88,8 @@ class MegatronActor:
         self._config, self._preset = config, preset
         self._vocab_size, self._temperature, self._normaliser = hf_config.vocab_size, temperature, normaliser
         self._skipped_in_a_row = 0
+        self.phases = Phases()
+        """Names the parts of a step for profiles (`megatron_dppo.actor.profiling`)."""
 
         model_config = get_model_config(self.model[0])
         self._dtype = model_config.params_dtype
@@ -94,6 +98,7 @@ class MegatronActor:
             DistributedDataParallel(config=model_config, ddp_config=ddp, module=chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(self.model)
         ]
+        fuse_weight_gradients(self.model)
         self.optimizer, self.scheduler = build_optimizer(optimizer, self.chunks, self._dtype)
         self.trainee = Trainee(
             model=hf_config,
@@ -161,22 +166,26 @@ class MegatronActor:
                 recomputed=None if recomputed is None else recomputed[number],
                 context_group=self.runtime.groups.cp if self._split.context > 1 else None,
             )
-            microbatches = self._build(source, plan, replay=replay_on)
+            with self.phases("microbatches"):
+                microbatches = self._build(source, plan, replay=replay_on)
             totals.add_plan(plan)
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             controller = RouterReplayController(self._routers) if replay_on else None
-            with ExitStack() as stack:
+            with self.phases("forward and backward"), ExitStack() as stack:
                 if controller is not None:
                     stack.enter_context(controller.installed())
                 reports = self._run(microbatches, objective, replay=controller, forward_only=False)
-            if controller is not None:
-                totals.add_replay(self._account(controller, source, sequences))
-            loss, part = reduce_losses(reports, contributes=self._contributes, device=device)
-            metrics = metrics.merge(part)
-            outcome = guarded_step(self.optimizer, self.scheduler, self.chunks, loss_is_finite=bool(np.isfinite(loss)))
-            self._watch_finite(outcome.applied, reports)
+            with self.phases("metrics"):
+                if controller is not None:
+                    totals.add_replay(self._account(controller, source, sequences))
+                loss, part = reduce_losses(reports, contributes=self._contributes, device=device)
+                metrics = metrics.merge(part)
+            with self.phases("optimizer"):
+                finite = bool(np.isfinite(loss))
+                outcome = guarded_step(self.optimizer, self.scheduler, loss_is_finite=finite)
+            self._watch_finite(outcome.applied or outcome.overflowed, reports)
             totals.add_step(loss, outcome)
         sequences_in_all = sum(len(sequences) for sequences in signal.mini_batches)
         finals = metrics.finalize(sequences_in_all)
