@@ -22,9 +22,11 @@ from megatron_dppo.actor.objective import MicrobatchReport, MiniBatchObjective, 
 from megatron_dppo.actor.optimizer import build_optimizer, guarded_step
 from megatron_dppo.actor.pack_shape import Split
 from megatron_dppo.actor.packing import PackPlan, plan_packs
+from megatron_dppo.actor.profiling import Phases
 from megatron_dppo.actor.reduce import reduce_bytes, reduce_losses
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.actor.totals import StepTotals
+from megatron_dppo.actor.weight_gradients import fuse_weight_gradients
 from megatron_dppo.algorithm import Denominators, Preset, TokenMetrics
 from megatron_dppo.batch import SequenceSource
 from megatron_dppo.checkpoint.hf_export import WeightExporter
@@ -102,6 +104,8 @@ class MegatronActor:
         self._config, self._preset = config, preset
         self._vocab_size, self._temperature, self._normaliser = hf_config.vocab_size, temperature, normaliser
         self._skipped_in_a_row = 0
+        self.phases = Phases()
+        """Names the parts of a step for profiles (`megatron_dppo.actor.profiling`)."""
 
         model_config = get_model_config(self.model[0])
         self._dtype = model_config.params_dtype
@@ -110,6 +114,7 @@ class MegatronActor:
             DistributedDataParallel(config=model_config, ddp_config=ddp, module=chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(self.model)
         ]
+        fuse_weight_gradients(self.model)
         self.optimizer, self.scheduler = build_optimizer(optimizer, self.chunks, self._dtype)
         self.trainee = Trainee(
             model=hf_config,
@@ -126,7 +131,6 @@ class MegatronActor:
         groups = runtime.groups
         layer_numbers = moe_layer_numbers(model_config)
         self._moe_layers = len(layer_numbers)
-        self._replay: ReplayMode = config.router_replay if layer_numbers else "none"
         if self._replay != "none":
             check_trainer(model_config)
         found = find_routers(self.model, layer_numbers)
@@ -147,6 +151,11 @@ class MegatronActor:
         )
         self._microbatch_multiple = parallel.pipeline if parallel.chunks > 1 else 1
         self._contributes = self._last_stage and groups.tp.rank() == 0
+
+    @property
+    def _replay(self) -> ReplayMode:
+        """Whose routes an update replays."""
+        return self._config.router_replay if self._moe_layers else "none"
 
     def update(self, source: SequenceSource, signal: TrainingSignal) -> dict[str, float]:
         """One gradient step per mini-batch. Returns metrics, the same on all ranks.
@@ -180,23 +189,27 @@ class MegatronActor:
                 recomputed=None if before is None else before[number].statistics,
                 context_group=self.runtime.groups.cp if self._split.context > 1 else None,
             )
-            microbatches = self._build(source, plan, own_routes=None if before is None else before[number].routes)
+            with self.phases("microbatches"):
+                microbatches = self._build(source, plan, own_routes=None if before is None else before[number].routes)
             totals.add_plan(plan)
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             controller = RouterReplayController(self._routers) if self._replay != "none" else None
-            with ExitStack() as stack:
+            with self.phases("forward and backward"), ExitStack() as stack:
                 if controller is not None:
                     stack.enter_context(controller.installed())
                 reports = self._run(microbatches, objective, replay=controller, forward_only=False)
-            if controller is not None:
-                recorded = source.lengths if self._replay == "r2" else source.routed
-                totals.add_replay(self._account(controller, plan, source, recorded))
-            loss, part = reduce_losses(reports, contributes=self._contributes, device=device)
-            metrics = metrics.merge(part)
-            outcome = guarded_step(self.optimizer, self.scheduler, self.chunks, loss_is_finite=bool(np.isfinite(loss)))
-            self._watch_finite(outcome.applied, reports)
+            with self.phases("metrics"):
+                if controller is not None:
+                    recorded = source.lengths if self._replay == "r2" else source.routed
+                    totals.add_replay(self._account(controller, plan, source, recorded))
+                loss, part = reduce_losses(reports, contributes=self._contributes, device=device)
+                metrics = metrics.merge(part)
+            with self.phases("optimizer"):
+                finite = bool(np.isfinite(loss))
+                outcome = guarded_step(self.optimizer, self.scheduler, loss_is_finite=finite)
+            self._watch_finite(outcome.applied or outcome.overflowed, reports)
             totals.add_step(loss, outcome)
         sequences_in_all = sum(len(sequences) for sequences in signal.mini_batches)
         finals = metrics.finalize(sequences_in_all)
