@@ -189,8 +189,11 @@ class MegatronActor:
                 recomputed=None if before is None else before[number].statistics,
                 context_group=self.runtime.groups.cp if self._split.context > 1 else None,
             )
+            own_routes = None if before is None else before[number].routes
             with self.phases("microbatches"):
-                microbatches = self._build(source, plan, own_routes=None if before is None else before[number].routes)
+                microbatches = self._build(source, plan, replay="none" if own_routes else self._replay)
+            if own_routes is not None:
+                microbatches = [dataclasses.replace(m, routes=r) for m, r in zip(microbatches, own_routes, strict=True)]
             totals.add_plan(plan)
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
@@ -214,8 +217,7 @@ class MegatronActor:
         sequences_in_all = sum(len(sequences) for sequences in signal.mini_batches)
         finals = metrics.finalize(sequences_in_all)
         policy = {f"policy/{_SHORT_NAMES.get(name, name)}": value for name, value in finals.items()}
-        pulled = reduce_bytes(source.pulled_bytes - pulled_before, device)
-        return policy | totals.metrics() | pulled
+        return policy | totals.metrics() | reduce_bytes(source.pulled_bytes - pulled_before, device)
 
     def parity(self, source: SequenceSource, *, replay: bool) -> dict[str, float]:
         """How far this model's log-probabilities are from the engine's, over all trained rows (forward passes only).
@@ -272,23 +274,10 @@ class MegatronActor:
         )
         return plan.of(sequences)
 
-    def _build(
-        self,
-        source: SequenceSource,
-        plan: PackPlan,
-        *,
-        replay: ReplayMode | None = None,
-        own_routes: list[LocalRoutes] | None = None,
-    ) -> list[Microbatch]:
-        """This rank's microbatches; pulls the rows and columns they need, and nothing else.
-
-        replay      whose routes they bring (default: as configured): the engine's, none, or under R2 those in
-                    `own_routes`, and before those exist a record of nothing but gaps
-        """
-        if own_routes is not None:
-            replay = "none"
-        replay = replay or self._replay
-        columns, rank = self._builder.columns(replay=replay == "r3"), self.runtime.groups.dp.rank()
+    def _build(self, source: SequenceSource, plan: PackPlan, *, replay: ReplayMode) -> list[Microbatch]:
+        """This rank's microbatches: with the engine's routes (r3), a record of nothing but gaps (r2), or without.
+        Pulls the rows and columns they need, and nothing else."""
+        columns, rank = self._builder.columns(routes=replay == "r3"), self.runtime.groups.dp.rank()
         built = []
         for pack, rows in zip(plan.packs[rank], plan.rows[rank], strict=True):
             batch = source.rows(np.asarray(pack, dtype=np.int64), columns)
@@ -297,8 +286,6 @@ class MegatronActor:
                 gaps = Routes.gaps(len(batch.input_ids), len(self._layers), router.topk, router.config.num_moe_experts)
                 batch = dataclasses.replace(batch, routes=gaps)
             built.append(self._builder.build(batch, pack, pack_rows=rows, replay=replay != "none"))
-        if own_routes is not None:
-            return [dataclasses.replace(m, routes=own) for m, own in zip(built, own_routes, strict=True)]
         return built
 
     def _run(self, microbatches: list[Microbatch], loss: Any, **options: Any) -> list[Any]:
@@ -314,7 +301,7 @@ class MegatronActor:
 
     def _recompute(self, source: SequenceSource, plan: PackPlan) -> _BeforeUpdate:
         """This model's own statistics of the rows, before any step, and under R2 the experts it chose."""
-        microbatches = self._build(source, plan)
+        microbatches = self._build(source, plan, replay=self._replay)
         own = self._replay == "r2"
         controller = RouterReplayController(self._routers, keep_routes=own) if self._replay != "none" else None
         with ExitStack() as stack:
@@ -329,7 +316,11 @@ class MegatronActor:
         return _BeforeUpdate([Recomputed(stats.logp, stats.topk_logp) for _, stats in passed], routes)
 
     def _account(
-        self, controller: RouterReplayController, plan: PackPlan, source: SequenceSource, recorded: np.ndarray
+        self,
+        controller: RouterReplayController,
+        plan: PackPlan,
+        source: SequenceSource,
+        recorded: np.ndarray,
     ) -> ReplayAccount:
         """Every recorded route must have been replayed once in every MoE layer; `recorded` are rows per sequence."""
         return settle(

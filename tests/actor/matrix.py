@@ -153,14 +153,14 @@ def train(rank: int, path: str, layout: dict, lesson: Lesson, case: Case) -> Tra
 
     actor = build_actor(path, layout, case)
     gradients: list[dict[str, np.ndarray]] = []
-    step = actor.optimizer.step
+    prepare = actor.optimizer.prepare_grads
 
-    def recording_step() -> Any:
+    def recording() -> Any:
         with gradients_as_weights(actor.chunks):
             gradients.append(exported(actor))
-        return step()
+        return prepare()
 
-    actor.optimizer.step = recording_step
+    actor.optimizer.prepare_grads = recording
     metrics = []
     for mini_batches in lesson.updates:
         source = InMemorySource.of(lesson.batch)
