@@ -114,3 +114,18 @@ def same_response(got: Any, expected: Any) -> None:
     np.testing.assert_array_equal(one.ids[:, 0], other.ids[:, 0])
     np.testing.assert_allclose(one.logp, other.logp, atol=1e-5)
     np.testing.assert_array_equal(one.experts, other.experts)
+
+
+def test_rays_object_store_hands_routes_over_without_a_copy(served: Served) -> None:
+    """Two readers of one object look at the same read-only memory."""
+    import ray
+
+    assert served.first.routes is not None
+    reference = ray.put(served.first.routes)
+    one, other = ray.get(reference), ray.get(reference)
+    np.testing.assert_array_equal(one.experts, served.first.routes.experts)
+    np.testing.assert_array_equal(one.spans, [[0, 0]])
+    assert np.shares_memory(one.experts, other.experts)
+    assert not one.experts.flags.writeable
+    part = one.between(10, 20)
+    assert np.shares_memory(part.experts, one.experts)
