@@ -87,7 +87,7 @@ def train_cases(
     return results
 
 
-def build_actor(path: str, layout: dict, case: Case, **optimizer: Any):
+def build_actor(path: str, layout: dict, case: Case, *, dtype: str = "float32", **optimizer: Any):
     """A `MegatronActor` with the weights of `path` on this rank."""
     from megatron_dppo.actor.actor import MegatronActor
     from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
@@ -104,7 +104,7 @@ def build_actor(path: str, layout: dict, case: Case, **optimizer: Any):
     model = load_hf_config(path)
     parallel.check_fits(model, runtime.world_size)
     config = ActorConfig(
-        dtype="float32",
+        dtype=dtype,
         max_tokens_per_microbatch=case.budget,
         router_replay=case.replay,
         recompute=case.recompute,
@@ -113,7 +113,7 @@ def build_actor(path: str, layout: dict, case: Case, **optimizer: Any):
     settings = transformer_config(
         model,
         parallel,
-        params_dtype=torch.float32,
+        params_dtype=getattr(torch, dtype),
         recompute=config.recompute,
         token_dispatcher=config.token_dispatcher,
     )
@@ -138,14 +138,14 @@ def train(rank: int, path: str, layout: dict, batch: RolloutBatch, case: Case, u
 
     actor = build_actor(path, layout, case)
     gradients: list[dict[str, np.ndarray]] = []
-    step = actor.optimizer.step
+    step = actor.optimizer.prepare_grads
 
     def recording_step() -> Any:
         with gradients_as_weights(actor.chunks):
             gradients.append(exported(actor))
         return step()
 
-    actor.optimizer.step = recording_step
+    actor.optimizer.prepare_grads = recording_step
     metrics = []
     for mini_batches in updates:
         source = InMemorySource.of(batch)
