@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,7 @@ class Case:
     recompute: str = "none"
     dispatcher: str = "alltoall"
     budget: int = BUDGET
+    long_sequences: str = "refuse"
 
     def __str__(self) -> str:
         routes = "recorded routes" if self.replay else "live routes"
@@ -74,15 +75,28 @@ def advantages() -> np.ndarray:
     return np.random.default_rng(1).choice([-1.0, -0.5, 0.0, 0.7, 1.0], size=SHAPE["groups"] * SHAPE["samples"])
 
 
-def train_cases(
-    rank: int, path: str, layout: dict, batch: RolloutBatch, cases: list[Case], updates: list | None = None
-) -> list[Trained]:
+@dataclass(frozen=True)
+class Lesson:
+    """A rollout, what its sequences are worth, and how they are divided into gradient steps."""
+
+    batch: RolloutBatch
+    advantages: np.ndarray
+    updates: list[list[np.ndarray]]
+
+    def reordered(self, order: np.ndarray) -> Lesson:
+        """The same sequences in another order."""
+        new_number = np.argsort(order)
+        updates = [[new_number[mini_batch] for mini_batch in update] for update in self.updates]
+        return Lesson(self.batch.select(order), self.advantages[order], updates)
+
+
+def train_cases(rank: int, path: str, layout: dict, lesson: Lesson, cases: list[Case]) -> list[Trained]:
     """Every case in turn on the same ranks; Megatron-Core's groups are made anew for each."""
     from megatron.core import parallel_state
 
     results = []
     for case in cases:
-        results.append(train(rank, path, layout, batch, case, updates or UPDATES))
+        results.append(train(rank, path, layout, lesson, case))
         parallel_state.destroy_model_parallel()
     return results
 
@@ -106,6 +120,7 @@ def build_actor(path: str, layout: dict, case: Case, *, dtype: str = "float32", 
     config = ActorConfig(
         dtype=dtype,
         max_tokens_per_microbatch=case.budget,
+        long_sequences=case.long_sequences,
         router_replay=case.replay,
         recompute=case.recompute,
         token_dispatcher=case.dispatcher,
@@ -132,7 +147,7 @@ def build_actor(path: str, layout: dict, case: Case, *, dtype: str = "float32", 
     )
 
 
-def train(rank: int, path: str, layout: dict, batch: RolloutBatch, case: Case, updates: list) -> Trained:
+def train(rank: int, path: str, layout: dict, lesson: Lesson, case: Case) -> Trained:
     from megatron_dppo.actor.actor import TrainingSignal
     from megatron_dppo.batch import InMemorySource
 
@@ -147,9 +162,9 @@ def train(rank: int, path: str, layout: dict, batch: RolloutBatch, case: Case, u
 
     actor.optimizer.prepare_grads = recording_step
     metrics = []
-    for mini_batches in updates:
-        source = InMemorySource.of(batch)
-        metrics.append(actor.update(source, TrainingSignal(advantages(), advantages(), mini_batches)))
+    for mini_batches in lesson.updates:
+        source = InMemorySource.of(lesson.batch)
+        metrics.append(actor.update(source, TrainingSignal(lesson.advantages, lesson.advantages, mini_batches)))
     weights = exported(actor)
     return Trained(metrics, gradients if rank == 0 else [], weights if rank == 0 else {})
 
@@ -178,7 +193,3 @@ def gradients_as_weights(chunks: Any) -> Iterator[None]:
     yield
     for parameter, weights in kept:
         parameter.data = weights
-
-
-def with_budget(case: Case, budget: int) -> Case:
-    return replace(case, budget=budget)

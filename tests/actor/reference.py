@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from types import MethodType
 
 import numpy as np
+import pytest
 import torch
 from transformers import PreTrainedModel
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.router_replay.routes import Routes
+from tests.actor.matrix import CLIP, EPSILON, LR, NORMALISER, TEMPERATURE, Lesson, Trained
 
 
 def make_rollout(
@@ -192,3 +195,33 @@ def by_hf_name(state: dict[str, np.ndarray], name: str) -> np.ndarray:
         return state[f"{layer}.experts.down_proj"][int(expert)]
     gate, up = np.split(state[f"{layer}.experts.gate_up_proj"][int(expert)], 2)
     return gate if matrix == "gate_proj" else up
+
+
+def compare_training(
+    got: Trained, history: list, weights: dict[str, np.ndarray], updates: list[list[np.ndarray]], case: str
+) -> None:
+    """Losses, norms, every gradient and the weights at the end; `history` and `weights` are `Reference`'s."""
+    steps = iter(history)
+    for metrics, mini_batches in zip(got.metrics, updates, strict=True):
+        losses, norms, _ = zip(*(next(steps) for _ in mini_batches), strict=True)
+        assert metrics["optimizer/loss"] == pytest.approx(np.mean(losses), rel=1e-5, abs=1e-6), case
+        assert metrics["optimizer/grad_norm"] == pytest.approx(np.mean(norms), rel=3e-5), case
+    assert len(got.gradients) == len(history)
+    for step, (gradients, (_, norm, expected)) in enumerate(zip(got.gradients, history, strict=True)):
+        assert len(gradients) > 100
+        for name, gradient in gradients.items():
+            right, where = by_hf_name(expected, name), f"{case}: gradient {step} of {name}"
+            np.testing.assert_allclose(gradient, right, atol=2e-6 * norm, rtol=1e-5, err_msg=where)
+    for name, tensor in got.weights.items():
+        np.testing.assert_allclose(tensor, by_hf_name(weights, name), atol=2e-6, rtol=0, err_msg=f"{case}: {name}")
+
+
+def expected_training(
+    model: PreTrainedModel, lesson: Lesson, preset: str, replay: bool
+) -> tuple[list, dict[str, np.ndarray]]:
+    """(loss, norm and gradients of each step, weights after all) of a float64 copy of `model`."""
+    trained = copy.deepcopy(model).double()
+    trained.set_experts_implementation("eager")  # the grouped product has no float64
+    reference = Reference(trained, lesson.batch, lesson.advantages, preset, NORMALISER, TEMPERATURE, replay)
+    history = reference.train(lesson.updates, lr=LR, clip=CLIP, epsilon=EPSILON)
+    return history, {name: p.detach().numpy() for name, p in trained.named_parameters()}
