@@ -40,9 +40,8 @@ def move(actor: Any, source: Any, signal: Any) -> dict[str, Any]:
     buffers = [b for chunk in actor.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     parts = distributed_parts(actor.optimizer)
     masters = [p for part in parts for group in part.optimizer.param_groups for p in group["params"]]
-    moments = [
-        state[key] for part in parts for state in part.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")
-    ]
+    states = [state for part in parts for state in part.optimizer.state.values()]
+    moments = [value for state in states for value in state.values()]  # with torch's Adam the steps too
     everything = [b.grad_data for b in buffers] + [b.param_data for b in buffers] + masters + moments
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in everything}
     bytes_before = sum(s.nbytes() for s in storages.values())
