@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +9,6 @@ import torch.distributed as dist
 
 from megatron_dppo.actor.objective import MicrobatchReport
 from megatron_dppo.algorithm import TokenMetrics
-from megatron_dppo.router_replay.replay import ReplayCounts
 
 
 def reduce_losses(
@@ -32,14 +30,6 @@ def reduce_losses(
     dist.all_reduce(sums)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
     return float(sums[0]), TokenMetrics(sums[1:], maxima)
-
-
-def reduce_replay_counts(counts: ReplayCounts, device: torch.device) -> ReplayCounts:
-    """Totals over the job. Ranks hold disjoint (row, layer) pairs, so a plain sum counts each once; a token that
-    differs on several pipeline stages counts once for each of them."""
-    total = torch.tensor(dataclasses.astuple(counts), dtype=torch.int64, device=device)
-    dist.all_reduce(total)
-    return ReplayCounts(*total.tolist())
 
 
 def reduce_bytes(pulled: int, device: torch.device) -> dict[str, float]:
