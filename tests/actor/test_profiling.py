@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def profile_step(rank: int, path: str, batch: Any, trace: Path) -> dict[str, Any
         actor.update(source, signal)
     with actor.phases("after"):
         pass
-    console = Console(width=120, record=True, quiet=True)
+    console = Console(width=120, file=io.StringIO())
     for table in profile.tables(flops=1e9, peak_flops=None):
         console.print(table)
     return {
@@ -43,7 +44,7 @@ def profile_step(rank: int, path: str, batch: Any, trace: Path) -> dict[str, Any
         "phases": {name: (use.seconds, use.peak_bytes) for name, use in profile.phases.items()},
         "work": profile.work,
         "busy": profile.busy,
-        "text": console.export_text(),
+        "text": console.file.getvalue(),
     }
 
 
