@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron_dppo.actor.forward import run_schedule
 from megatron_dppo.actor.layer_groups import gather_layer_groups
 from megatron_dppo.actor.microbatch import Microbatch, MicrobatchBuilder
 from megatron_dppo.actor.objective import MicrobatchReport, MiniBatchObjective, Recomputed, collect
+from megatron_dppo.actor.offload import PARTS, Offloader, Part
 from megatron_dppo.actor.optimizer import build_optimizer, guarded_step
 from megatron_dppo.actor.pack_shape import Split
 from megatron_dppo.actor.packing import PackPlan, plan_packs
@@ -116,6 +117,7 @@ class MegatronActor:
         ]
         fuse_weight_gradients(self.model)
         self.optimizer, self.scheduler = build_optimizer(optimizer, self.chunks, self._dtype)
+        self._offloader = Offloader(self.chunks, self.optimizer, runtime.device)
         self.trainee = Trainee(
             model=hf_config,
             models=self.chunks,
@@ -162,6 +164,7 @@ class MegatronActor:
 
         Raises NonFiniteTraining after too many skipped steps in a row, RuntimeError where routes went missing.
         """
+        self._require(*PARTS)
         device = self.runtime.device
         advantages = torch.from_numpy(signal.advantages.astype(np.float32)).to(device)
         returns = torch.from_numpy(signal.returns.astype(np.float32)).to(device)
@@ -227,6 +230,7 @@ class MegatronActor:
         `differing_tokens`, the rows where any layer's does. With `replay=False`
         the live routers decide, and the record is only compared with.
         """
+        self._require("weights")
         watch = self._moe_layers > 0 and bool(source.routed.sum())
         controller = RouterReplayController(self._routers, force=replay) if watch else None
         plan = self._plan(source, np.arange(len(source.lengths)))
@@ -259,7 +263,21 @@ class MegatronActor:
 
     def export_weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """Every weight by its Hugging Face name, streamed: whole on rank 0, None elsewhere (see `WeightExporter`)."""
+        self._require("weights")
         return self._exporter.stream()
+
+    def offload(self, parts: Iterable[Part] = PARTS) -> int:
+        """Move these to host memory, so that the engine can have the card (see `Offloader`); the bytes freed here."""
+        return self._offloader.offload(parts)
+
+    def onload(self, parts: Iterable[Part] = PARTS) -> None:
+        """Bring them back, bit for bit. Training needs all parts, `parity` and `export_weights` the weights."""
+        self._offloader.onload(parts)
+
+    def _require(self, *parts: Part) -> None:
+        missing = [part for part in parts if part in self._offloader.away]
+        if missing:
+            raise RuntimeError(f"{', '.join(missing)} are offloaded to the host; call onload() first")
 
     def _plan(self, source: SequenceSource, sequences: np.ndarray) -> PackPlan:
         """The microbatches of all ranks, as numbers of the source's sequences."""

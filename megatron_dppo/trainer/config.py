@@ -26,6 +26,9 @@ class TrainerConfig(ConfigModel):
     """Continue from the newest checkpoint of `run.dir`; an error where there is none."""
     export_hugging_face: bool = True
     """Write the trained model to `run.dir`/hf at the end."""
+    profile_step: int | None = Field(default=None, ge=1)
+    """Profile the training of this step: a table of time and memory by phase and by kind of work, and a Chrome trace of
+    every rank in `run.dir`/profile. The step takes longer; null profiles none."""
     parity_check: bool = True
     """Before the first step, recompute the first rollout's log-probabilities with router replay on and off and log
     how far they are from the engine's (two forward passes)."""

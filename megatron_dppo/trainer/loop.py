@@ -7,9 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+import torch
+
 from megatron_dppo.actor.actor import MegatronActor
+from megatron_dppo.actor.profiling import profiled
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.config.schema import Config
+from megatron_dppo.models.flops import peak_flops, training_flops
 from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.trainer.checkpoints import Checkpoints
 from megatron_dppo.trainer.evaluation import evaluate
@@ -87,7 +92,7 @@ class Trainer:
             with self._watch("parity check"):
                 metrics |= self._parity(experience)
         with self._watch("training"), clock.phase("train"):
-            metrics |= self._actor.update(experience.source(), experience.signal(config))
+            metrics |= self._update(step, experience)
         self._collector.release(experience)
         with self._watch("weight sync"), clock.phase("sync"):
             self._sync(step)
@@ -103,6 +108,22 @@ class Trainer:
         if every and (step % every == 0 or last):
             with self._watch("checkpoint"):
                 self._checkpoints.save(step)
+
+    def _update(self, step: int, experience: Experience) -> dict[str, float]:
+        source, signal = experience.source(), experience.signal(self._config)
+        if step != self._config.trainer.profile_step:
+            return self._actor.update(source, signal)
+        trace = self._config.run.dir / "profile" / f"step{step}_rank{self._runtime.rank}.json.gz"
+        with profiled(self._actor.phases, trace=trace) as profile:
+            metrics = self._actor.update(source, signal)
+        if self._controller:
+            lengths = source.lengths[np.concatenate(signal.mini_batches)]
+            flops = training_flops(self._actor.trainee.model, lengths) / self._runtime.world_size
+            device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+            for table in profile.tables(flops=flops, peak_flops=peak_flops(device)):
+                self._controller.progress.console.print(table)
+            self._controller.progress.note(f"step {step}: traces of all ranks in {trace.parent}")
+        return metrics
 
     def _parity(self, experience: Experience) -> dict[str, float]:
         """The first rollout, recomputed before any update: with the engine's routes, and with the live routers."""
