@@ -27,7 +27,7 @@ def evaluate(
     requests = requests_for(prompts, config.samples, run_seed=run_seed, step=step, stream=EVALUATION)
     law = SamplingLaw(temperature=config.temperature, top_p=config.top_p, max_tokens=max_response_tokens)
     batch = engine.generate(requests, law, training=False)
-    rewards = examiner.score(prompts, config.samples, batch)
+    rewards = examiner.score(prompts, config.samples, [batch.response_ids(i) for i in range(len(batch))])
     return {
         "eval/accuracy": float(rewards.correct.mean()),
         "eval/well_formed": float(rewards.well_formed.mean()),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.tasks.task import Prompt, Rewards, Task
 
 
@@ -18,9 +18,7 @@ class Examiner:
     task: Task
     tokenizer: PreTrainedTokenizerBase
 
-    def score(self, prompts: Sequence[Prompt], samples: int, batch: RolloutBatch) -> Rewards:
-        """The verdicts on `batch`, which holds `samples` answers to each prompt in turn."""
-        texts = self.tokenizer.batch_decode(
-            [batch.response_ids(i) for i in range(len(batch))], skip_special_tokens=True
-        )
+    def score(self, prompts: Sequence[Prompt], samples: int, responses: Sequence[np.ndarray]) -> Rewards:
+        """The verdicts on the token ids of `samples` answers to each prompt in turn."""
+        texts = self.tokenizer.batch_decode(list(responses), skip_special_tokens=True)
         return self.task.score([prompt for prompt in prompts for _ in range(samples)], texts)
