@@ -50,7 +50,7 @@ def train(config: Config) -> int:
     started = time.monotonic()
     hf_config = load_hf_config(config.model.path)
     config.parallel.check_fits(hf_config, actor_runtime.world_size())
-    _check_model_against(config, hf_config)
+    check_model_against(config, hf_config)
     files = HFFiles(config.model.path)
     check_tensors(files, hf_config, stores_stacked_experts(files, hf_config))
     _make_run_folder(config)
@@ -144,8 +144,8 @@ def _start_engine(runtime: Runtime, config: Config, stack: ExitStack) -> RayRoll
     return None
 
 
-def _check_model_against(config: Config, hf_config: HFConfig) -> None:
-    """Cross-checks that need the model."""
+def check_model_against(config: Config, hf_config: HFConfig) -> None:
+    """Cross-checks of a configuration that need the model. Raises UserError."""
     if hf_config.moe and config.actor.router_replay and not config.rollout.router_replay:
         raise UserError("actor.router_replay=true needs rollout.router_replay=true: the engine must record the routes")
     preset = config.algorithm.resolve()
