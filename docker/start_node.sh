@@ -10,6 +10,7 @@
 #   MASTER_PORT     of torch's rendezvous on node 0 (default 29500)
 #   RAY_GPUS        GPUs Ray may give to engines on this node (default: all)
 #   RAY_HEAD        address of a Ray cluster that is there already; this node then joins it (default: node 0 starts one)
+#   RAY_STORE_BYTES size of this node's object store (default: Ray's, 30 % of the memory)
 #   RAY_NODES       nodes of the whole Ray cluster, waited for (default: NODES)
 #
 # SIGTERM and SIGUSR1 ask for a stop at the end of the running step: the state is saved, "stopped" is written to RUN_DIR,
@@ -55,21 +56,22 @@ ask_to_stop() {
 }
 trap ask_to_stop TERM USR1
 
+# Sessions of their own: Slurm signals the whole process group of a task, and a step needs its engines to finish.
 node=(--num-cpus 64 --num-gpus "${RAY_GPUS:-$gpus}" --disable-usage-stats --block)
+if [ -n "${RAY_STORE_BYTES:-}" ]; then node+=(--object-store-memory "$RAY_STORE_BYTES"); fi
 if [ "$NODE_RANK" = 0 ] && [ -z "${RAY_HEAD:-}" ]; then
-  ray start --head --node-ip-address "$HEAD_ADDRESS" --port "${RAY_PORT:-6379}" --include-dashboard false "${node[@]}" \
-    >"$RUN_DIR/ray-node-$NODE_RANK.log" 2>&1 &
+  node+=(--head --node-ip-address "$HEAD_ADDRESS" --port "${RAY_PORT:-6379}" --include-dashboard false)
 else
-  ( # the head may take its time
-    for _ in $(seq 60); do
-      ray start --address "$head" "${node[@]}" && exit 0
-      sleep 5
-    done
-  ) >"$RUN_DIR/ray-node-$NODE_RANK.log" 2>&1 &
+  node+=(--address "$head")
+  for _ in $(seq 150); do # the head may take its time
+    if (exec 3<>"/dev/tcp/${head%:*}/${head##*:}") 2>/dev/null; then break; fi
+    sleep 2
+  done
 fi
+setsid ray start "${node[@]}" >"$RUN_DIR/ray-node-$NODE_RANK.log" 2>&1 &
 ray_pid=$!
 
-python - "${RAY_NODES:-$NODES}" <<'END' || { echo "start_node.sh: Ray did not come up, see $RUN_DIR/ray-node-*.log" >&2; exit 1; }
+python - "${RAY_NODES:-$NODES}" <<'END' || exit 1
 import os, sys, time
 import ray
 deadline = time.monotonic() + 300
@@ -77,9 +79,9 @@ while True:
     try:
         ray.init(address=os.environ["RAY_ADDRESS"], logging_level="ERROR", log_to_driver=False)
         break
-    except Exception:
+    except Exception as error:
         if time.monotonic() > deadline:
-            raise
+            sys.exit(f"start_node.sh: Ray did not come up ({error}), see ray-node-*.log in the run's folder")
         time.sleep(2)
 while sum(node["Alive"] for node in ray.nodes()) < int(sys.argv[1]):
     if time.monotonic() > deadline:
@@ -90,7 +92,7 @@ END
 # A default action of SIGUSR1 would end torchrun; ignored signals stay ignored across exec, and ranks set their own.
 (
   trap '' USR1
-  exec torchrun --nnodes "$NODES" --node-rank "$NODE_RANK" --nproc-per-node "$nproc" --max-restarts 0 \
+  exec setsid torchrun --nnodes "$NODES" --node-rank "$NODE_RANK" --nproc-per-node "$nproc" --max-restarts 0 \
     --rdzv-backend c10d --rdzv-endpoint "$HEAD_ADDRESS:${MASTER_PORT:-29500}" --rdzv-id "${JOB_ID:-dppo}" \
     --no-python megatron-dppo "${arguments[@]}"
 ) &
