@@ -1,4 +1,7 @@
-"""The command line: `megatron-dppo train | convert | plot`. Heavy imports happen inside the commands."""
+"""The command line: `megatron-dppo train | convert | plot | plan | doctor`.
+
+Heavy imports happen inside the commands.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from pathlib import Path
 
 from megatron_dppo import __version__
 from megatron_dppo.checkpoint.convert_arguments import add_convert_arguments, run_convert
+from megatron_dppo.doctor.command import add_doctor_arguments, run_doctor
 from megatron_dppo.launch import exit_status
+from megatron_dppo.planner.command import add_plan_arguments, run_plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +43,22 @@ def _parser() -> argparse.ArgumentParser:
     convert = commands.add_parser("convert", help="convert a checkpoint between Hugging Face and Megatron-Core")
     add_convert_arguments(convert)
     convert.set_defaults(run=run_convert)
+
+    plan = commands.add_parser(
+        "plan",
+        help="say what fits on a cluster, and how fast it will be",
+        description="Memory, time and traffic of training a model on GPUs that need not be there yet.",
+    )
+    add_plan_arguments(plan)
+    plan.set_defaults(run=run_plan)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what is wrong with this machine or a configuration",
+        description="One line per finding, with the fix; nothing where all is well. Exit status 1 after an error.",
+    )
+    add_doctor_arguments(doctor)
+    doctor.set_defaults(run=run_doctor)
 
     plot = commands.add_parser("plot", help="draw the training curves of one or several runs")
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")

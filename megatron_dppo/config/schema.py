@@ -26,6 +26,9 @@ class RunConfig(ConfigModel):
     """Root of every random stream: prompt order, sampling of each request, initialisation."""
     collective_timeout_minutes: float = Field(default=120.0, gt=0)
     """How long a rank waits for the others before it gives up; must exceed the longest rollout."""
+    hang_minutes: float = Field(default=60.0, gt=0)
+    """How long one phase of a step may take before its rank counts as hung: the stacks of all its threads are then
+    written to `dir`/stacks, and rank 0 names the rank that the others wait for. The run goes on."""
 
 
 class ModelConfig(ConfigModel):

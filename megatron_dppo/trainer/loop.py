@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.actor.profiling import profiled
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.config.schema import Config
+from megatron_dppo.launch.heartbeat import Heartbeat
+from megatron_dppo.launch.stop import StopRequest
 from megatron_dppo.models.flops import peak_flops, training_flops
 from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.trainer.checkpoints import Checkpoints
@@ -64,26 +67,60 @@ class Trainer:
         actor: MegatronActor,
         checkpoints: Checkpoints,
         controller: Controller | None,
+        heartbeat: Heartbeat,
+        stop: StopRequest,
     ) -> None:
         self._runtime, self._config, self._actor = runtime, config, actor
         self._checkpoints, self._controller = checkpoints, controller
+        self._heartbeat, self._stop = heartbeat, stop
+        self._step_now = 0
         side = (controller.engine, controller.examiner) if controller else None
         self._collector = RolloutCollector(runtime, config, side, actor.moe_layer_groups)
 
-    def run(self, first_step: int) -> None:
+    def run(self, first_step: int) -> bool:
         """Steps `first_step + 1 .. trainer.steps`; `first_step` steps are done already (0, or what a checkpoint holds).
 
         The weights of the checkpoint the engine was started from are those of step 0; a resumed run syncs first.
+        Returns whether the last step was reached: a run that is asked to stop (`StopRequest`) saves its state after the
+        running step and returns False.
         """
+        with self._stop.listening():
+            return self._run(first_step)
+
+    def _run(self, first_step: int) -> bool:
+        self._step_now = first_step
         if first_step > 0:
             with self._watch("sync"):
                 self._sync(first_step)
         elif self._config.evaluation.every:
             self._evaluate(0)
         for step in range(first_step + 1, self._config.trainer.steps + 1):
-            self._step(step)
+            self._step_now = step
+            saved = self._step(step)
+            reason = self._asked_to_stop() if step < self._config.trainer.steps else ""
+            if reason:
+                if not saved:
+                    self._save(step)
+                if self._controller:
+                    self._stop.done(step)
+                    self._controller.progress.note(
+                        f"step {step}: stopped by {reason}, the state is saved; trainer.resume=true goes on from it"
+                    )
+                return False
+        return True
 
-    def _step(self, step: int) -> None:
+    def _asked_to_stop(self) -> str:
+        """What asked any rank to stop, the same on all ranks. Collective: one gather of short strings."""
+        reasons: list[str] = [""] * self._runtime.world_size
+        dist.all_gather_object(reasons, self._stop.reason)
+        return next(filter(None, reasons), "")
+
+    def _save(self, step: int) -> None:
+        with self._watch("checkpoint"):
+            self._checkpoints.save(step)
+
+    def _step(self, step: int) -> bool:
+        """Returns whether the state was saved."""
         config, clock = self._config, PhaseClock()
         with self._watch("rollout"), clock.phase("rollout"):
             experience = self._collector.collect(step - 1)
@@ -105,9 +142,10 @@ class Trainer:
         if config.evaluation.every and (step % config.evaluation.every == 0 or last):
             self._evaluate(step)
         every = config.trainer.checkpoint_every
-        if every and (step % every == 0 or last):
-            with self._watch("checkpoint"):
-                self._checkpoints.save(step)
+        due = bool(every) and (step % every == 0 or last)
+        if due:
+            self._save(step)
+        return due
 
     def _update(self, step: int, experience: Experience) -> dict[str, float]:
         source, signal = experience.source(), experience.signal(self._config)
@@ -165,6 +203,7 @@ class Trainer:
 
     @contextmanager
     def _watch(self, phase: str) -> Iterator[None]:
+        self._heartbeat.beat(phase, self._step_now)
         if self._controller:
             self._controller.progress.phase(phase)
         yield

@@ -19,6 +19,9 @@ from megatron_dppo.checkpoint.state_folder import latest_state
 from megatron_dppo.config.load import save_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.heartbeat import Heartbeat
+from megatron_dppo.launch.logs import logging_to
+from megatron_dppo.launch.stop import StopRequest
 from megatron_dppo.models.build import build_model
 from megatron_dppo.models.hf_config import HFConfig, load_hf_config
 from megatron_dppo.models.megatron_config import transformer_config
@@ -47,7 +50,7 @@ def train(config: Config) -> int:
     started = time.monotonic()
     hf_config = load_hf_config(config.model.path)
     config.parallel.check_fits(hf_config, actor_runtime.world_size())
-    _check_model_against(config, hf_config)
+    check_model_against(config, hf_config)
     files = HFFiles(config.model.path)
     check_tensors(files, hf_config, stores_stacked_experts(files, hf_config))
     _make_run_folder(config)
@@ -58,6 +61,10 @@ def train(config: Config) -> int:
     examiner = _build_examiner(config) if actor_runtime.rank() == 0 else None
 
     with ExitStack() as stack:
+        rank = actor_runtime.rank()
+        stack.enter_context(logging_to(config.run.dir, rank))
+        heartbeat = Heartbeat(config.run.dir, rank, limit=config.run.hang_minutes * 60, watch_peers=rank == 0)
+        stack.enter_context(heartbeat.running())
         stack.callback(actor_runtime.stop)
         runtime = actor_runtime.start(
             config.parallel, seed=config.run.seed, timeout_minutes=config.run.collective_timeout_minutes
@@ -74,13 +81,21 @@ def train(config: Config) -> int:
             tracker = stack.enter_context(Tracker(config.run.dir, resume_step=resumed_at))
             progress = Progress(total_steps=config.trainer.steps, first_step=first_step, title=config.run.name)
             controller = Controller(engine, examiner, tracker, stack.enter_context(progress))
-        trainer = Trainer(runtime, config, actor=actor, checkpoints=checkpoints, controller=controller)
-        trainer.run(first_step)
-        if config.trainer.export_hugging_face:
+        trainer = Trainer(
+            runtime,
+            config,
+            actor=actor,
+            checkpoints=checkpoints,
+            controller=controller,
+            heartbeat=heartbeat,
+            stop=StopRequest(config.run.dir),
+        )
+        finished = trainer.run(first_step)
+        if finished and config.trainer.export_hugging_face:
             save_hf_checkpoint(
                 config.run.dir / MODEL_FOLDER, actor.model, hf_config, runtime.groups, overwrite=config.trainer.resume
             )
-    if runtime.is_controller:
+    if finished and runtime.is_controller:
         _report(config, time.monotonic() - started)
     return 0
 
@@ -129,8 +144,8 @@ def _start_engine(runtime: Runtime, config: Config, stack: ExitStack) -> RayRoll
     return None
 
 
-def _check_model_against(config: Config, hf_config: HFConfig) -> None:
-    """Cross-checks that need the model."""
+def check_model_against(config: Config, hf_config: HFConfig) -> None:
+    """Cross-checks of a configuration that need the model. Raises UserError."""
     preset = config.algorithm.resolve()
     if hf_config.moe and config.actor.router_replay == "r3" and not config.rollout.router_replay:
         raise UserError("actor.router_replay=r3 needs rollout.router_replay=true: the engine must record the routes")
