@@ -3,5 +3,6 @@
 from megatron_dppo.batch.aligned import AlignedBatch, align
 from megatron_dppo.batch.rollout_batch import RolloutBatch
 from megatron_dppo.batch.source import InMemorySource, SequenceSource
+from megatron_dppo.batch.turns import join_turns
 
-__all__ = ["AlignedBatch", "InMemorySource", "RolloutBatch", "SequenceSource", "align"]
+__all__ = ["AlignedBatch", "InMemorySource", "RolloutBatch", "SequenceSource", "align", "join_turns"]

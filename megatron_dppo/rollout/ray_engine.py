@@ -37,6 +37,8 @@ class RolloutHandle:
     request_ids: tuple[str, ...] = field(repr=False)
     finish_reasons: tuple[str, ...] = field(repr=False)
     weight_version: int
+    sampled: np.ndarray
+    """int64 `[B]`, tokens of each sequence that the policy sampled."""
     routed: np.ndarray
     """int64 `[B]`, tokens of each sequence whose experts were recorded."""
     route_bytes: int
@@ -45,11 +47,6 @@ class RolloutHandle:
     def __len__(self) -> int:
         """Number of sequences."""
         return len(self.request_ids)
-
-    @property
-    def response_lengths(self) -> np.ndarray:
-        """int64 `[B]`, sampled tokens of each sequence."""
-        return self.lengths - self.prompt_lengths
 
 
 class EngineActor:
@@ -68,7 +65,10 @@ class EngineActor:
 
     def generate(self, requests: list[GenerationRequest], law: SamplingLaw, training: bool) -> RolloutHandle:
         """Sample, write the sequences into the object store once, and return what the controller needs."""
-        batch = self._engine.generate(requests, law, training=training)
+        return self.keep(self._engine.generate(requests, law, training=training))
+
+    def keep(self, batch: RolloutBatch) -> RolloutHandle:
+        """Write sequences into the object store once, and return what the controller needs."""
         size = self._config.sequences_per_object
         bounds = np.append(np.arange(0, len(batch), size), len(batch))
         key = uuid.uuid4().hex
@@ -83,6 +83,7 @@ class EngineActor:
             request_ids=batch.request_ids,
             finish_reasons=batch.finish_reasons,
             weight_version=self._engine.weight_version,
+            sampled=batch.sampled_per_sequence,
             routed=batch.routed_per_sequence,
             route_bytes=0 if batch.routes is None else batch.routes.nbytes,
         )
@@ -168,6 +169,11 @@ class RayRolloutEngine:
         Release the handle when the step is over, or the store fills up.
         """
         return self._call("generate", list(requests), law, training)
+
+    def keep(self, batch: RolloutBatch) -> RolloutHandle:
+        """Leave sequences that were put together from several calls of `generate` in the object store, for `fetch` on
+        any rank. Release the handle as that of `generate_refs`."""
+        return self._call("keep", batch)
 
     def release(self, handle: RolloutHandle) -> None:
         """Let the store forget a rollout as soon as nobody holds arrays of it."""

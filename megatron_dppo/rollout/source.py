@@ -14,7 +14,7 @@ class RolloutSource:
     def __init__(self, handle: RolloutHandle) -> None:
         self._handle = handle
         self.lengths = handle.lengths
-        self.trained = handle.response_lengths
+        self.trained = handle.sampled
         """Every sampled token has a row that predicts it, since no prompt is empty."""
         self.routed = handle.routed
 

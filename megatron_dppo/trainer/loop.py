@@ -12,7 +12,7 @@ from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.config.schema import Config
 from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.trainer.checkpoints import Checkpoints
-from megatron_dppo.trainer.evaluation import evaluate
+from megatron_dppo.trainer.evaluation import Evaluator
 from megatron_dppo.trainer.examiner import Examiner
 from megatron_dppo.trainer.progress import Progress
 from megatron_dppo.trainer.rollouts import Experience, RolloutCollector
@@ -25,6 +25,7 @@ class Controller:
 
     engine: RayRolloutEngine
     examiner: Examiner
+    evaluator: Evaluator
     tracker: Tracker
     progress: Progress
 
@@ -73,8 +74,9 @@ class Trainer:
         if first_step > 0:
             with self._watch("sync"):
                 self._sync(first_step)
-        elif self._config.evaluation.every:
-            self._evaluate(0)
+        # A run that was stopped during an evaluation has the checkpoint of that step, but not its result.
+        if self._evaluation_is_due(first_step) and not self._evaluated(first_step):
+            self._evaluate(first_step)
         for step in range(first_step + 1, self._config.trainer.steps + 1):
             self._step(step)
 
@@ -96,13 +98,20 @@ class Trainer:
         if self._controller:
             self._controller.tracker.log(step, metrics)
             self._controller.progress.step(step, metrics)
-        last = step == config.trainer.steps
-        if config.evaluation.every and (step % config.evaluation.every == 0 or last):
-            self._evaluate(step)
         every = config.trainer.checkpoint_every
-        if every and (step % every == 0 or last):
+        if every and (step % every == 0 or step == config.trainer.steps):
             with self._watch("checkpoint"):
                 self._checkpoints.save(step)
+        if self._evaluation_is_due(step):
+            self._evaluate(step)
+
+    def _evaluation_is_due(self, step: int) -> bool:
+        every = self._config.evaluation.every
+        return every > 0 and (step % every == 0 or step == self._config.trainer.steps)
+
+    def _evaluated(self, step: int) -> bool:
+        """Whether the run's folder has an evaluation of `step` already; only the controller knows."""
+        return self._controller is not None and self._controller.tracker.has(step, "time/eval_s")
 
     def _parity(self, experience: Experience) -> dict[str, float]:
         """The first rollout, recomputed before any update: with the engine's routes, and with the live routers."""
@@ -128,19 +137,19 @@ class Trainer:
             return
         start = time.perf_counter()
         with self._watch("evaluation"):
-            metrics = evaluate(
-                self._controller.engine,
-                self._controller.examiner,
-                self._config.evaluation,
-                max_response_tokens=self._config.rollout.max_response_tokens,
-                run_seed=self._config.run.seed,
-                step=step,
-            )
+            metrics = self._controller.evaluator(step)
         self._controller.tracker.log(step, metrics | {"time/eval_s": time.perf_counter() - start})
-        self._controller.progress.note(
-            f"step {step}: held-out accuracy {metrics['eval/accuracy']:.3f}, "
-            f"well-formed {metrics['eval/well_formed']:.3f}"
-        )
+        if "eval/accuracy" in metrics:
+            self._controller.progress.note(
+                f"step {step}: held-out accuracy {metrics['eval/accuracy']:.3f}, "
+                f"well-formed {metrics['eval/well_formed']:.3f}"
+            )
+        for one in self._controller.examiner.sets:
+            accuracy, low, high = (metrics[f"eval/{one.name}/accuracy{end}"] for end in ("", "_low", "_high"))
+            self._controller.progress.note(
+                f"step {step}: {one.name} avg@{one.samples} {accuracy:.3f} (95 % of resampled prompts: "
+                f"{low:.3f} to {high:.3f})"
+            )
 
     @contextmanager
     def _watch(self, phase: str) -> Iterator[None]:

@@ -55,6 +55,10 @@ class Tracker:
         for name, value in values.items():
             self._events.add_scalar(name, value, global_step=step)
 
+    def has(self, step: int, name: str) -> bool:
+        """Whether the file has a value of metric `name` at `step`."""
+        return any(row["step"] == step and name in row for row in read_rows(self.path))
+
     def close(self) -> None:
         self._file.close()
         self._events.close()
