@@ -1,8 +1,9 @@
-"""The command line: `megatron-dppo train | convert | plot`. Heavy imports happen inside the commands."""
+"""The command line: `megatron-dppo train | evaluate | convert | plot`. Heavy imports happen inside the commands."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -11,6 +12,9 @@ from pathlib import Path
 from megatron_dppo import __version__
 from megatron_dppo.checkpoint.convert_arguments import add_convert_arguments, run_convert
 from megatron_dppo.launch import exit_status
+
+_OVERRIDE = re.compile(r"(seed|(rollout|task|evaluation)\.[^=]+)=")
+"""What tells `evaluation.samples=4` from the data `aime24=aime24.jsonl`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,6 +39,23 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("overrides", nargs="*", metavar="a.b=c", help="config keys to change")
     train.set_defaults(run=_train)
 
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="avg@n and pass@k of a model on files of questions",
+        description="Sample answers and judge them: megatron-dppo evaluate MODEL [NAME=]FILE ... [a.b=c ...]. "
+        "Without --config the sampling is temperature 0.7, top-p 0.95, 32 answers per question. Started again with the "
+        "same --out, it goes on where it was.",
+    )
+    evaluate.add_argument("model", type=Path, help="folder of a Hugging Face checkpoint")
+    evaluate.add_argument(
+        "data", nargs="*", metavar="DATA", help="file, folder or hub dataset, as task.data.path; and a.b=c overrides"
+    )
+    evaluate.add_argument("--config", type=Path, help="YAML file of a run: its rollout, task and evaluation sections")
+    evaluate.add_argument(
+        "-o", "--out", type=Path, help="folder for the answers (default: evaluation/ and MODEL's name)"
+    )
+    evaluate.set_defaults(run=_evaluate)
+
     convert = commands.add_parser("convert", help="convert a checkpoint between Hugging Face and Megatron-Core")
     add_convert_arguments(convert)
     convert.set_defaults(run=run_convert)
@@ -55,6 +76,15 @@ def _train(arguments: argparse.Namespace) -> int:
     from megatron_dppo.trainer.train import train
 
     return train(load_config(arguments.config, arguments.overrides))
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from megatron_dppo.trainer.evaluate_model import evaluate_config, evaluate_model
+
+    overrides = [one for one in arguments.data if _OVERRIDE.match(one)]
+    data = [one for one in arguments.data if not _OVERRIDE.match(one)]
+    out = arguments.out or Path("evaluation") / arguments.model.resolve().name
+    return evaluate_model(arguments.model, evaluate_config(data, arguments.config, overrides), out)
 
 
 def _plot(arguments: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.config import RolloutConfig
@@ -16,7 +17,7 @@ from megatron_dppo.tasks.task import Prompt, Rewards
 from megatron_dppo.trainer.accuracy import accuracy_metrics
 from megatron_dppo.trainer.config import EvaluationConfig
 from megatron_dppo.trainer.episodes import play
-from megatron_dppo.trainer.examiner import Examiner, Scorer
+from megatron_dppo.trainer.examiner import Examiner, Scorer, judge
 from megatron_dppo.trainer.requests import requests_for
 
 
@@ -42,44 +43,61 @@ class Evaluator:
             if isinstance(task, EnvironmentTask):
                 batch, rewards = self._play(task, prompts, step)
             else:
-                batch, rewards = self.answer(task, prompts, self.config.samples, step)
+                batch, rewards = self._answer(task, prompts, self.config.samples, step)
             metrics |= _metrics("eval", batch, rewards, self.config.samples)
         for one in self.examiner.sets:
-            batch, rewards = self.answer(one.scorer, one.prompts, one.samples, step)
+            batch, rewards = self._answer(one.scorer, one.prompts, one.samples, step)
             metrics |= _metrics(f"eval/{one.name}", batch, rewards, one.samples)
         return metrics
 
-    def answer(
+    def _answer(
         self, scorer: Scorer, prompts: Sequence[Prompt], samples: int, step: int
     ) -> tuple[RolloutBatch, Rewards]:
-        """`samples` answers to each prompt, and the verdicts."""
-        requests = requests_for(prompts, samples, run_seed=self.run_seed, step=step, stream=EVALUATION)
-        batch = self.engine.generate(requests, self.law, training=False)
-        return batch, self.examiner.score(scorer, prompts, samples, batch)
-
-    @property
-    def law(self) -> SamplingLaw:
-        """The evaluation's own sampling; responses may be as long as in training."""
-        return SamplingLaw(
-            temperature=self.config.temperature,
-            top_p=self.config.top_p,
-            max_tokens=self.rollout.max_response_tokens,
-            stop_token_ids=self.rollout.stop_token_ids,
-        )
+        law = evaluation_law(self.config, self.rollout)
+        tokenizer = self.examiner.tokenizer
+        return answer(self.engine, law, scorer, tokenizer, prompts, samples, run_seed=self.run_seed, step=step)
 
     def _play(self, task: EnvironmentTask, prompts: Sequence[Prompt], step: int) -> tuple[RolloutBatch, Rewards]:
+        law = evaluation_law(self.config, self.rollout)
         episodes = play(
             task,
             self.examiner.tokenizer,
             prompts,
             self.config.samples,
-            lambda requests: self.engine.generate(requests, self.law, training=False),
+            lambda requests: self.engine.generate(requests, law, training=False),
             run_seed=self.run_seed,
             step=step,
             stream=EVALUATION,
             max_prompt_tokens=self.rollout.max_prompt_tokens,
         )
         return episodes.batch, episodes.rewards
+
+
+def evaluation_law(config: EvaluationConfig, rollout: RolloutConfig) -> SamplingLaw:
+    """The evaluation's own sampling; responses may be as long as in training."""
+    return SamplingLaw(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        max_tokens=rollout.max_response_tokens,
+        stop_token_ids=rollout.stop_token_ids,
+    )
+
+
+def answer(
+    engine: RolloutEngine,
+    law: SamplingLaw,
+    scorer: Scorer,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    samples: int,
+    *,
+    run_seed: int,
+    step: int,
+) -> tuple[RolloutBatch, Rewards]:
+    """`samples` answers to each prompt in turn, and the verdicts."""
+    requests = requests_for(prompts, samples, run_seed=run_seed, step=step, stream=EVALUATION)
+    batch = engine.generate(requests, law, training=False)
+    return batch, judge(scorer, tokenizer, prompts, samples, batch)
 
 
 def _metrics(prefix: str, batch: RolloutBatch, rewards: Rewards, samples: int) -> dict[str, float]:

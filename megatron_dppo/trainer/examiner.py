@@ -42,18 +42,19 @@ class Examiner:
     report: Sequence[str] = ()
     """Lines for people: what the prompts are and what was left out."""
 
-    def score(self, scorer: Scorer, prompts: Sequence[Prompt], samples: int, batch: RolloutBatch) -> Rewards:
-        """The verdicts on `batch`, which holds `samples` answers to each prompt in turn."""
-        texts = self.tokenizer.batch_decode(
-            [batch.response_ids(i) for i in range(len(batch))], skip_special_tokens=True
-        )
-        return scorer.score([prompt for prompt in prompts for _ in range(samples)], texts, batch.response_lengths)
-
     def close(self) -> None:
         """End the processes that judge."""
         self.task.close()
         for one in self.sets:
             one.scorer.close()
+
+
+def judge(
+    scorer: Scorer, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], samples: int, batch: RolloutBatch
+) -> Rewards:
+    """The verdicts on `batch`, which holds `samples` answers to each prompt in turn."""
+    texts = tokenizer.batch_decode([batch.response_ids(i) for i in range(len(batch))], skip_special_tokens=True)
+    return scorer.score([prompt for prompt in prompts for _ in range(samples)], texts, batch.response_lengths)
 
 
 def build_examiner(config: Config, tokenizer: PreTrainedTokenizerBase) -> Examiner:

@@ -19,7 +19,7 @@ from megatron_dppo.rollout.source import RolloutSource
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.task import Rewards
 from megatron_dppo.trainer.episodes import play
-from megatron_dppo.trainer.examiner import Examiner
+from megatron_dppo.trainer.examiner import Examiner, judge
 from megatron_dppo.trainer.requests import requests_for
 
 
@@ -95,7 +95,7 @@ class RolloutCollector:
             if handle.request_ids != tuple(r.request_id for r in requests):
                 raise RuntimeError("the engine returned other requests than it was given, or in another order")
             batch = fetch(handle)
-            rewards = examiner.score(examiner.task, prompts, samples, batch)
+            rewards = judge(examiner.task, examiner.tokenizer, prompts, samples, batch)
         metrics = {
             "reward/mean": float(rewards.reward.mean()),
             "reward/accuracy": float(rewards.correct.mean()),

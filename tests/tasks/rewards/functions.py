@@ -40,3 +40,7 @@ def text(**_: Any) -> str:
 
 
 not_callable = 3
+
+
+def even_length(*, response: str, **_: Any) -> bool:
+    return len(response) % 2 == 0
