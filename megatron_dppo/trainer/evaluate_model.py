@@ -34,7 +34,7 @@ PAPERS_SAMPLING = {"temperature": 0.7, "top_p": 0.95, "samples": 32}
 
 
 class EvaluateConfig(ConfigModel):
-    """What `evaluate` needs of a run's configuration. Of the task its prompt, chat template, pattern and rewards count."""
+    """What `evaluate` needs of a run's configuration. Of the task, how it puts and judges questions counts."""
 
     rollout: RolloutConfig = RolloutConfig()
     task: TaskConfig
