@@ -16,13 +16,17 @@ from torch import Tensor
 
 from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
 from megatron_dppo.actor.forward import run_schedule
+from megatron_dppo.actor.layer_groups import gather_layer_groups
 from megatron_dppo.actor.microbatch import Microbatch, MicrobatchBuilder
 from megatron_dppo.actor.objective import MicrobatchReport, MiniBatchObjective, Recomputed, collect
 from megatron_dppo.actor.optimizer import build_optimizer, guarded_step
-from megatron_dppo.actor.packing import plan_packs
-from megatron_dppo.actor.reduce import reduce_losses, reduce_replay_counts
+from megatron_dppo.actor.pack_shape import Split
+from megatron_dppo.actor.packing import PackPlan, plan_packs
+from megatron_dppo.actor.profiling import Phases
+from megatron_dppo.actor.reduce import reduce_bytes, reduce_losses, reduce_replay_counts
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.actor.totals import StepTotals
+from megatron_dppo.actor.weight_gradients import fuse_weight_gradients
 from megatron_dppo.algorithm import Denominators, Preset, TokenMetrics
 from megatron_dppo.batch import SequenceSource
 from megatron_dppo.checkpoint.hf_export import WeightExporter
@@ -84,6 +88,8 @@ class MegatronActor:
         self._config, self._preset = config, preset
         self._vocab_size, self._temperature, self._normaliser = hf_config.vocab_size, temperature, normaliser
         self._skipped_in_a_row = 0
+        self.phases = Phases()
+        """Names the parts of a step for profiles (`megatron_dppo.actor.profiling`)."""
 
         model_config = get_model_config(self.model[0])
         self._dtype = model_config.params_dtype
@@ -92,6 +98,7 @@ class MegatronActor:
             DistributedDataParallel(config=model_config, ddp_config=ddp, module=chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(self.model)
         ]
+        fuse_weight_gradients(self.model)
         self.optimizer, self.scheduler = build_optimizer(optimizer, self.chunks, self._dtype)
         self.trainee = Trainee(
             model=hf_config,
@@ -109,18 +116,22 @@ class MegatronActor:
         layer_numbers = moe_layer_numbers(model_config)
         self._moe_layers = len(layer_numbers)
         found = find_routers(self.model, layer_numbers)
+        self.moe_layer_groups = gather_layer_groups(self.model, layer_numbers)
+        """Numbers of the MoE layers of every model chunk of the job: how routes are best stored."""
         self._routers = [(local, router) for local, (_, router) in enumerate(found)]
-        sequence_parallel = (groups.tp.rank(), groups.tp.size()) if parallel.sequence_parallel else (0, 1)
+        self._last_stage = groups.pp.rank() == groups.pp.size() - 1
+        self._split = Split(context=groups.cp.size(), sequence=groups.tp.size() if parallel.sequence_parallel else 1)
         self._builder = MicrobatchBuilder(
             device=runtime.device,
-            sequence_parallel=sequence_parallel,
-            moe_layers=[index for index, _ in found],
+            split=self._split,
+            context_rank=groups.cp.rank(),
+            sequence_rank=groups.tp.rank() if parallel.sequence_parallel else 0,
+            moe_layers=tuple(index for index, _ in found),
+            last_stage=self._last_stage,
             topk=preset.needs_topk,
         )
-        interleaved = parallel.virtual_pipeline is not None
-        self._microbatch_multiple = parallel.pipeline if interleaved else 1
-        last_stage = groups.pp.rank() == groups.pp.size() - 1
-        self._contributes = last_stage and groups.tp.rank() == 0
+        self._microbatch_multiple = parallel.pipeline if parallel.chunks > 1 else 1
+        self._contributes = self._last_stage and groups.tp.rank() == 0
 
     def update(self, source: SequenceSource, signal: TrainingSignal) -> dict[str, float]:
         """One gradient step per mini-batch. Returns metrics, the same on all ranks.
@@ -131,16 +142,17 @@ class MegatronActor:
         advantages = torch.from_numpy(signal.advantages.astype(np.float32)).to(device)
         returns = torch.from_numpy(signal.returns.astype(np.float32)).to(device)
         trained = torch.from_numpy(source.trained).to(device)
+        pulled_before = source.pulled_bytes
         replay_on = self._config.router_replay and self._moe_layers > 0
-        packs = [self._pack(source, sequences) for sequences in signal.mini_batches]
+        plans = [self._plan(source, sequences) for sequences in signal.mini_batches]
         # The anchor is the policy before the first of these steps, so all mini-batches are recomputed up front.
         recomputed = None
         if self._preset.needs_recomputed_logp:
-            recomputed = [self._recompute(self._build(source, pack, replay=replay_on), replay_on) for pack in packs]
+            recomputed = [self._recompute(self._build(source, plan, replay=replay_on), replay_on) for plan in plans]
 
         metrics = TokenMetrics.empty(device)
         totals = StepTotals()
-        for number, (sequences, pack) in enumerate(zip(signal.mini_batches, packs, strict=True)):
+        for number, (sequences, plan) in enumerate(zip(signal.mini_batches, plans, strict=True)):
             objective = MiniBatchObjective(
                 preset=self._preset,
                 denominators=Denominators(
@@ -152,28 +164,34 @@ class MegatronActor:
                 returns=returns,
                 trained=trained,
                 recomputed=None if recomputed is None else recomputed[number],
+                context_group=self.runtime.groups.cp if self._split.context > 1 else None,
             )
-            microbatches = self._build(source, pack, replay=replay_on)
-            totals.count_rows(microbatches)
+            with self.phases("microbatches"):
+                microbatches = self._build(source, plan, replay=replay_on)
+            totals.add_plan(plan)
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             controller = RouterReplayController(self._routers) if replay_on else None
-            with ExitStack() as stack:
+            with self.phases("forward and backward"), ExitStack() as stack:
                 if controller is not None:
                     stack.enter_context(controller.installed())
                 reports = self._run(microbatches, objective, replay=controller, forward_only=False)
-            if controller is not None:
-                totals.add_replay(self._account(controller, source, sequences))
-            loss, part = reduce_losses(reports, contributes=self._contributes, device=device)
-            metrics = metrics.merge(part)
-            outcome = guarded_step(self.optimizer, self.scheduler, self.chunks, loss_is_finite=bool(np.isfinite(loss)))
-            self._watch_finite(outcome.applied, reports)
+            with self.phases("metrics"):
+                if controller is not None:
+                    totals.add_replay(self._account(controller, source, sequences))
+                loss, part = reduce_losses(reports, contributes=self._contributes, device=device)
+                metrics = metrics.merge(part)
+            with self.phases("optimizer"):
+                finite = bool(np.isfinite(loss))
+                outcome = guarded_step(self.optimizer, self.scheduler, loss_is_finite=finite)
+            self._watch_finite(outcome.applied or outcome.overflowed, reports)
             totals.add_step(loss, outcome)
         sequences_in_all = sum(len(sequences) for sequences in signal.mini_batches)
         finals = metrics.finalize(sequences_in_all)
         policy = {f"policy/{_SHORT_NAMES.get(name, name)}": value for name, value in finals.items()}
-        return policy | totals.metrics(replay_on)
+        pulled = reduce_bytes(source.pulled_bytes - pulled_before, device)
+        return policy | totals.metrics(replay_on) | pulled
 
     def parity(self, source: SequenceSource, *, replay: bool) -> dict[str, float]:
         """How far this model's log-probabilities are from the engine's, over all trained rows (forward passes only).
@@ -185,7 +203,7 @@ class MegatronActor:
         """
         watch = self._moe_layers > 0 and bool(source.routed.sum())
         controller = RouterReplayController(self._routers, force=replay) if watch else None
-        microbatches = self._build(source, self._pack(source, np.arange(len(source.lengths))), replay=watch)
+        microbatches = self._build(source, self._plan(source, np.arange(len(source.lengths))), replay=watch)
         with ExitStack() as stack:
             if controller is not None:
                 stack.enter_context(controller.installed())
@@ -195,6 +213,7 @@ class MegatronActor:
         if self._contributes:
             for microbatch, stats in passed:
                 rows = microbatch.rows
+                assert rows is not None
                 pi, mu = stats.logp[rows.loss_mask].double(), rows.mu_logp[rows.loss_mask].double()
                 if len(pi):
                     gap = torch.maximum(gap, (pi - mu).abs().max())
@@ -215,20 +234,27 @@ class MegatronActor:
         """Every weight by its Hugging Face name, streamed: whole on rank 0, None elsewhere (see `WeightExporter`)."""
         return self._exporter.stream()
 
-    def _pack(self, source: SequenceSource, sequences: np.ndarray) -> list[list[int]]:
-        """This data-parallel rank's microbatches, as numbers of the source's sequences."""
-        group = self.runtime.groups.dp
+    def _plan(self, source: SequenceSource, sequences: np.ndarray) -> PackPlan:
+        """The microbatches of all ranks, as numbers of the source's sequences."""
         plan = plan_packs(
             source.lengths[sequences],
             budget=self._config.max_tokens_per_microbatch,
-            data_parallel=group.size(),
+            data_parallel=self.runtime.groups.dp.size(),
+            split=self._split,
             microbatch_multiple=self._microbatch_multiple,
+            long_sequences=self._config.long_sequences,
+            equal_rows=self._config.token_dispatcher == "allgather",
         )
-        return [[int(sequences[i]) for i in pack] for pack in plan[group.rank()]]
+        return plan.of(sequences)
 
-    def _build(self, source: SequenceSource, packs: list[list[int]], *, replay: bool) -> list[Microbatch]:
+    def _build(self, source: SequenceSource, plan: PackPlan, *, replay: bool) -> list[Microbatch]:
+        """This rank's microbatches; pulls the rows and columns they need, and nothing else."""
+        columns, rank = self._builder.columns(replay=replay), self.runtime.groups.dp.rank()
         return [
-            self._builder.build(source.rows(np.asarray(pack, dtype=np.int64)), pack, replay=replay) for pack in packs
+            self._builder.build(
+                source.rows(np.asarray(pack, dtype=np.int64), columns), pack, pack_rows=rows, replay=replay
+            )
+            for pack, rows in zip(plan.packs[rank], plan.rows[rank], strict=True)
         ]
 
     def _run(self, microbatches: list[Microbatch], loss: Any, **options: Any) -> list[Any]:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from megatron_dppo.actor.packing import LongSequences
 from megatron_dppo.config.base import ConfigModel
 
 
@@ -15,7 +16,12 @@ class ActorConfig(ConfigModel):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Of weights and activations; statistics of the LM head and the router are float32 always."""
     max_tokens_per_microbatch: int = Field(default=16384, ge=1)
-    """Token budget of one packed microbatch on one data-parallel rank."""
+    """Token budget of one packed microbatch. Context-parallel ranks share a pack, so each of them sees
+    `max_tokens_per_microbatch / parallel.context` of it."""
+    long_sequences: LongSequences = "refuse"
+    """A sequence over that budget stops the run ("refuse") or gets a microbatch of its own ("alone")."""
+    token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens reach their experts. With allgather all microbatches are padded to the longest."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: nothing, core attention ("selective"), or whole layers."""
     router_replay: bool = True

@@ -43,17 +43,18 @@ def run_schedule[Report](
     def forward_step(data: Iterator[tuple[int, Microbatch]], model: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
         index, microbatch = next(data)
         rows = microbatch.rows
-        request = TokenStatsRequest(
-            token_ids=rows.targets,
-            vocab_size=vocab_size,
-            group=tensor_group,
-            topk_ids=rows.topk_ids,
-            loss_mask=rows.loss_mask,
-            temperature=temperature,
-        )
+        request = None
+        if rows is not None:
+            request = TokenStatsRequest(
+                token_ids=rows.targets,
+                vocab_size=vocab_size,
+                group=tensor_group,
+                topk_ids=rows.topk_ids,
+                loss_mask=rows.loss_mask,
+                temperature=temperature,
+            )
         around: AbstractContextManager[None] = nullcontext()
-        if replay is not None:
-            assert microbatch.routes is not None
+        if replay is not None and microbatch.routes is not None:
             around = replay.microbatch(microbatch.routes, device, training=not forward_only)
         with around:
             output = model(
@@ -61,7 +62,7 @@ def run_schedule[Report](
                 position_ids=microbatch.position_ids,
                 attention_mask=None,
                 packed_seq_params=microbatch.packed,
-                output_processor=token_stats_processor,
+                output_processor=None if request is None else token_stats_processor,
                 output_processor_context=request,
             )
 
@@ -77,7 +78,7 @@ def run_schedule[Report](
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(microbatches),
-        seq_length=max(m.input_ids.shape[1] for m in microbatches),
+        seq_length=max(m.pack_rows for m in microbatches),
         micro_batch_size=1,
         forward_only=forward_only,
     )

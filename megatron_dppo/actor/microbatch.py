@@ -9,13 +9,15 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_dppo.batch import AlignedBatch
-from megatron_dppo.router_replay.layout import PADDING_ROW, LocalRoutes, local_routes
+from megatron_dppo.actor.pack_shape import PackShape, Split
+from megatron_dppo.batch import AlignedBatch, Columns
+from megatron_dppo.router_replay.layout import LocalRoutes, local_routes, sequence_parallel_rows
 
 
 @dataclass(frozen=True)
 class RowTensors:
-    """What the objective needs, one entry per row of the pack, `S` rows. Padding rows have `loss_mask` False.
+    """What the objective needs, one entry per row that this context-parallel rank holds, `S` rows. Padding rows have
+    `loss_mask` False.
 
     targets       int64 `[S]`          the token each row predicts
     loss_mask     bool `[S]`
@@ -39,16 +41,21 @@ class RowTensors:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """A pack of whole sequences, `S` rows, ending in padding rows that form a sequence of their own."""
+    """A context-parallel rank's rows of a pack of whole sequences, `S` rows."""
 
     input_ids: Tensor
     """int64 `[1, S]`"""
     position_ids: Tensor
     """int64 `[1, S]`"""
     packed: PackedSeqParams
-    rows: RowTensors
+    """Of the whole pack: its lengths include the padding behind each sequence, and padding at the end of the pack is a
+    sequence of its own."""
+    rows: RowTensors | None
+    """On the last pipeline stage only."""
     routes: LocalRoutes | None
     """Of this rank's rows and layers; None without replay."""
+    pack_rows: int
+    """Rows of the whole pack, on all context-parallel ranks together."""
 
 
 @dataclass(frozen=True)
@@ -56,42 +63,35 @@ class MicrobatchBuilder:
     """Turns aligned sequences into microbatches for one rank."""
 
     device: torch.device
-    sequence_parallel: tuple[int, int]
-    """(rank, size); (0, 1) without sequence parallelism. Packs are padded to a multiple of the size."""
-    moe_layers: list[int]
-    """Indices, among the model's MoE layers, of those on this rank."""
+    split: Split
+    context_rank: int
+    sequence_rank: int
+    """0 without sequence parallelism."""
+    moe_layers: tuple[int, ...]
+    """Numbers, among the model's MoE layers, of those on this rank, in its order."""
+    last_stage: bool
     topk: bool
     """Whether the objective needs the top-K columns."""
 
-    def build(self, batch: AlignedBatch, sequence_numbers: list[int], *, replay: bool) -> Microbatch:
-        """`batch` holds exactly the sequences of this pack, in order; `sequence_numbers` are theirs in the source."""
-        rank, multiple = self.sequence_parallel
-        tokens = len(batch.input_ids)
-        padded = max(multiple, -(-tokens // multiple) * multiple)
-        padding = padded - tokens
-        lengths = np.append(batch.lengths, [padding] if padding else []).astype(np.int64)
-        position = np.concatenate([np.arange(n) for n in lengths])
-        sequence = np.repeat(np.append(sequence_numbers, [-1] if padding else []).astype(np.int64), lengths)
+    def columns(self, *, replay: bool) -> Columns:
+        """What this rank needs of its sequences."""
+        return Columns(
+            policy=self.last_stage,
+            topk=self.last_stage and self.topk,
+            moe_layers=self.moe_layers if replay else (),
+        )
 
-        def pad(array: np.ndarray, value: float) -> Tensor:
-            width = [(0, padding)] + [(0, 0)] * (array.ndim - 1)
-            return torch.from_numpy(np.pad(array, width, constant_values=value)).to(self.device)
-
-        offsets = torch.tensor(np.append(0, np.cumsum(lengths)), dtype=torch.int32, device=self.device)
-        longest = int(lengths.max())
-        routes = None
-        if replay:
-            if batch.routes is None:
-                raise ValueError(
-                    "actor.router_replay is on, but the rollout carries no routes; "
-                    "set rollout.router_replay=true or actor.router_replay=false"
-                )
-            pack_rows = np.append(np.arange(tokens), np.full(padding, PADDING_ROW))
-            share = padded // multiple
-            routes = local_routes(batch.routes, pack_rows, slice(rank * share, (rank + 1) * share), self.moe_layers)
+    def build(self, batch: AlignedBatch, sequence_numbers: list[int], *, pack_rows: int, replay: bool) -> Microbatch:
+        """`batch` holds exactly the sequences of this pack, in order, with `columns(replay=...)`; `sequence_numbers`
+        are theirs in the source, `pack_rows` the rows of the pack."""
+        shape = PackShape.of(batch.lengths, self.split, rows=pack_rows)
+        local = shape.context_rows(self.context_rank, self.split.context)
+        position = self._tensor(shape.position[local])
+        offsets = torch.tensor(np.append(0, np.cumsum(shape.lengths)), dtype=torch.int32, device=self.device)
+        longest = int(shape.lengths.max())
         return Microbatch(
-            input_ids=pad(batch.input_ids, 0).long()[None],
-            position_ids=torch.from_numpy(position).to(self.device)[None],
+            input_ids=self._take(batch.input_ids, shape.source[local], 0).long()[None],
+            position_ids=position[None],
             packed=PackedSeqParams(
                 qkv_format="thd",
                 cu_seqlens_q=offsets,
@@ -99,15 +99,46 @@ class MicrobatchBuilder:
                 max_seqlen_q=longest,
                 max_seqlen_kv=longest,
             ),
-            rows=RowTensors(
-                targets=pad(batch.target_ids, 0).long(),
-                loss_mask=pad(batch.loss_mask, False),
-                mu_logp=pad(batch.mu_logp, 0.0),
-                sequence=torch.from_numpy(sequence).to(self.device),
-                position=torch.from_numpy(position).to(self.device),
-                topk_ids=pad(batch.topk_ids, -1).long() if self.topk else None,
-                topk_member=pad(batch.topk_member, False) if self.topk else None,
-                topk_mu_logp=pad(batch.topk_mu_logp, -np.inf) if self.topk else None,
-            ),
-            routes=routes,
+            rows=self._rows(batch, shape, local, sequence_numbers, position) if self.last_stage else None,
+            routes=self._routes(batch, shape, local) if replay else None,
+            pack_rows=pack_rows,
         )
+
+    def _rows(
+        self, batch: AlignedBatch, shape: PackShape, local: np.ndarray, numbers: list[int], position: Tensor
+    ) -> RowTensors:
+        policy, topk = batch.policy, batch.topk
+        if policy is None or (self.topk and topk is None):
+            raise ValueError("the last pipeline stage was given sequences without their policy columns")
+        source, own = shape.source[local], shape.sequence[local]
+        sequence = np.append(np.asarray(numbers, dtype=np.int64), -1)[own]
+        return RowTensors(
+            targets=self._take(policy.target_ids, source, 0).long(),
+            loss_mask=self._take(policy.loss_mask, source, False),
+            mu_logp=self._take(policy.mu_logp, source, 0.0),
+            sequence=self._tensor(sequence),
+            position=position,
+            topk_ids=self._take(topk.ids, source, -1).long() if self.topk and topk else None,
+            topk_member=self._take(topk.member, source, False) if self.topk and topk else None,
+            topk_mu_logp=self._take(topk.mu_logp, source, -np.inf) if self.topk and topk else None,
+        )
+
+    def _routes(self, batch: AlignedBatch, shape: PackShape, local: np.ndarray) -> LocalRoutes | None:
+        if not self.moe_layers:
+            return None
+        if batch.routes is None:
+            raise ValueError(
+                "actor.router_replay is on, but the rollout carries no routes; "
+                "set rollout.router_replay=true or actor.router_replay=false"
+            )
+        seen = sequence_parallel_rows(local, self.sequence_rank, self.split.sequence)
+        return local_routes(batch.routes, shape.source, seen, list(range(len(self.moe_layers))))
+
+    def _take(self, array: np.ndarray, source: np.ndarray, padding: float) -> Tensor:
+        """Rows `source` of `array`; `padding` where that is -1."""
+        taken = np.full((len(source), *array.shape[1:]), padding, dtype=array.dtype)
+        taken[source >= 0] = array[source[source >= 0]]
+        return self._tensor(taken)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

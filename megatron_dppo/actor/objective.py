@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.actor.microbatch import Microbatch
@@ -53,10 +54,13 @@ class MiniBatchObjective:
     returns: Tensor
     trained: Tensor
     recomputed: list[Recomputed] | None
+    context_group: dist.ProcessGroup | None = None
+    """Ranks that hold parts of the same sequences, for ratios of whole sequences; None for one rank."""
 
     def __call__(self, index: int, microbatch: Microbatch, stats: TokenStats) -> tuple[Tensor, MicrobatchReport]:
         """This microbatch's share of the mini-batch loss; gradient through `stats.logp` (and entropy bonus) only."""
         rows = microbatch.rows
+        assert rows is not None, "the loss is computed on the last pipeline stage"
         sequence = rows.sequence.clamp(min=0)
         recomputed = None if self.recomputed is None else self.recomputed[index]
         divergence = divergence_for(
@@ -69,6 +73,7 @@ class MiniBatchObjective:
             recomputed_topk_logp=None if recomputed is None else recomputed.topk_logp,
             topk_member=rows.topk_member,
         )
+        by_sequence = self.preset.ratio_level is RatioLevel.SEQUENCE
         loss = policy_loss(
             self.preset,
             stats.logp,
@@ -78,7 +83,9 @@ class MiniBatchObjective:
             divergence=divergence,
             recomputed_logp=None if recomputed is None else recomputed.logp,
             entropy=stats.entropy,
-            sequence_ids=sequence if self.preset.ratio_level is RatioLevel.SEQUENCE else None,
+            sequence_ids=sequence if by_sequence else None,
+            num_sequences=len(self.advantages) if by_sequence else None,
+            sequence_reduce=self._sum_over_context if by_sequence and self.context_group else None,
             returns=self.returns[sequence],
         )
         weights = token_weights(
@@ -87,6 +94,10 @@ class MiniBatchObjective:
         value = aggregate(loss.per_token, weights)
         bad = rows.loss_mask & ~torch.isfinite(loss.per_token.detach())
         return value, MicrobatchReport(value.detach(), loss.metrics, (bad, rows.sequence, rows.position))
+
+    def _sum_over_context(self, totals: Tensor) -> Tensor:
+        dist.all_reduce(totals, group=self.context_group)
+        return totals
 
 
 def collect(index: int, microbatch: Microbatch, stats: TokenStats) -> tuple[Tensor, tuple[Microbatch, TokenStats]]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_dppo.actor.config import OptimizerConfig
@@ -23,6 +26,28 @@ class StepOutcome:
     """Global L2 norm before clipping; nan where the step was skipped."""
     lr: float
     """Learning rate of this step."""
+    loss_scale: float = 1.0
+    """Factor of the loss in this step's backward; 1 but for float16."""
+    overflowed: bool = False
+    """Skipped because the loss scale was too large, and lowered for the next step."""
+
+
+class LossScale(DynamicGradScaler):
+    """float16's loss scale: halved when `hysteresis` steps overflowed, doubled after `growth_interval` that did not.
+
+    Megatron-Core gives dense and expert parameters optimizers with a scaler each, but scales the loss by the first
+    one's alone. After an overflow in one kind only, the other's gradients would be divided by a wrong number. Here all
+    share one object, which is updated once a step.
+    """
+
+    def update(self, found_inf: bool) -> None:
+        """What each optimizer calls with what it found. Nothing is decided before all of them have looked."""
+
+    def decide(self, overflowed: bool) -> bool:
+        """Once a step, with what all found. Whether an overflow can be cured by a lower scale."""
+        curable = bool((self.scale > self.min_scale).item())
+        super().update(overflowed)
+        return curable
 
 
 def build_optimizer(
@@ -37,8 +62,7 @@ def build_optimizer(
         adam_beta1=config.beta1,
         adam_beta2=config.beta2,
         adam_eps=config.epsilon,
-        # An unreachable bound instead of 0: Megatron-Core does not report the norm with clipping switched off.
-        clip_grad=config.clip_grad or float("inf"),
+        clip_grad=config.clip_grad,
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
         params_dtype=dtype,
@@ -47,6 +71,8 @@ def build_optimizer(
     # The standard overrides keep weight decay off norms and biases.
     overrides = get_standard_config_overrides(settings)
     optimizer = get_megatron_optimizer(settings, list(model_chunks), config_overrides=overrides)
+    if settings.fp16:
+        _share_loss_scale(optimizer, settings)
     constant = config.schedule == "constant"
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -67,28 +93,42 @@ def build_optimizer(
     return optimizer, scheduler
 
 
-def gradients_are_finite(model_chunks: Sequence[Any]) -> bool:
-    """Whether every rank's gradient buffers are finite. The answer is the same on all ranks (one all-reduce)."""
-    buffers = [b for chunk in model_chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    finite = torch.stack([torch.isfinite(b.grad_data).all() for b in buffers]).all().to(torch.int32)
-    torch.distributed.all_reduce(finite, op=torch.distributed.ReduceOp.MIN)
-    return bool(finite)
+def _share_loss_scale(optimizer: Any, settings: MegatronOptimizerConfig) -> None:
+    scale = LossScale(
+        initial_scale=settings.initial_loss_scale,
+        min_scale=settings.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=int(settings.loss_scale_window),
+        hysteresis=settings.hysteresis,
+    )
+    for part in optimizer.chained_optimizers:
+        part.grad_scaler = scale
 
 
-def guarded_step(
-    optimizer: Any, scheduler: OptimizerParamScheduler, model_chunks: Sequence[Any], *, loss_is_finite: bool
-) -> StepOutcome:
-    """Clip, step, advance the schedule by one; or leave all alone where the loss or a gradient is not finite.
+def guarded_step(optimizer: Any, scheduler: OptimizerParamScheduler, *, loss_is_finite: bool) -> StepOutcome:
+    """Clip, step, advance the schedule by one; or leave all alone where the loss or the gradient's norm is not finite.
 
-    Reduced gradients are expected (`finalize_model_grads` has run). A float16 overflow found by the loss scaler counts
-    as not finite too, and lowers the scale.
+    Reduced gradients are expected (`finalize_model_grads` has run). One pass over them serves the check, the metric and
+    clipping: a norm is finite only where every element is. Collectives: those of the norm, and for float16 of the
+    overflow check; every rank takes the same decision.
     """
     lr = max(group["lr"] for group in optimizer.param_groups)
-    overflow_is_handled = optimizer.get_loss_scale().item() != 1.0
-    if not (loss_is_finite and (overflow_is_handled or gradients_are_finite(model_chunks))):
-        return StepOutcome(applied=False, grad_norm=float("nan"), lr=lr)
-    applied, grad_norm, _ = optimizer.step()
-    if not applied:
-        return StepOutcome(applied=False, grad_norm=float("nan"), lr=lr)
+    scale = optimizer.get_loss_scale().item()
+    skipped = StepOutcome(applied=False, grad_norm=float("nan"), lr=lr, loss_scale=scale)
+    if not loss_is_finite:
+        return skipped
+    overflowed = bool(optimizer.prepare_grads())
+    scaler = optimizer.chained_optimizers[0].grad_scaler
+    curable = scaler is not None and scaler.decide(overflowed)
+    if overflowed:
+        return replace(skipped, overflowed=curable)
+    norm = optimizer.get_grad_norm()
+    if not math.isfinite(norm):
+        return skipped
+    clip = optimizer.config.clip_grad
+    if clip > 0:
+        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), max_norm=clip, total_norm=norm)
+    optimizer.step_with_ready_grads()
     scheduler.step(increment=1)
-    return StepOutcome(applied=True, grad_norm=float(grad_norm), lr=lr)
+    return StepOutcome(applied=True, grad_norm=float(norm), lr=lr, loss_scale=scale)

@@ -40,3 +40,14 @@ def reduce_replay_counts(counts: ReplayCounts, device: torch.device) -> ReplayCo
     total = torch.tensor(dataclasses.astuple(counts), dtype=torch.int64, device=device)
     dist.all_reduce(total)
     return ReplayCounts(*total.tolist())
+
+
+def reduce_bytes(pulled: int, device: torch.device) -> dict[str, float]:
+    """Bytes of rollout data that came to a rank in this step: mean and maximum over the job."""
+    mean, most = (torch.tensor([pulled], dtype=torch.float64, device=device) for _ in range(2))
+    dist.all_reduce(mean)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return {
+        "data/pulled_bytes_mean": float(mean) / dist.get_world_size(),
+        "data/pulled_bytes_max": float(most),
+    }

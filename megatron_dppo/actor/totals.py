@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_dppo.actor.microbatch import Microbatch
 from megatron_dppo.actor.optimizer import StepOutcome
+from megatron_dppo.actor.packing import PackPlan
 from megatron_dppo.router_replay.replay import ReplayCounts
 
 
@@ -21,6 +20,7 @@ class StepTotals:
     differing: int = 0
     rows: int = 0
     padding: int = 0
+    imbalance: float = 1.0
 
     def add_step(self, loss: float, outcome: StepOutcome) -> None:
         self.losses.append(loss)
@@ -31,10 +31,10 @@ class StepTotals:
         self.gaps += counts.gaps
         self.differing += counts.differing
 
-    def count_rows(self, microbatches: Sequence[Microbatch]) -> None:
-        for microbatch in microbatches:
-            self.rows += microbatch.input_ids.shape[1]
-            self.padding += int((microbatch.rows.sequence < 0).sum())
+    def add_plan(self, plan: PackPlan) -> None:
+        self.rows += plan.padded_rows
+        self.padding += plan.padded_rows - plan.real_rows
+        self.imbalance = max(self.imbalance, plan.imbalance)
 
     def metrics(self, replay: bool) -> dict[str, float]:
         """Means over the gradient steps, and totals."""
@@ -46,6 +46,7 @@ class StepTotals:
             "optimizer/lr": self.outcomes[-1].lr,
             "optimizer/skipped_steps": float(steps - len(norms)),
             "data/padding_fraction": self.padding / max(self.rows, 1),
+            "data/rank_imbalance": self.imbalance,
         }
         if replay:
             result |= {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -11,30 +12,61 @@ from megatron_dppo.router_replay.routes import Routes
 
 
 @dataclass(frozen=True)
+class PolicyColumns:
+    """What the objective needs of each row, `N` rows.
+
+    target_ids  int32 `[N]`    token that follows the row's input token
+    loss_mask   bool `[N]`     True where the target was sampled by the policy
+    mu_logp     float32 `[N]`  log mu(target); 0 where not sampled
+    """
+
+    target_ids: np.ndarray
+    loss_mask: np.ndarray
+    mu_logp: np.ndarray
+
+
+@dataclass(frozen=True)
+class TopKColumns:
+    """The engine's likeliest tokens of each row and their law, `N` rows of `K + 1` columns.
+
+    ids      int32 `[N, K + 1]`   the engine's K ids in rank order, then the target; -1 = absent
+    member   bool `[N, K + 1]`    which columns count: present ids, and the target unless the K hold it already
+    mu_logp  float32 `[N, K + 1]` log mu of the columns; -inf where they do not count
+    """
+
+    ids: np.ndarray
+    member: np.ndarray
+    mu_logp: np.ndarray
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What of a batch a rank works with. Token ids always come."""
+
+    policy: bool = True
+    topk: bool = True
+    moe_layers: tuple[int, ...] | None = None
+    """Numbers, among the model's MoE layers, of those whose routes are wanted, in the order wanted; None is all,
+    () is no routes at all."""
+
+
+@dataclass(frozen=True)
 class AlignedBatch:
     """`B` sequences as the trainer sees them: row `t` is the *input* token `t` and what it predicts.
 
     The last row of each sequence predicts nothing: its `loss_mask` is False and its targets are the row's own token.
 
-    input_ids      int32 `[N]`         token fed to the model
-    target_ids     int32 `[N]`         token that follows it
-    offsets        int64 `[B + 1]`
-    loss_mask      bool  `[N]`         True where the target was sampled by the policy
-    mu_logp        float32 `[N]`       log mu(target); 0 where not sampled
-    topk_ids       int32 `[N, K + 1]`  the engine's K ids in rank order, then the target; -1 = absent
-    topk_member    bool  `[N, K + 1]`  which columns count: present ids, and the target unless the K hold it already
-    topk_mu_logp   float32 `[N, K + 1]` log mu of the columns; -inf where they do not count
-    routes         Routes `[N]`: experts of the *input* token of the row (not shifted)
+    input_ids  int32 `[N]`     token fed to the model
+    offsets    int64 `[B + 1]`
+    policy     of every row; None where not wanted (`Columns`)
+    topk       of every row; None where not wanted
+    routes     Routes `[N]`: experts of the *input* token of the row (not shifted); None where not recorded or wanted
     """
 
     input_ids: np.ndarray
-    target_ids: np.ndarray
     offsets: np.ndarray
-    loss_mask: np.ndarray
-    mu_logp: np.ndarray
-    topk_ids: np.ndarray
-    topk_member: np.ndarray
-    topk_mu_logp: np.ndarray
+    policy: PolicyColumns | None
+    topk: TopKColumns | None
     routes: Routes | None
 
     def __len__(self) -> int:
@@ -49,7 +81,9 @@ class AlignedBatch:
     @property
     def trained_per_sequence(self) -> np.ndarray:
         """Rows per sequence whose target the policy sampled, int64 `[B]`."""
-        return np.add.reduceat(self.loss_mask.astype(np.int64), self.offsets[:-1])
+        if self.policy is None:
+            raise ValueError("the policy columns of this batch were not pulled, so nobody knows its trained rows")
+        return np.add.reduceat(self.policy.loss_mask.astype(np.int64), self.offsets[:-1])
 
     @property
     def routed_per_sequence(self) -> np.ndarray:
@@ -58,18 +92,60 @@ class AlignedBatch:
             return np.zeros(len(self), dtype=np.int64)
         return np.add.reduceat(self.routes.valid.astype(np.int64), self.offsets[:-1])
 
-    def select(self, sequences: np.ndarray) -> AlignedBatch:
-        """The named sequences, in the order named (copies their rows)."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        columns = [getattr(part, f.name) for part in (self.policy, self.topk) if part for f in fields(part)]
+        arrays = [self.input_ids, self.offsets, *columns]
+        return sum(a.nbytes for a in arrays) + (self.routes.nbytes if self.routes else 0)
+
+    def select(self, sequences: np.ndarray, columns: Columns | None = None) -> AlignedBatch:
+        """The named sequences, in the order named, with the columns wanted (all when None). Copies their rows."""
+        columns = columns or Columns()
         sequences = np.asarray(sequences, dtype=np.int64)
         rows = rows_of(self.offsets, sequences)
-        arrays = {
-            f.name: getattr(self, f.name)[rows] for f in fields(AlignedBatch) if f.name not in ("offsets", "routes")
-        }
         return AlignedBatch(
-            **arrays,
+            input_ids=self.input_ids[rows],
             offsets=np.concatenate([[0], np.cumsum(self.lengths[sequences])]).astype(np.int64),
-            routes=None if self.routes is None else self.routes.take(rows),
+            policy=_take(self.policy, rows) if columns.policy else None,
+            topk=_take(self.topk, rows) if columns.topk else None,
+            routes=self._routes(rows, columns),
         )
+
+    def _routes(self, rows: np.ndarray, columns: Columns) -> Routes | None:
+        if self.routes is None or columns.moe_layers == ():
+            return None
+        if columns.moe_layers is None:
+            return self.routes.take(rows)
+        experts = self.routes.experts[rows[:, None], np.asarray(columns.moe_layers, dtype=np.int64)]
+        return replace(self.routes, experts=experts, valid=self.routes.valid[rows])
+
+    @staticmethod
+    def concatenate(parts: Sequence[AlignedBatch]) -> AlignedBatch:
+        """All sequences of all parts, in order. The parts must have the same columns."""
+        first = parts[0]
+        lengths = np.concatenate([part.lengths for part in parts])
+        return AlignedBatch(
+            input_ids=np.concatenate([part.input_ids for part in parts]),
+            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            policy=None if first.policy is None else _join(PolicyColumns, [part.policy for part in parts]),
+            topk=None if first.topk is None else _join(TopKColumns, [part.topk for part in parts]),
+            routes=None if first.routes is None else Routes.concatenate([_routes_of(part) for part in parts]),
+        )
+
+
+def _take[T: (PolicyColumns, TopKColumns)](part: T | None, rows: np.ndarray) -> T | None:
+    return None if part is None else type(part)(**{f.name: getattr(part, f.name)[rows] for f in fields(part)})
+
+
+def _join[T: (PolicyColumns, TopKColumns)](kind: type[T], parts: Sequence[T | None]) -> T:
+    return kind(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(kind)})
+
+
+def _routes_of(part: AlignedBatch) -> Routes:
+    if part.routes is None:
+        raise ValueError("some parts of the batch carry routes and some do not")
+    return part.routes
 
 
 def align(batch: RolloutBatch) -> AlignedBatch:
@@ -95,12 +171,12 @@ def align(batch: RolloutBatch) -> AlignedBatch:
     logp = np.concatenate([batch.topk_logp[following], mu_logp[:, None]], axis=1)
     return AlignedBatch(
         input_ids=batch.token_ids,
-        target_ids=target_ids,
         offsets=batch.offsets,
-        loss_mask=trained,
-        mu_logp=mu_logp,
-        topk_ids=np.concatenate([ids, np.where(trained, target_ids, -1)[:, None]], axis=1).astype(np.int32),
-        topk_member=member,
-        topk_mu_logp=np.where(member, logp, -np.inf).astype(np.float32),
+        policy=PolicyColumns(target_ids, trained, mu_logp),
+        topk=TopKColumns(
+            ids=np.concatenate([ids, np.where(trained, target_ids, -1)[:, None]], axis=1).astype(np.int32),
+            member=member,
+            mu_logp=np.where(member, logp, -np.inf).astype(np.float32),
+        ),
         routes=batch.routes,
     )

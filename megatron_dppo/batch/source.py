@@ -1,13 +1,13 @@
-"""Where a rank gets the sequences it trains on: everybody knows the sizes, each rank pulls only its own rows."""
+"""Where a rank gets the sequences it trains on: everybody knows the sizes, each rank pulls only what it uses."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from megatron_dppo.batch.aligned import AlignedBatch, align
+from megatron_dppo.batch.aligned import AlignedBatch, Columns, align
 from megatron_dppo.batch.rollout_batch import RolloutBatch
 
 
@@ -20,13 +20,15 @@ class SequenceSource(Protocol):
     """int64 `[B]`, rows of each sequence whose target the policy sampled."""
     routed: np.ndarray
     """int64 `[B]`, rows of each sequence for which the engine recorded a route; 0 where it recorded none."""
+    pulled_bytes: int
+    """What came to this rank so far, in bytes; what comes twice without travelling twice counts once."""
 
-    def rows(self, sequences: np.ndarray) -> AlignedBatch:
-        """The named sequences in the order named. Pulls nothing else to this rank."""
+    def rows(self, sequences: np.ndarray, columns: Columns | None = None) -> AlignedBatch:
+        """The named sequences in the order named, with the columns wanted (all when None). Pulls nothing else."""
         ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class InMemorySource:
     """Sequences that are in this process already."""
 
@@ -34,11 +36,14 @@ class InMemorySource:
     lengths: np.ndarray
     trained: np.ndarray
     routed: np.ndarray
+    pulled_bytes: int = field(default=0, init=False)
 
     @staticmethod
     def of(batch: RolloutBatch) -> InMemorySource:
         aligned = align(batch)
         return InMemorySource(aligned, aligned.lengths, aligned.trained_per_sequence, aligned.routed_per_sequence)
 
-    def rows(self, sequences: np.ndarray) -> AlignedBatch:
-        return self.batch.select(sequences)
+    def rows(self, sequences: np.ndarray, columns: Columns | None = None) -> AlignedBatch:
+        rows = self.batch.select(sequences, columns)
+        self.pulled_bytes += rows.nbytes
+        return rows

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.batch.context_parallel import zigzag_rows
 
 
 class PackedAttention(MegatronModule):
@@ -25,8 +26,10 @@ class PackedAttention(MegatronModule):
     `[T, heads * d]`. Sequences are padded to one batch, so that one fused call serves them all. Rows past the last
     sequence (padding of the pack) return 0. Batched: `[S, B, ...]` in, `[S, B, heads * d]` out.
 
-    No collectives: heads are sharded by tensor parallelism before and after. Context parallelism is refused: it needs
-    the ring exchange of TransformerEngine. Gradients flow to all three inputs.
+    Context parallelism (packed only): every rank gives its rows of every sequence (`zigzag_rows`); one all-gather of
+    keys and values over the group in the forward and one reduce-scatter of their gradients in the backward. Slower than
+    TransformerEngine's ring (each rank computes all rows and keeps its own) and exact. Otherwise no collectives: heads
+    are sharded by tensor parallelism before and after. Gradients flow to all three inputs.
     """
 
     def __init__(
@@ -42,8 +45,10 @@ class PackedAttention(MegatronModule):
         **unused: Any,
     ) -> None:
         super().__init__(config=config)
+        self.context_group = None
         if config.context_parallel_size > 1:
-            raise UserError("parallel: context > 1 needs a GPU with TransformerEngine; set it to 1")
+            assert pg_collection is not None
+            self.context_group = pg_collection.cp
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise NotImplementedError(f"PackedAttention is causal; the layer asks for {attn_mask_type}")
         if (config.attention_dropout if attention_dropout is None else attention_dropout) != 0.0:
@@ -63,9 +68,42 @@ class PackedAttention(MegatronModule):
         if attention_bias is not None:
             raise NotImplementedError("PackedAttention takes no attention bias")
         if packed_seq_params is None:
+            if self.context_group is not None:
+                raise NotImplementedError("PackedAttention splits packed sequences over ranks, not batches")
             batched = [t.permute(1, 2, 0, 3) for t in (query, key, value)]
             return self._attend(*batched).permute(2, 0, 1, 3).flatten(2)
 
+        if self.context_group is not None:
+            return self._forward_split(query, key, value, packed_seq_params, self.context_group)
+        return self._forward_packed(query, key, value, packed_seq_params)
+
+    def _forward_split(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        params: PackedSeqParams,
+        group: torch.distributed.ProcessGroup,
+    ) -> torch.Tensor:
+        """This rank's rows against the keys and values of all ranks."""
+        cu = params.cu_seqlens_q
+        assert cu is not None
+        lengths = (cu[1:] - cu[:-1]).numpy()
+        of_rank = [torch.from_numpy(zigzag_rows(lengths, rank, group.size())) for rank in range(group.size())]
+        own, everywhere = of_rank[group.rank()], torch.cat(of_rank)
+        if len(own) != query.shape[0]:
+            raise ValueError(f"this rank has {query.shape[0]} rows of a pack of {int(cu[-1])}, expected {len(own)}")
+
+        def whole(part: torch.Tensor) -> torch.Tensor:
+            gathered = gather_from_sequence_parallel_region(part, group=group)
+            return gathered.new_zeros(gathered.shape).index_copy(0, everywhere, gathered)
+
+        placed = query.new_zeros(len(everywhere), *query.shape[1:]).index_copy(0, own, query)
+        return self._forward_packed(placed, whole(key), whole(value), params).index_select(0, own)
+
+    def _forward_packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed_seq_params: PackedSeqParams
+    ) -> torch.Tensor:
         rows, batch, position, longest = _pack_index(packed_seq_params, query.shape[0])
         padded = []
         for packed in (query, key, value):

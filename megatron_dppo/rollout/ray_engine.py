@@ -1,15 +1,12 @@
-"""The engine as a Ray actor, its client for the controller, and what every rank uses to pull rollouts."""
+"""The engine as a Ray actor, and its client for the controller."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import ray
 import torch
 
@@ -17,36 +14,8 @@ from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.errors import EngineDead
 from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
+from megatron_dppo.rollout.stored import LayerGroups, Part, RolloutHandle, StoredRollout
 from megatron_dppo.rollout.weight_transfer.bucket import Bucket, pack
-
-
-@dataclass(frozen=True)
-class RolloutHandle:
-    """A rollout in the object store: everything about it but its tokens. Plain data, to be broadcast to the ranks.
-
-    `bounds[c]:bounds[c + 1]` are the sequences of object `c`.
-    """
-
-    actor: str
-    key: str
-    bounds: np.ndarray
-    lengths: np.ndarray
-    """int64 `[B]`, tokens of each sequence, prompt included."""
-    prompt_lengths: np.ndarray
-    """int32 `[B]`"""
-    request_ids: tuple[str, ...] = field(repr=False)
-    finish_reasons: tuple[str, ...] = field(repr=False)
-    weight_version: int
-    sampled: np.ndarray
-    """int64 `[B]`, tokens of each sequence that the policy sampled."""
-    routed: np.ndarray
-    """int64 `[B]`, tokens of each sequence whose experts were recorded."""
-    route_bytes: int
-    """Size of all routes; 0 when none were recorded."""
-
-    def __len__(self) -> int:
-        """Number of sequences."""
-        return len(self.request_ids)
 
 
 class EngineActor:
@@ -57,45 +26,42 @@ class EngineActor:
 
         self._name = name
         self._config = config
-        self._objects: dict[str, list[ray.ObjectRef]] = {}
+        self._stored: dict[str, StoredRollout] = {}
         self._engine = VllmEngine(Path(model), config)
 
     def weight_version(self) -> int:
         return self._engine.weight_version
 
-    def generate(self, requests: list[GenerationRequest], law: SamplingLaw, training: bool) -> RolloutHandle:
+    def generate(self, requests: list[GenerationRequest], law: SamplingLaw, training: bool) -> RolloutBatch:
+        return self._engine.generate(requests, law, training=training)
+
+    def generate_refs(
+        self, requests: list[GenerationRequest], law: SamplingLaw, layer_groups: LayerGroups | None
+    ) -> RolloutHandle:
         """Sample, write the sequences into the object store once, and return what the controller needs."""
-        return self.keep(self._engine.generate(requests, law, training=training))
+        return self.keep(self._engine.generate(requests, law, training=True), layer_groups)
 
-    def keep(self, batch: RolloutBatch) -> RolloutHandle:
+    def keep(self, batch: RolloutBatch, layer_groups: LayerGroups | None) -> RolloutHandle:
         """Write sequences into the object store once, and return what the controller needs."""
-        size = self._config.sequences_per_object
-        bounds = np.append(np.arange(0, len(batch), size), len(batch))
-        key = uuid.uuid4().hex
-        chunks = [batch.select(np.arange(a, b)) for a, b in pairwise(bounds)]
-        self._objects[key] = [ray.put(chunk) for chunk in chunks]
-        return RolloutHandle(
+        stored, handle = StoredRollout.put(
+            batch,
             actor=self._name,
-            key=key,
-            bounds=bounds,
-            lengths=batch.lengths,
-            prompt_lengths=batch.prompt_lengths,
-            request_ids=batch.request_ids,
-            finish_reasons=batch.finish_reasons,
+            key=uuid.uuid4().hex,
             weight_version=self._engine.weight_version,
-            sampled=batch.sampled_per_sequence,
-            routed=batch.routed_per_sequence,
-            route_bytes=0 if batch.routes is None else batch.routes.nbytes,
+            sequences_per_object=self._config.sequences_per_object,
+            layer_groups=layer_groups,
         )
+        self._stored[handle.key] = stored
+        return handle
 
-    def objects(self, key: str, numbers: list[int]) -> list[ray.ObjectRef]:
+    def objects(self, key: str, parts: list[Part]) -> list[ray.ObjectRef]:
         """References to objects of a rollout; the caller becomes a borrower, and no byte moves yet."""
-        if key not in self._objects:
+        if key not in self._stored:
             raise KeyError(f"rollout {key} was released or never made by this engine")
-        return [self._objects[key][i] for i in numbers]
+        return [self._stored[key].parts[part] for part in parts]
 
     def release(self, key: str) -> None:
-        self._objects.pop(key, None)
+        self._stored.pop(key, None)
 
     def begin_update(self, version: int) -> None:
         self._engine.begin_update(version)
@@ -135,7 +101,12 @@ class RayRolloutEngine:
     """
 
     def __init__(
-        self, model: Path, config: RolloutConfig, *, name: str = "rollout-engine", num_gpus: float = 0
+        self,
+        model: Path,
+        config: RolloutConfig,
+        *,
+        name: str = "rollout-engine",
+        num_gpus: float = 0,
     ) -> None:
         self._config = config
         self.name = name
@@ -156,24 +127,23 @@ class RayRolloutEngine:
 
     def generate(self, requests: Sequence[GenerationRequest], law: SamplingLaw, *, training: bool) -> RolloutBatch:
         """See `RolloutEngine.generate`; the whole batch comes to this process, for rewards and metrics."""
-        handle = self.generate_refs(requests, law, training=training)
-        batch = fetch(handle)
-        self.release(handle)
-        return batch
-
-    def generate_refs(
-        self, requests: Sequence[GenerationRequest], law: SamplingLaw, *, training: bool
-    ) -> RolloutHandle:
-        """Sample every request and leave the sequences in the object store, for `fetch` on any rank.
-
-        Release the handle when the step is over, or the store fills up.
-        """
         return self._call("generate", list(requests), law, training)
 
-    def keep(self, batch: RolloutBatch) -> RolloutHandle:
-        """Leave sequences that were put together from several calls of `generate` in the object store, for `fetch` on
-        any rank. Release the handle as that of `generate_refs`."""
-        return self._call("keep", batch)
+    def generate_refs(
+        self, requests: Sequence[GenerationRequest], law: SamplingLaw, layer_groups: LayerGroups | None = None
+    ) -> RolloutHandle:
+        """Sample every request for training and leave the sequences in the object store, for `RolloutSource` on any
+        rank. Release the handle when the step is over, or the store fills up.
+
+        layer_groups: MoE layers whose routes are pulled together, one group per model chunk of the trainer's pipeline
+        (`MegatronActor.moe_layer_groups`); None is one group of all.
+        """
+        return self._call("generate_refs", list(requests), law, layer_groups)
+
+    def keep(self, batch: RolloutBatch, layer_groups: LayerGroups | None = None) -> RolloutHandle:
+        """Leave sequences that were put together from several calls of `generate` in the object store; see
+        `generate_refs`."""
+        return self._call("keep", batch, layer_groups)
 
     def release(self, handle: RolloutHandle) -> None:
         """Let the store forget a rollout as soon as nobody holds arrays of it."""
@@ -243,26 +213,3 @@ class RayRolloutEngine:
             raise error.cause from error if isinstance(error.cause, Exception) else None
         except ray.exceptions.ActorDiedError as error:
             raise EngineDead(f"the rollout engine's process is gone: {error}") from error
-
-
-def fetch(handle: RolloutHandle, sequences: np.ndarray | Sequence[int] | None = None) -> RolloutBatch:
-    """The named sequences of a rollout, in the order named (all when None), on any rank with a `RaySession`.
-
-    Pulls only the objects that hold them. Arrays are read-only views of the object store where one object is asked for
-    whole and in order; otherwise rows are copied.
-    """
-    wanted = np.arange(len(handle)) if sequences is None else np.asarray(sequences, dtype=np.int64)
-    if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(handle)):
-        raise IndexError(f"sequences {wanted.min()}..{wanted.max()} of a rollout of {len(handle)}")
-    owners = np.searchsorted(handle.bounds, wanted, side="right") - 1
-    numbers = np.unique(owners)
-    actor: Any = ray.get_actor(handle.actor)
-    chunks: list[RolloutBatch] = ray.get(ray.get(actor.objects.remote(handle.key, numbers.tolist())))
-    firsts = handle.bounds[numbers]
-    sizes = handle.bounds[numbers + 1] - firsts
-    joined = chunks[0] if len(chunks) == 1 else RolloutBatch.concatenate(chunks)
-    before = np.concatenate([[0], np.cumsum(sizes)])
-    places = before[np.searchsorted(numbers, owners)] + wanted - handle.bounds[owners]
-    if np.array_equal(places, np.arange(len(joined))):
-        return joined
-    return joined.select(places)

@@ -36,12 +36,13 @@ def sequence_parallel_rows(rows: np.ndarray, rank: int, size: int) -> np.ndarray
     return rows[rank * share : (rank + 1) * share]
 
 
-def local_routes(routes: Routes, pack_rows: np.ndarray, local: slice, layers: list[int]) -> LocalRoutes:
+def local_routes(routes: Routes, pack_rows: np.ndarray, local: np.ndarray | slice, layers: list[int]) -> LocalRoutes:
     """Slice a microbatch's routes for one rank.
 
     routes     of the source sequences, indexed by the numbers in `pack_rows`
     pack_rows  int `[P]`, row numbers in `routes` of the whole pack, `PADDING_ROW` for padding
-    local      which rows of the pack this rank's routers see (all without sequence parallelism)
+    local      which rows of the pack this rank's routers see, in their order: its context-parallel rows, and of them
+               its sequence-parallel share
     layers     indices into the routes' MoE layers that this rank holds
 
     Padding rows cycle through all experts, `topk` at a time, so that no expert-parallel rank gets more of them than

@@ -97,7 +97,8 @@ def answer(
     """`samples` answers to each prompt in turn, and the verdicts."""
     requests = requests_for(prompts, samples, run_seed=run_seed, step=step, stream=EVALUATION)
     batch = engine.generate(requests, law, training=False)
-    return batch, judge(scorer, tokenizer, prompts, samples, batch)
+    responses = [batch.response_ids(i) for i in range(len(batch))]
+    return batch, judge(scorer, tokenizer, prompts, samples, responses)
 
 
 def _metrics(prefix: str, batch: RolloutBatch, rewards: Rewards, samples: int) -> dict[str, float]:

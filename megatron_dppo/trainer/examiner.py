@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.build import build_task
@@ -50,11 +50,16 @@ class Examiner:
 
 
 def judge(
-    scorer: Scorer, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], samples: int, batch: RolloutBatch
+    scorer: Scorer,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    samples: int,
+    responses: Sequence[np.ndarray],
 ) -> Rewards:
-    """The verdicts on `batch`, which holds `samples` answers to each prompt in turn."""
-    texts = tokenizer.batch_decode([batch.response_ids(i) for i in range(len(batch))], skip_special_tokens=True)
-    return scorer.score([prompt for prompt in prompts for _ in range(samples)], texts, batch.response_lengths)
+    """The verdicts on `responses`, the token ids of `samples` answers to each prompt in turn."""
+    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    asked = [prompt for prompt in prompts for _ in range(samples)]
+    return scorer.score(asked, texts, [len(ids) for ids in responses])
 
 
 def build_examiner(config: Config, tokenizer: PreTrainedTokenizerBase) -> Examiner:

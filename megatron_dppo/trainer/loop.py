@@ -64,7 +64,7 @@ class Trainer:
         self._runtime, self._config, self._actor = runtime, config, actor
         self._checkpoints, self._controller = checkpoints, controller
         side = (controller.engine, controller.examiner) if controller else None
-        self._collector = RolloutCollector(runtime, config, side)
+        self._collector = RolloutCollector(runtime, config, side, actor.moe_layer_groups)
 
     def run(self, first_step: int) -> None:
         """Steps `first_step + 1 .. trainer.steps`; `first_step` steps are done already (0, or what a checkpoint holds).

@@ -13,9 +13,9 @@ from megatron_dppo.algorithm import group_advantages
 from megatron_dppo.config.schema import Config
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.protocol import SamplingLaw
-from megatron_dppo.rollout.ray_engine import RayRolloutEngine, RolloutHandle, fetch
+from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.rollout.seeds import TRAINING
-from megatron_dppo.rollout.source import RolloutSource
+from megatron_dppo.rollout.stored import LayerGroups, RolloutHandle, RolloutSource
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.task import Rewards
 from megatron_dppo.trainer.episodes import play
@@ -52,9 +52,19 @@ class Experience:
 class RolloutCollector:
     """Collects experience; the controller works, the other ranks wait for what it found."""
 
-    def __init__(self, runtime: Runtime, config: Config, controller: tuple[RayRolloutEngine, Examiner] | None) -> None:
-        """`controller`: what rank 0 works with, None on the other ranks."""
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: Config,
+        controller: tuple[RayRolloutEngine, Examiner] | None,
+        layer_groups: LayerGroups,
+    ) -> None:
+        """
+        controller    what rank 0 works with, None on the other ranks
+        layer_groups  MoE layers of each model chunk of the trainer: routes are stored, and pulled, in these groups
+        """
         self._runtime, self._config, self._controller = runtime, config, controller
+        self._layer_groups = layer_groups
 
     def collect(self, step: int) -> Experience:
         """Roll out the prompts of `step` (0-based). Collective: one broadcast of per-sequence metadata."""
@@ -83,27 +93,28 @@ class RolloutCollector:
                 stream=TRAINING,
                 max_prompt_tokens=self._config.rollout.max_prompt_tokens,
             )
-            batch, rewards = episodes.batch, episodes.rewards
-            handle = engine.keep(batch)
+            rewards = episodes.rewards
+            handle = engine.keep(episodes.batch, self._layer_groups)
             extra["episode/turns_mean"] = float(episodes.turns.mean())
-            extra["episode/environment_tokens_mean"] = float(
-                (batch.response_lengths - batch.sampled_per_sequence).mean()
-            )
+            extra["episode/environment_tokens_mean"] = float((handle.response_lengths - handle.trained).mean())
         else:
             requests = requests_for(prompts, samples, run_seed=self._config.run.seed, step=step, stream=TRAINING)
-            handle = engine.generate_refs(requests, law, training=True)
+            handle = engine.generate_refs(requests, law, self._layer_groups)
             if handle.request_ids != tuple(r.request_id for r in requests):
                 raise RuntimeError("the engine returned other requests than it was given, or in another order")
-            batch = fetch(handle)
-            rewards = judge(examiner.task, examiner.tokenizer, prompts, samples, batch)
+            # Only token ids come to the controller; laws and routes go to the ranks that train on them.
+            tokens = RolloutSource(handle).token_ids()
+            responses = [ids[n:] for ids, n in zip(tokens, handle.prompt_lengths, strict=True)]
+            rewards = judge(examiner.task, examiner.tokenizer, prompts, samples, responses)
         metrics = {
             "reward/mean": float(rewards.reward.mean()),
             "reward/accuracy": float(rewards.correct.mean()),
             "reward/well_formed": float(rewards.well_formed.mean()),
-            "response/length_mean": float(batch.sampled_per_sequence.mean()),
-            "response/truncated_fraction": float(np.mean([reason == "length" for reason in batch.finish_reasons])),
+            "response/length_mean": float(handle.trained.mean()),
+            "response/truncated_fraction": float(np.mean([reason == "length" for reason in handle.finish_reasons])),
             "reward/verifier_errors": float(rewards.verifier_errors),
             "data/route_bytes": float(handle.route_bytes),
+            "data/topk_bytes": float(handle.topk_bytes),
             "data/tokens": float(handle.lengths.sum()),
         }
         return Experience(handle, rewards.reward.astype(np.float32), metrics | _part_metrics(rewards) | extra)

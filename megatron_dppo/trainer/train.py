@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 from megatron_dppo.actor import runtime as actor_runtime
 from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.actor.runtime import Runtime
-from megatron_dppo.algorithm import RatioLevel
 from megatron_dppo.checkpoint.hf_files import HFFiles
 from megatron_dppo.checkpoint.hf_import import check_tensors, load_hf_weights, stores_stacked_experts
 from megatron_dppo.checkpoint.hf_save import save_hf_checkpoint
@@ -100,6 +99,7 @@ def build_actor(runtime: Runtime, config: Config, hf_config: HFConfig) -> Megatr
         config.parallel,
         params_dtype=getattr(torch, config.actor.dtype),
         recompute=config.actor.recompute,
+        token_dispatcher=config.actor.token_dispatcher,
     )
     chunks = build_model(hf_config, megatron_config, runtime.groups)
     load_hf_weights(chunks, hf_config, runtime.groups)
@@ -136,11 +136,6 @@ def _check_model_against(config: Config, hf_config: HFConfig) -> None:
     if hf_config.moe and config.actor.router_replay and not config.rollout.router_replay:
         raise UserError("actor.router_replay=true needs rollout.router_replay=true: the engine must record the routes")
     preset = config.algorithm.resolve()
-    if preset.ratio_level is RatioLevel.SEQUENCE and config.parallel.context > 1:
-        raise UserError(
-            f"the preset {config.algorithm.preset} averages the ratio over a sequence, which parallel.context="
-            f"{config.parallel.context} splits; set parallel.context=1"
-        )
     if preset.needs_topk and preset.topk != config.rollout.top_k_logprobs:
         raise UserError(
             f"the preset {config.algorithm.preset} uses the top {preset.topk} tokens, but "

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from types import MethodType
 
 import numpy as np
+import pytest
 import torch
 from transformers import PreTrainedModel
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.router_replay.routes import Routes
+from tests.actor.matrix import CLIP, EPSILON, LR, NORMALISER, TEMPERATURE, Lesson, Trained
 
 
 def make_rollout(
@@ -110,6 +113,15 @@ class Reference:
         logits = self.model(tokens[None]).logits[0, :-1].double()
         return (logits / self.temperature).log_softmax(-1), np.arange(start, stop - 1)
 
+    def _mean_ratio(self, sequence: int, logp: torch.Tensor, rows: np.ndarray) -> float:
+        """GSPO's ratio of a sequence: the geometric mean over its sampled tokens."""
+        logs = [
+            float(logp[t, int(self.batch.token_ids[row + 1])].detach()) - float(self.batch.mu_logp[row + 1])
+            for t, row in enumerate(rows)
+            if self.batch.loss_mask[row + 1]
+        ]
+        return math.exp(sum(logs) / len(logs))
+
     def loss(self, sequences: np.ndarray, before: dict[int, torch.Tensor]) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64)
         for i in sequences:
@@ -119,9 +131,18 @@ class Reference:
                     continue
                 token, advantage = int(self.batch.token_ids[row + 1]), float(self.advantages[i])
                 mu, pi = math.exp(self.batch.mu_logp[row + 1]), float(logp[t, token].detach().exp())
-                if not self._blocked(row + 1, token, advantage, mu, pi, logp[t].detach(), before.get(int(i)), t):
-                    weight = min(pi / mu, self._cap()) * advantage
-                    total = total - weight * (1 + logp[t, token] - logp[t, token].detach())
+                if self.preset == "gspo":
+                    ratio = self._mean_ratio(int(i), logp, rows)
+                    blocked = ratio > 1.05 if advantage > 0 else ratio < 0.95
+                    share = (
+                        self.normaliser / self.batch.loss_mask[self.batch.offsets[i] : self.batch.offsets[i + 1]].sum()
+                    )
+                else:
+                    ratio, share = min(pi / mu, self._cap()), 1.0
+                    law = logp[t].detach()
+                    blocked = self._blocked(row + 1, token, advantage, mu, pi, law, before.get(int(i)), t)
+                if not blocked:
+                    total = total - share * ratio * advantage * (1 + logp[t, token] - logp[t, token].detach())
         return total / (len(sequences) * self.normaliser)
 
     def _cap(self) -> float:
@@ -143,20 +164,64 @@ class Reference:
         return ratio > 1 + high if advantage > 0 else ratio < 0.8
 
     def train(
-        self, mini_batches: list[np.ndarray], *, lr: float, clip: float, epsilon: float
-    ) -> list[tuple[float, float]]:
-        """One AdamW step per mini-batch; returns (loss, gradient norm) of each."""
+        self, updates: list[list[np.ndarray]], *, lr: float, clip: float, epsilon: float
+    ) -> list[tuple[float, float, dict[str, np.ndarray]]]:
+        """One AdamW step per mini-batch; returns (loss, gradient norm, gradients before clipping) of each."""
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.999), eps=epsilon, weight_decay=0.0)
-        before: dict[int, torch.Tensor] = {}
-        if self.preset == "minirl":
-            with torch.no_grad():
-                before = {int(i): self.log_probs(int(i))[0] for batch in mini_batches for i in batch}
         history = []
-        for sequences in mini_batches:
-            optimizer.zero_grad()
-            loss = self.loss(sequences, before)
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
-            optimizer.step()
-            history.append((float(loss.detach()), float(norm)))
+        for mini_batches in updates:
+            before: dict[int, torch.Tensor] = {}
+            if self.preset == "minirl":
+                with torch.no_grad():
+                    before = {int(i): self.log_probs(int(i))[0] for batch in mini_batches for i in batch}
+            for sequences in mini_batches:
+                optimizer.zero_grad()
+                loss = self.loss(sequences, before)
+                loss.backward()
+                gradients = {name: p.grad.numpy().copy() for name, p in self.model.named_parameters()}
+                norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+                optimizer.step()
+                history.append((float(loss.detach()), float(norm), gradients))
         return history
+
+
+def by_hf_name(state: dict[str, np.ndarray], name: str) -> np.ndarray:
+    """The entry behind a per-expert name of a state whose experts are fused, as transformers keeps them in memory."""
+    if ".experts." not in name:
+        return state[name]
+    layer, rest = name.split(".experts.")
+    expert, matrix, _ = rest.split(".")
+    if matrix == "down_proj":
+        return state[f"{layer}.experts.down_proj"][int(expert)]
+    gate, up = np.split(state[f"{layer}.experts.gate_up_proj"][int(expert)], 2)
+    return gate if matrix == "gate_proj" else up
+
+
+def compare_training(
+    got: Trained, history: list, weights: dict[str, np.ndarray], updates: list[list[np.ndarray]], case: str
+) -> None:
+    """Losses, norms, every gradient and the weights at the end; `history` and `weights` are `Reference`'s."""
+    steps = iter(history)
+    for metrics, mini_batches in zip(got.metrics, updates, strict=True):
+        losses, norms, _ = zip(*(next(steps) for _ in mini_batches), strict=True)
+        assert metrics["optimizer/loss"] == pytest.approx(np.mean(losses), rel=1e-5, abs=1e-6), case
+        assert metrics["optimizer/grad_norm"] == pytest.approx(np.mean(norms), rel=3e-5), case
+    assert len(got.gradients) == len(history)
+    for step, (gradients, (_, norm, expected)) in enumerate(zip(got.gradients, history, strict=True)):
+        assert len(gradients) > 100
+        for name, gradient in gradients.items():
+            right, where = by_hf_name(expected, name), f"{case}: gradient {step} of {name}"
+            np.testing.assert_allclose(gradient, right, atol=2e-6 * norm, rtol=1e-5, err_msg=where)
+    for name, tensor in got.weights.items():
+        np.testing.assert_allclose(tensor, by_hf_name(weights, name), atol=2e-6, rtol=0, err_msg=f"{case}: {name}")
+
+
+def expected_training(
+    model: PreTrainedModel, lesson: Lesson, preset: str, replay: bool
+) -> tuple[list, dict[str, np.ndarray]]:
+    """(loss, norm and gradients of each step, weights after all) of a float64 copy of `model`."""
+    trained = copy.deepcopy(model).double()
+    trained.set_experts_implementation("eager")  # the grouped product has no float64
+    reference = Reference(trained, lesson.batch, lesson.advantages, preset, NORMALISER, TEMPERATURE, replay)
+    history = reference.train(lesson.updates, lr=LR, clip=CLIP, epsilon=EPSILON)
+    return history, {name: p.detach().numpy() for name, p in trained.named_parameters()}

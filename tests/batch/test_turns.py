@@ -56,8 +56,8 @@ def test_three_turns_token_by_token():
     assert batch.sampled_per_sequence.tolist() == [5]
     # What is trained on: the rows that predict sampled tokens, and no others.
     aligned = align(batch)
-    assert aligned.loss_mask.tolist() == [*mask[1:], False]
-    assert aligned.target_ids[aligned.loss_mask].tolist() == [20, 21, 22, 23, 24]
+    assert aligned.policy.loss_mask.tolist() == [*mask[1:], False]
+    assert aligned.policy.target_ids[aligned.policy.loss_mask].tolist() == [20, 21, 22, 23, 24]
 
 
 def test_one_turn_is_left_as_it_was():

@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_dppo.batch import align
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.errors import EngineClosed, GenerationTimeout
 from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
-from megatron_dppo.rollout.ray_engine import RayRolloutEngine, fetch
-from megatron_dppo.rollout.source import RolloutSource
+from megatron_dppo.rollout.ray_engine import RayRolloutEngine
+from megatron_dppo.rollout.stored import RolloutSource
 from megatron_dppo.rollout.vllm_engine import ModelFacts, VllmEngine
 from megatron_dppo.rollout.weight_transfer.manifest import IncompleteSync
+from tests.batch.test_align import assert_same
 from tests.rollout.conftest import LAW, Served, requests
 from tests.rollout.reference import compare_law, model_with, other_weights, reference
 
@@ -84,31 +86,24 @@ def test_ranks_pull_just_the_sequences_they_want(served: Served) -> None:
     engine = served.engine
     assert isinstance(engine, RayRolloutEngine)
     asked = requests(20, "pull")
-    handle = engine.generate_refs(asked, LAW, training=True)
-    whole = fetch(handle)
-    assert len(handle.bounds) == 4  # objects of 7, 7 and 6 sequences
-    assert handle.bounds.tolist() == [0, 7, 14, 20]
-    np.testing.assert_array_equal(handle.lengths, whole.lengths)
-    assert handle.request_ids == whole.request_ids
-    first = fetch(handle, np.arange(7))
-    assert not first.token_ids.flags.writeable  # a view of the object store
-    for chosen in ([19, 0, 8], [3], list(range(6, 15)), [13, 7, 7]):
-        part, expected = fetch(handle, chosen), whole.select(chosen)
-        np.testing.assert_array_equal(part.token_ids, expected.token_ids)
-        np.testing.assert_array_equal(part.topk_logp, expected.topk_logp)
-        assert part.request_ids == expected.request_ids
-        assert part.routes is not None
-        assert expected.routes is not None
-        np.testing.assert_array_equal(part.routes.experts, expected.routes.experts)
+    handle = engine.generate_refs(asked, LAW)
+    expected = align(engine.generate(asked, LAW, training=True))  # the same requests give the same answers
     source = RolloutSource(handle)
-    rows = source.rows(np.array([4, 16]))
-    np.testing.assert_array_equal(rows.trained_per_sequence, source.trained[[4, 16]])
-    np.testing.assert_array_equal(rows.lengths, source.lengths[[4, 16]])
+    assert handle.bounds.tolist() == [0, 7, 14, 20]  # objects of 7, 7 and 6 sequences
+    assert handle.layer_groups == ((0, 1, 2, 3),)
+    np.testing.assert_array_equal(handle.lengths, expected.lengths)
+    assert handle.request_ids == tuple(request.request_id for request in asked)
+    for chosen in ([19, 0, 8], [3], list(range(6, 15)), [13, 7, 7], list(range(20))):
+        assert_same(source.rows(np.array(chosen)), expected.select(np.array(chosen)))
+    for mine, theirs in zip(source.token_ids(), np.split(expected.input_ids, expected.offsets[1:-1]), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    np.testing.assert_array_equal(source.trained, expected.trained_per_sequence)
+    np.testing.assert_array_equal(source.routed, expected.routed_per_sequence)
     with pytest.raises(IndexError):
-        fetch(handle, [20])
+        source.rows(np.array([20]))
     engine.release(handle)
     with pytest.raises(Exception, match="was released"):
-        fetch(handle, [0])
+        source.rows(np.array([0]))
 
 
 def test_a_sync_that_dies_shuts_the_gate_until_a_full_one(served: Served, tmp_path: Path) -> None:

@@ -16,21 +16,22 @@ import pytest
 import ray
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.ray_engine import RayRolloutEngine, fetch
+from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.rollout.ray_session import RayAddress, RaySession
+from megatron_dppo.rollout.stored import RolloutSource
 from tests.rollout.conftest import LAW, Served, requests
 from tests.tiny import tiny_qwen3_moe
 
 OTHER_RANK = """
 import pickle, sys
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.ray_engine import fetch
+import numpy as np
 from megatron_dppo.rollout.ray_session import RaySession
+from megatron_dppo.rollout.stored import RolloutSource
 where, handle = pickle.load(open(sys.argv[1], "rb"))
 with RaySession.connect(where):
-    part = fetch(handle, [9, 1])
-    pickle.dump((part.token_ids.copy(), part.routes.experts.copy(), part.request_ids), open(sys.argv[2], "wb"))
-    del part
+    part = RolloutSource(handle).rows(np.array([9, 1]))
+    pickle.dump((part.input_ids, part.routes.experts, part.policy.mu_logp), open(sys.argv[2], "wb"))
 """
 
 CONTROLLER = """
@@ -56,7 +57,7 @@ if __name__ == "__main__":
 def test_another_rank_pulls_its_rows_with_what_was_broadcast(served: Served, tmp_path: Path) -> None:
     engine = served.engine
     assert isinstance(engine, RayRolloutEngine)
-    handle = engine.generate_refs(requests(12, "ranks"), LAW, training=True)
+    handle = engine.generate_refs(requests(12, "ranks"), LAW)
     context = ray.get_runtime_context()
     where = RayAddress(context.gcs_address, context.namespace, os.environ.get("RAY_AUTH_TOKEN"))
     assert where.token is None or where.token not in repr(where)
@@ -65,12 +66,13 @@ def test_another_rank_pulls_its_rows_with_what_was_broadcast(served: Served, tmp
     command = [sys.executable, "-c", OTHER_RANK, str(tmp_path / "sent"), str(tmp_path / "got")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    tokens, experts, request_ids = pickle.loads((tmp_path / "got").read_bytes())
-    expected = fetch(handle, [9, 1])
-    np.testing.assert_array_equal(tokens, expected.token_ids)
+    tokens, experts, mu_logp = pickle.loads((tmp_path / "got").read_bytes())
+    expected = RolloutSource(handle).rows(np.array([9, 1]))
+    np.testing.assert_array_equal(tokens, expected.input_ids)
     assert expected.routes is not None
     np.testing.assert_array_equal(experts, expected.routes.experts)
-    assert request_ids == expected.request_ids
+    assert expected.policy is not None
+    np.testing.assert_array_equal(mu_logp, expected.policy.mu_logp)
     engine.release(handle)
 
 
@@ -89,6 +91,8 @@ def test_nothing_is_left_of_a_controller_that_ends(tmp_path: Path, how: str, whe
         stderr=subprocess.DEVNULL,
         text=True,
         env=environment,
+        # A shell that starts things in the background lets them ignore SIGINT, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert controller.stdout is not None

@@ -14,10 +14,10 @@ from megatron_dppo.trainer.train import train
 if __name__ == "__main__":
     kept = RayRolloutEngine.keep
 
-    def keep(self, batch):
+    def keep(self, batch, layer_groups=None):
         folder = Path(sys.argv[2])
         (folder / f"{len(list(folder.glob('*.pickle')))}.pickle").write_bytes(pickle.dumps(batch))
-        return kept(self, batch)
+        return kept(self, batch, layer_groups)
 
     RayRolloutEngine.keep = keep  # type: ignore[method-assign]
     sys.exit(exit_status(lambda: train(load_config(Path(sys.argv[1])))))

@@ -1,0 +1,39 @@
+"""Floating-point operations that training a model takes, for utilisation figures."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_dppo.models.hf_config import HFConfig
+
+H100_BF16_DENSE = 989.4e12
+"""Peak bfloat16 FLOP/s of one H100 SXM without sparsity (NVIDIA's data sheet)."""
+
+
+def active_matrix_parameters(model: HFConfig) -> int:
+    """Weights that one token meets in matrix products: attention, router, its `topk` experts (or the dense MLP) in
+    every layer, and the output layer. The embedding is looked up, and norms are vectors; neither counts."""
+    hidden = model.hidden_size
+    query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    total = model.vocab_size * hidden
+    for layer in range(model.layers):
+        total += hidden * (2 * query + 2 * key_value)
+        if model.is_moe_layer(layer):
+            assert model.moe is not None
+            total += hidden * (model.moe.experts + 3 * model.moe.topk * model.moe.intermediate_size)
+        else:
+            total += 3 * hidden * model.intermediate_size
+    return total
+
+
+def training_flops(model: HFConfig, lengths: np.ndarray) -> float:
+    """Forward and backward over whole sequences of `lengths` tokens, what recomputation repeats not counted:
+
+        6 x active parameters x tokens  +  6 x layers x heads x head_dim x sum(n^2)
+
+    A product with an `[m, n]` weight takes `2 m n` per token forward and twice that backward. Attention's two products
+    (scores, values) take `2 x 2 n^2 heads head_dim / 2` forward over a causal sequence of `n`, and twice that backward.
+    """
+    n = np.asarray(lengths, dtype=np.float64)
+    attention = 6.0 * model.layers * model.heads * model.head_dim * float((n * n).sum())
+    return 6.0 * active_matrix_parameters(model) * float(n.sum()) + attention

@@ -1,0 +1,228 @@
+"""Rollouts in the Ray object store: written once by the engine's process, pulled by column by the training ranks.
+
+A rollout is cut into objects of a few sequences each, and each of those into the columns that different ranks want:
+token ids (everybody), what the objective needs (the last pipeline stage), top-K laws (the last stage, if the preset
+uses them) and routes by group of MoE layers (the stage that holds the layers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import ray
+
+from megatron_dppo.batch import AlignedBatch, Columns, align
+from megatron_dppo.batch.rollout_batch import RolloutBatch
+from megatron_dppo.router_replay.routes import Routes
+
+type Part = tuple[str, int]
+"""Name of a column ("tokens", "policy", "topk", "routes.0", "routes.1", ...) and number of the object."""
+
+type LayerGroups = Sequence[Sequence[int]]
+"""Numbers of MoE layers whose routes are stored, and pulled, together."""
+
+
+@dataclass(frozen=True)
+class RolloutHandle:
+    """A rollout in the object store: everything about it but its tokens. Plain data, to be broadcast to the ranks.
+
+    `bounds[c]:bounds[c + 1]` are the sequences of object `c`; `layer_groups[g]` the MoE layers of column `routes.g`.
+    """
+
+    actor: str
+    key: str
+    bounds: np.ndarray
+    layer_groups: tuple[tuple[int, ...], ...]
+    """Empty where no routes were recorded."""
+    lengths: np.ndarray
+    """int64 `[B]`, tokens of each sequence, prompt included."""
+    prompt_lengths: np.ndarray
+    """int32 `[B]`"""
+    request_ids: tuple[str, ...] = field(repr=False)
+    finish_reasons: tuple[str, ...] = field(repr=False)
+    weight_version: int
+    trained: np.ndarray
+    """int64 `[B]`, tokens of each sequence that the policy sampled."""
+    routed: np.ndarray
+    """int64 `[B]`, tokens of each sequence whose experts were recorded."""
+    route_bytes: int
+    """Size of all routes; 0 when none were recorded."""
+    topk_bytes: int
+    """Size of all top-K laws."""
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.request_ids)
+
+    @property
+    def response_lengths(self) -> np.ndarray:
+        """int64 `[B]`, tokens of each sequence after its prompt."""
+        return self.lengths - self.prompt_lengths
+
+    def objects_of(self, sequences: np.ndarray) -> np.ndarray:
+        """Number of the object that holds each of the named sequences."""
+        return np.searchsorted(self.bounds, sequences, side="right") - 1
+
+    def columns(self, wanted: Columns) -> list[str]:
+        """Names of the stored columns that hold what is wanted."""
+        names = ["tokens"]
+        names += ["policy"] if wanted.policy else []
+        names += ["topk"] if wanted.topk else []
+        return names + [f"routes.{g}" for g in self.route_groups(wanted)]
+
+    def route_groups(self, wanted: Columns) -> list[int]:
+        """Numbers of the layer groups that hold the MoE layers wanted, in order. Raises KeyError for a layer that no
+        group holds."""
+        if wanted.moe_layers is None or not self.layer_groups:
+            return list(range(len(self.layer_groups)))
+        group_of = {layer: g for g, layers in enumerate(self.layer_groups) for layer in layers}
+        return sorted({group_of[layer] for layer in wanted.moe_layers})
+
+
+@dataclass(frozen=True)
+class StoredRollout:
+    """The references of one rollout's objects, kept by the process that wrote them."""
+
+    parts: dict[Part, ray.ObjectRef]
+
+    @staticmethod
+    def put(
+        batch: RolloutBatch,
+        *,
+        actor: str,
+        key: str,
+        weight_version: int,
+        sequences_per_object: int,
+        layer_groups: LayerGroups | None,
+    ) -> tuple[StoredRollout, RolloutHandle]:
+        """Align the batch (here and nowhere else) and write it. `layer_groups` None: all MoE layers in one group.
+
+        Raises ValueError where the groups do not cover the recorded MoE layers exactly.
+        """
+        aligned = align(batch)
+        routes = aligned.routes
+        groups = _checked_groups(routes, layer_groups)
+        bounds = np.append(np.arange(0, len(batch), sequences_per_object), len(batch))
+        parts: dict[Part, ray.ObjectRef] = {}
+        for number, (first, last) in enumerate(pairwise(bounds)):
+            chunk = aligned.select(np.arange(first, last))
+            parts["tokens", number] = ray.put(chunk.input_ids)
+            parts["policy", number] = ray.put(chunk.policy)
+            parts["topk", number] = ray.put(chunk.topk)
+            for g, layers in enumerate(groups):
+                assert chunk.routes is not None
+                experts = np.ascontiguousarray(chunk.routes.experts[:, list(layers)])
+                parts[f"routes.{g}", number] = ray.put(replace(chunk.routes, experts=experts))
+        topk = aligned.topk
+        assert topk is not None
+        handle = RolloutHandle(
+            actor=actor,
+            key=key,
+            bounds=bounds,
+            layer_groups=groups,
+            lengths=batch.lengths,
+            prompt_lengths=batch.prompt_lengths,
+            request_ids=batch.request_ids,
+            finish_reasons=batch.finish_reasons,
+            weight_version=weight_version,
+            trained=aligned.trained_per_sequence,
+            routed=aligned.routed_per_sequence,
+            route_bytes=0 if routes is None else routes.nbytes,
+            topk_bytes=topk.ids.nbytes + topk.member.nbytes + topk.mu_logp.nbytes,
+        )
+        return StoredRollout(parts), handle
+
+
+def _checked_groups(routes: Routes | None, layer_groups: LayerGroups | None) -> tuple[tuple[int, ...], ...]:
+    if routes is None:
+        return ()
+    everything = tuple(range(routes.moe_layers))
+    groups = (everything,) if layer_groups is None else tuple(tuple(g) for g in layer_groups if len(g))
+    if sorted(layer for g in groups for layer in g) != list(everything):
+        raise ValueError(
+            f"the engine recorded routes of {routes.moe_layers} MoE layers, but the training layout asks for the "
+            f"groups {groups}: trainer and engine run different models"
+        )
+    return groups
+
+
+class RolloutSource:
+    """A `SequenceSource` over a `RolloutHandle`, on any rank with a `RaySession`. Pulls the objects that hold the rows
+    and columns asked for, and nothing else; whole objects come to a node once."""
+
+    def __init__(self, handle: RolloutHandle) -> None:
+        self._handle = handle
+        self.lengths = handle.lengths
+        self.trained = handle.trained
+        self.routed = handle.routed
+        self.pulled_bytes = 0
+        self._pulled: set[Part] = set()
+
+    def rows(self, sequences: np.ndarray, columns: Columns | None = None) -> AlignedBatch:
+        """The named sequences in the order named, with the columns wanted (all when None)."""
+        handle, columns = self._handle, columns or Columns()
+        wanted = np.asarray(sequences, dtype=np.int64)
+        if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(handle)):
+            raise IndexError(f"sequences {wanted.min()}..{wanted.max()} of a rollout of {len(handle)}")
+        # A pack without sequences still has the arrays' types and widths, which some object must tell.
+        numbers = np.unique(handle.objects_of(wanted)) if len(wanted) else np.zeros(1, dtype=np.int64)
+        names = handle.columns(columns)
+        arrays = self._pull([(name, int(n)) for name in names for n in numbers])
+        chunks = [self._chunk(int(n), arrays, columns) for n in numbers]
+        joined = chunks[0] if len(chunks) == 1 else AlignedBatch.concatenate(chunks)
+        places = np.searchsorted(_sequences_of(handle, numbers), wanted)
+        return joined.select(places)
+
+    def token_ids(self) -> list[np.ndarray]:
+        """Token ids of every sequence, for a reader that decodes them."""
+        numbers = range(len(self._handle.bounds) - 1)
+        arrays = self._pull([("tokens", n) for n in numbers])
+        joined = np.concatenate([arrays["tokens", n] for n in numbers])
+        return np.split(joined, np.cumsum(self.lengths)[:-1])
+
+    def _pull(self, parts: list[Part]) -> dict[Part, Any]:
+        actor: Any = ray.get_actor(self._handle.actor)
+        values = ray.get(ray.get(actor.objects.remote(self._handle.key, parts)))
+        for part, value in zip(parts, values, strict=True):
+            if part not in self._pulled:
+                self._pulled.add(part)
+                self.pulled_bytes += _nbytes(value)
+        return dict(zip(parts, values, strict=True))
+
+    def _chunk(self, number: int, arrays: dict[Part, Any], columns: Columns) -> AlignedBatch:
+        handle = self._handle
+        lengths = handle.lengths[handle.bounds[number] : handle.bounds[number + 1]]
+        return AlignedBatch(
+            input_ids=arrays["tokens", number],
+            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            policy=arrays.get(("policy", number)),
+            topk=arrays.get(("topk", number)),
+            routes=self._routes(number, arrays, columns),
+        )
+
+    def _routes(self, number: int, arrays: dict[Part, Any], columns: Columns) -> Routes | None:
+        groups = self._handle.route_groups(columns)
+        if not groups:
+            return None
+        parts: list[Routes] = [arrays[f"routes.{g}", number] for g in groups]
+        held = [layer for g in groups for layer in self._handle.layer_groups[g]]
+        order = list(range(max(held) + 1)) if columns.moe_layers is None else list(columns.moe_layers)
+        if len(parts) == 1 and held == order:
+            return parts[0]
+        stacked = np.concatenate([part.experts for part in parts], axis=1)
+        return replace(parts[0], experts=stacked[:, [held.index(layer) for layer in order]])
+
+
+def _sequences_of(handle: RolloutHandle, numbers: Iterable[int]) -> np.ndarray:
+    """Sequences held by the named objects, ascending."""
+    return np.concatenate([np.arange(handle.bounds[n], handle.bounds[n + 1]) for n in numbers])
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    return value.nbytes if isinstance(value, Routes) else sum(array.nbytes for array in vars(value).values())

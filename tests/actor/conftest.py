@@ -1,0 +1,41 @@
+"""One tiny model and one rollout of it, for all tests of the actor."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedModel
+
+from tests.actor.matrix import SHAPE, TEMPERATURE, UPDATES, Lesson, advantages
+from tests.actor.reference import expected_training, make_rollout
+from tests.tiny import tiny_qwen3_moe
+
+
+@dataclass(frozen=True)
+class World:
+    """The rollout everybody trains on, and what training it should give."""
+
+    path: Path
+    model: PreTrainedModel
+    lesson: Lesson
+    expected: Callable[[str, bool], tuple[list, dict[str, np.ndarray]]]
+    """(preset, replay) to (loss, norm and gradients of each step, weights after all)."""
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    path = tmp_path_factory.mktemp("model")
+    model = tiny_qwen3_moe(path, seed=3)
+    model.model.embed_tokens.padding_idx = None  # transformers would not train the row of the padding token
+    lesson = Lesson(make_rollout(model, seed=4, temperature=TEMPERATURE, **SHAPE), advantages(), UPDATES)
+
+    @functools.cache
+    def expected(preset: str, replay: bool) -> tuple[list, dict[str, np.ndarray]]:
+        return expected_training(model, lesson, preset, replay)
+
+    return World(path, model, lesson, expected)

@@ -1,0 +1,195 @@
+"""What a rank does in the layout matrix: train the same rollout under any layout, report all that can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.batch import RolloutBatch
+
+SHAPE = {"groups": 4, "samples": 3, "topk": 5, "moe_layers": 4, "experts": 8, "k": 2}
+LR, CLIP, NORMALISER, BUDGET = 2e-3, 1.0, 12.0, 64
+TEMPERATURE = 0.25  # peaked laws, so that divergences are large enough to be masked
+EPSILON = 1e-3  # large, so that Adam does not blow the rounding of a vanishing gradient up to a full step
+UPDATES = [[np.arange(0, 5), np.arange(5, 9)], [np.arange(9, 12)]]
+"""Mini-batches of two calls of `update`: the second call recomputes its anchor from the trained weights."""
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1 rank": (1, {}),
+    "TP2": (2, {"tensor": 2, "sequence_parallel": True}),
+    "PP2": (2, {"pipeline": 2}),
+    "PP2 VPP2": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "CP2": (2, {"context": 2}),
+    "DP2": (2, {}),
+    "EP2": (2, {"expert": 2}),
+    "TP2 EP2": (2, {"tensor": 2, "expert": 2, "sequence_parallel": True}),
+    "TP2 ETP2": (2, {"tensor": 2, "expert_tensor": 2, "sequence_parallel": True}),
+    "DP2 ETP2": (2, {"expert_tensor": 2}),
+    "TP2 PP2 EP2": (4, {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True}),
+    "TP2 CP2": (4, {"tensor": 2, "context": 2, "sequence_parallel": True}),
+    "TP2 CP2 EP4": (4, {"tensor": 2, "context": 2, "expert": 4, "sequence_parallel": True}),
+    "PP2 VPP2 EP2": (4, {"pipeline": 2, "virtual_pipeline": 2, "expert": 2}),
+    "PP2 CP2": (4, {"pipeline": 2, "context": 2}),
+    "TP2 EP2 ETP2": (4, {"tensor": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True}),
+}
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "dppo-topk-kl": {"topk": SHAPE["topk"]},
+    "gspo": {"threshold_negative": 0.05, "threshold_positive": 0.05},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the matrix, but its layout."""
+
+    preset: str = "dppo-binary-tv"
+    replay: bool = True
+    recompute: str = "none"
+    dispatcher: str = "alltoall"
+    budget: int = BUDGET
+    long_sequences: str = "refuse"
+
+    def __str__(self) -> str:
+        routes = "recorded routes" if self.replay else "live routes"
+        return f"{self.preset}, {routes}, recompute {self.recompute}, {self.dispatcher}"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came out: metrics of each update, gradients (before clipping) of each step and weights, by Hugging Face
+    name, on rank 0."""
+
+    metrics: list[dict[str, float]]
+    gradients: list[dict[str, np.ndarray]]
+    weights: dict[str, np.ndarray]
+
+
+def advantages() -> np.ndarray:
+    return np.random.default_rng(1).choice([-1.0, -0.5, 0.0, 0.7, 1.0], size=SHAPE["groups"] * SHAPE["samples"])
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A rollout, what its sequences are worth, and how they are divided into gradient steps."""
+
+    batch: RolloutBatch
+    advantages: np.ndarray
+    updates: list[list[np.ndarray]]
+
+    def reordered(self, order: np.ndarray) -> Lesson:
+        """The same sequences in another order."""
+        new_number = np.argsort(order)
+        updates = [[new_number[mini_batch] for mini_batch in update] for update in self.updates]
+        return Lesson(self.batch.select(order), self.advantages[order], updates)
+
+
+def train_cases(rank: int, path: str, layout: dict, lesson: Lesson, cases: list[Case]) -> list[Trained]:
+    """Every case in turn on the same ranks; Megatron-Core's groups are made anew for each."""
+    from megatron.core import parallel_state
+
+    results = []
+    for case in cases:
+        results.append(train(rank, path, layout, lesson, case))
+        parallel_state.destroy_model_parallel()
+    return results
+
+
+def build_actor(path: str, layout: dict, case: Case, **optimizer: Any):
+    """A `MegatronActor` with the weights of `path` on this rank."""
+    from megatron_dppo.actor.actor import MegatronActor
+    from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
+    from megatron_dppo.actor.runtime import start
+    from megatron_dppo.algorithm import presets
+    from megatron_dppo.checkpoint.hf_import import load_hf_weights
+    from megatron_dppo.models.build import build_model
+    from megatron_dppo.models.hf_config import load_hf_config
+    from megatron_dppo.models.megatron_config import transformer_config
+    from megatron_dppo.models.parallel import ParallelConfig
+
+    parallel = ParallelConfig(**layout)
+    runtime = start(parallel, seed=0, timeout_minutes=5)
+    model = load_hf_config(path)
+    parallel.check_fits(model, runtime.world_size)
+    config = ActorConfig(
+        dtype="float32",
+        max_tokens_per_microbatch=case.budget,
+        long_sequences=case.long_sequences,
+        router_replay=case.replay,
+        recompute=case.recompute,
+        token_dispatcher=case.dispatcher,
+    )
+    settings = transformer_config(
+        model,
+        parallel,
+        params_dtype=torch.float32,
+        recompute=config.recompute,
+        token_dispatcher=config.token_dispatcher,
+    )
+    chunks = build_model(model, settings, runtime.groups)
+    load_hf_weights(chunks, model, runtime.groups, path)
+    return MegatronActor(
+        runtime,
+        chunks,
+        parallel=parallel,
+        config=config,
+        optimizer=OptimizerConfig(**({"lr": LR, "clip_grad": CLIP, "epsilon": EPSILON} | optimizer)),
+        preset=presets.get(case.preset, **OVERRIDES.get(case.preset, {})),
+        hf_config=model,
+        temperature=TEMPERATURE,
+        normaliser=NORMALISER,
+    )
+
+
+def train(rank: int, path: str, layout: dict, lesson: Lesson, case: Case) -> Trained:
+    from megatron_dppo.actor.actor import TrainingSignal
+    from megatron_dppo.batch import InMemorySource
+
+    actor = build_actor(path, layout, case)
+    gradients: list[dict[str, np.ndarray]] = []
+    step = actor.optimizer.step
+
+    def recording_step() -> Any:
+        with gradients_as_weights(actor.chunks):
+            gradients.append(exported(actor))
+        return step()
+
+    actor.optimizer.step = recording_step
+    metrics = []
+    for mini_batches in lesson.updates:
+        source = InMemorySource.of(lesson.batch)
+        metrics.append(actor.update(source, TrainingSignal(lesson.advantages, lesson.advantages, mini_batches)))
+    weights = exported(actor)
+    return Trained(metrics, gradients if rank == 0 else [], weights if rank == 0 else {})
+
+
+def exported(actor: Any) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy().copy() for name, tensor in actor.export_weights() if tensor is not None}
+
+
+@contextmanager
+def gradients_as_weights(chunks: Any) -> Iterator[None]:
+    """Inside, every parameter holds its reduced gradient, so that the exporter names gradients as it does weights.
+
+    The distributed optimizer leaves each data-parallel rank its shard of the sum; the shards are gathered first.
+    """
+    kept = []
+    for chunk in chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                shards = list(bucket.grad_data.view(group.size(), -1))
+                own = shards[group.rank()].clone()
+                dist.all_gather(shards, own, group=group)
+        for parameter in chunk.module.parameters():
+            kept.append((parameter, parameter.data))
+            parameter.data = parameter.main_grad.detach().to(parameter.dtype)
+    yield
+    for parameter, weights in kept:
+        parameter.data = weights

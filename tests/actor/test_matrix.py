@@ -1,0 +1,86 @@
+"""Gradient steps of the actor under every layout, against transformers and autograd in float64 (`reference.py`):
+random forced routes with gaps, packed sequences, several objectives, recomputation and both token dispatchers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.actor.conftest import World
+from tests.actor.matrix import LAYOUTS, SHAPE, UPDATES, Case, Trained, train_cases
+from tests.actor.reference import compare_training
+from tests.distributed import run_ranks
+
+PRESETS = ["dppo-binary-tv", "dppo-topk-kl", "grpo-clip-higher", "minirl", "gspo"]
+RECOMPUTE = ["none", "selective", "full"]
+DISPATCHERS = ["alltoall", "allgather"]
+
+
+def pairwise_cover(*axes: list) -> list[tuple]:
+    """Few combinations in which every pair of values of every two axes occurs (greedy, deterministic)."""
+    everything = list(itertools.product(*axes))
+
+    def pairs(row: tuple) -> set:
+        return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}
+
+    missing, chosen = set().union(*(pairs(row) for row in everything)), []
+    while missing:
+        best = max(everything, key=lambda row: len(pairs(row) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+COVER = pairwise_cover(list(LAYOUTS), PRESETS, [True, False], RECOMPUTE, DISPATCHERS)
+
+
+def test_the_cover_covers_every_pair():
+    axes = [list(LAYOUTS), PRESETS, [True, False], RECOMPUTE, DISPATCHERS]
+    for i, j in itertools.combinations(range(len(axes)), 2):
+        assert {(row[i], row[j]) for row in COVER} == set(itertools.product(axes[i], axes[j]))
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_three_steps_equal_transformers(world: World, layout: str) -> None:
+    cases = [
+        Case(preset, replay, recompute, dispatcher)
+        for name, preset, replay, recompute, dispatcher in COVER
+        if name == layout
+    ]
+    check_layout(world, layout, cases)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_three_steps_equal_transformers_in_every_combination(world: World, layout: str) -> None:
+    check_layout(
+        world, layout, [Case(*row) for row in itertools.product(PRESETS, [True, False], RECOMPUTE, DISPATCHERS)]
+    )
+
+
+def check_layout(world: World, layout: str, cases: list[Case]) -> None:
+    ranks, sizes = LAYOUTS[layout]
+    results = run_ranks(train_cases, ranks, str(world.path), sizes, world.lesson, cases, timeout=60 + 60 * len(cases))
+    for number, case in enumerate(cases):
+        of_ranks = [result[number] for result in results]
+        assert all(other.metrics == of_ranks[0].metrics for other in of_ranks), f"{case}: ranks disagree on metrics"
+        compare(world, case, of_ranks[0])
+
+
+def compare(world: World, case: Case, got: Trained) -> None:
+    history, weights = world.expected(case.preset, case.replay)
+    compare_training(got, history, weights, UPDATES, str(case))
+    # With an anchor recomputed before a single mini-batch nothing can be masked; with two something must be.
+    assert got.metrics[0]["policy/masked_fraction"] > 0.02, f"{case}: too easy, nothing was masked"
+    if case.replay:
+        layers = SHAPE["moe_layers"]
+        replayed = sum(metrics["r3/replayed_routings"] for metrics in got.metrics)
+        gaps = sum(metrics["r3/gap_routings"] for metrics in got.metrics)
+        assert (replayed, gaps) == (
+            world.lesson.batch.routes.valid.sum() * layers,
+            (~world.lesson.batch.routes.valid).sum() * layers,
+        )
+        assert all(m["r3/differing_fraction"] > 0.5 for m in got.metrics), (
+            "random routes must differ from the live ones"
+        )

@@ -1,0 +1,111 @@
+"""Rollouts in a real Ray object store, without an engine: what a rank pulls, and what it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import ray
+
+from megatron_dppo.batch import AlignedBatch, Columns, RolloutBatch, align
+from megatron_dppo.rollout.ray_session import RaySession
+from megatron_dppo.rollout.stored import Part, RolloutHandle, RolloutSource, StoredRollout
+from tests.batch.rollouts import LAYERS, random_batch
+from tests.batch.test_align import assert_same
+
+PROMPTS, RESPONSES = [2, 3, 1, 4, 2, 2, 5], [3, 1, 4, 2, 6, 1, 3]
+
+
+class Keeper:
+    """Holds a rollout as the engine's actor does, and counts what was asked for."""
+
+    def __init__(self, batch: RolloutBatch, layer_groups: list[list[int]] | None) -> None:
+        self._stored, self.handle = StoredRollout.put(
+            batch, actor="keeper", key="one", weight_version=7, sequences_per_object=3, layer_groups=layer_groups
+        )
+        self.asked: list[Part] = []
+
+    def where(self) -> RolloutHandle:
+        return self.handle
+
+    def objects(self, key: str, parts: list[Part]) -> list[ray.ObjectRef]:
+        self.asked += parts
+        return [self._stored.parts[part] for part in parts]
+
+    def record(self) -> list[Part]:
+        asked, self.asked = self.asked, []
+        return asked
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[None]:
+    with RaySession.start(namespace="stored", object_store_mib=80):
+        yield
+
+
+def keep(batch: RolloutBatch, layer_groups: list[list[int]] | None):
+    keeper = ray.remote(Keeper).options(name="keeper", num_cpus=0).remote(batch, layer_groups)
+    return keeper, ray.get(keeper.where.remote())
+
+
+@pytest.mark.parametrize("groups", [None, [[0], [1, 2]], [[2, 0], [1]]])
+def test_each_rank_pulls_its_columns_and_layers_only(session: None, groups: list[list[int]] | None) -> None:
+    batch = random_batch(5, PROMPTS, RESPONSES, 4)
+    expected = align(batch)
+    keeper, handle = keep(batch, groups)
+    try:
+        source = RolloutSource(handle)
+        assert_same(source.rows(np.arange(7)), expected)
+        ray.get(keeper.record.remote())
+        for wanted in (
+            Columns(policy=False, topk=False, moe_layers=(1,)),
+            Columns(policy=False, topk=False, moe_layers=(2, 1)),
+            Columns(topk=False, moe_layers=()),
+            Columns(moe_layers=(0,)),
+        ):
+            source = RolloutSource(handle)
+            chosen = np.array([5, 3])  # both in the second object
+            got, right = source.rows(chosen, wanted), expected.select(chosen, wanted)
+            for name in ("policy", "topk", "routes"):
+                assert (getattr(got, name) is None) == (getattr(right, name) is None)
+            np.testing.assert_array_equal(got.input_ids, right.input_ids)
+            if right.routes is not None and got.routes is not None:
+                np.testing.assert_array_equal(got.routes.experts, right.routes.experts)
+            asked: list[Part] = ray.get(keeper.record.remote())
+            assert {number for _, number in asked} == {1}
+            names = {name for name, _ in asked}
+            assert ("policy" in names, "topk" in names) == (wanted.policy, wanted.topk)
+            layers = {
+                layer for name in names if name.startswith("routes") for layer in handle.layer_groups[int(name[7:])]
+            }
+            if groups == [[0], [1, 2]] and wanted.moe_layers == (1,):
+                assert layers == {1, 2}
+            if wanted.moe_layers == ():
+                assert not layers
+            before = source.pulled_bytes
+            assert before > 0
+            source.rows(chosen, wanted)
+            assert source.pulled_bytes == before, "what is here already does not travel again"
+            ray.get(keeper.record.remote())
+        empty = source.rows(np.zeros(0, dtype=np.int64), Columns(moe_layers=tuple(range(LAYERS))))
+        assert_same_kind(empty, expected)
+    finally:
+        ray.kill(keeper)
+
+
+def assert_same_kind(empty: AlignedBatch, full: AlignedBatch) -> None:
+    assert len(empty) == 0
+    assert empty.topk is not None
+    assert full.topk is not None
+    assert empty.topk.ids.shape == (0, full.topk.ids.shape[1])
+    assert empty.routes is not None
+    assert empty.routes.moe_layers == LAYERS
+
+
+def test_groups_that_are_not_the_recorded_layers_are_refused() -> None:
+    batch = random_batch(5, PROMPTS, RESPONSES, 4)
+    with pytest.raises(ValueError, match=r"3 MoE layers.*different models"):
+        StoredRollout.put(
+            batch, actor="a", key="k", weight_version=0, sequences_per_object=3, layer_groups=[[0], [1], [2], [3]]
+        )

@@ -1,0 +1,123 @@
+"""What is measured: layouts of one model, and how a batch of it looks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+QWEN3_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 40960,
+    "hidden_act": "silu",
+}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+}
+"""The same architecture for a CPU, in seconds."""
+
+TOPK = 20
+LEARNING_RATE = 1e-6
+SEQUENCES_PER_PACK = 8
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens of a sequence (a pack holds eight), and what a microbatch of the agreement batch may hold."""
+
+    length: int
+    agreement_budget: int
+
+    @property
+    def pack(self) -> int:
+        return SEQUENCES_PER_PACK * self.length
+
+
+FULL, SMALL = Sizes(2048, 8192), Sizes(32, 128)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: `gpus` processes, one model.
+
+    time       median step of several ways to train (`actor_step.arms`)
+    agreement  loss and gradient norm of three steps on a batch that is the same for every layout
+    """
+
+    name: str
+    gpus: int
+    layers: int
+    layout: dict[str, Any] = field(default_factory=dict)
+    measure: Literal["time", "agreement"] = "time"
+    recompute: Literal["none", "selective", "full"] = "none"
+    microbatches: int = 2
+    cross_entropy: bool = True
+    """Also plain cross-entropy training through Megatron-Core's own loss."""
+    wgrad_arm: bool = False
+    """Also without adding weight gradients to the float32 buffer inside the matrix product."""
+    trace: bool = False
+    """Keep the Chrome trace of the profiled step."""
+    budget_divisor: int = 1
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def layout_text(self) -> str:
+        short = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP"}
+        parts = [f"{short[k]}{v}" for k, v in self.layout.items() if k in short]
+        model = self.layout.get("tensor", 1) * self.layout.get("pipeline", 1) * self.layout.get("context", 1)
+        return " ".join([*parts, *([f"DP{self.gpus // model}"] if self.gpus > model else [])]) or "1 GPU"
+
+
+_TP2_EP2 = {"tensor": 2, "expert": 2, "sequence_parallel": True}
+_TP2_EP4 = {"tensor": 2, "expert": 4, "sequence_parallel": True}
+_CP2_EP2 = {"context": 2, "expert": 2}
+_PP2_EP2 = {"pipeline": 2, "expert": 2}
+
+CASES = [
+    Case("b2", 2, 8, _TP2_EP2, recompute="selective", wgrad_arm=True, trace=True),
+    Case("a1", 1, 4, cross_entropy=False, wgrad_arm=True),
+    Case("a1-small", 1, 2),
+    Case(
+        "a1-cutlass",
+        1,
+        4,
+        cross_entropy=False,
+        environment={"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"},
+    ),
+    Case("same-1", 1, 4, measure="agreement"),
+    Case("same-1-small-packs", 1, 4, measure="agreement", budget_divisor=2),
+    Case("c2", 2, 6, {"expert": 2}, recompute="full"),
+    Case("d2", 2, 6, _CP2_EP2, recompute="full", cross_entropy=False),
+    Case("same-tp2-ep2", 2, 4, _TP2_EP2, measure="agreement"),
+    Case("same-cp2-ep2", 2, 4, _CP2_EP2, measure="agreement"),
+    Case("f4", 4, 12, {"expert": 4}, recompute="full"),
+    Case("e4", 4, 12, _PP2_EP2, recompute="full", microbatches=4),
+    Case("same-ep4", 4, 4, {"expert": 4}, measure="agreement"),
+    Case("same-pp2-ep2", 4, 4, _PP2_EP2, measure="agreement"),
+    Case("g4", 4, 12, _TP2_EP4, recompute="full", cross_entropy=False),
+]
+REFERENCE = "same-1"

@@ -1,0 +1,135 @@
+"""Tables of what the cases found, in Markdown."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from actor_step.cases import CASES, REFERENCE, Case
+from megatron_dppo.models.flops import H100_BF16_DENSE
+
+Found = dict[str, dict[str, Any]]
+MAIN, REPLAY, NO_REPLAY = "dppo-topk-tv, replay", "dppo-binary-tv, replay", "dppo-binary-tv"
+
+
+def report(found: Found, failures: dict[str, str]) -> str:
+    """Everything, the timing table first."""
+    parts = [_timing(found), _ratios(found), _work(found), _agreement(found)]
+    if failures:
+        parts.append("Failed:\n\n" + "\n".join(f"- `{name}`:\n```\n{text}\n```" for name, text in failures.items()))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _median(found: dict[str, Any], group: str, arm: str) -> float | None:
+    times = found.get(group, {}).get(arm)
+    return statistics.median(times) if times else None
+
+
+def _timing(found: Found) -> str:
+    rows = []
+    for case in _cases(found, "time"):
+        got = found[case.name]
+        step = _median(got, "with_replay", MAIN)
+        if step is None:
+            continue
+        mfu = got["flops_per_gpu"] / step / H100_BF16_DENSE
+        rows.append(
+            [
+                *(case.name, case.layout_text, got["layers"], case.recompute, case.microbatches, got["tokens"]),
+                *(f"{step:.3f}", f"{got['tokens'] / step / case.gpus:,.0f}", f"{mfu:.1%}"),
+                f"{got['peak_gib']:.1f}" if "peak_gib" in got else "",
+                f"{max(got['parameters_per_rank']) / 1e9:.2f}",
+            ]
+        )
+    title = (
+        "Whole steps (`MegatronActor.update`, DPPO top-20 TV, routes replayed): median seconds of the slowest rank. "
+        "MFU: (6 x active parameters x tokens + 6 x layers x heads x head_dim x sum n^2) / 989.4 TFLOP/s."
+    )
+    head = ["case", "layout", "layers", "recompute", "microbatches", "tokens", "step s", "tokens/s per GPU", "MFU"]
+    return _table(title, [*head, "peak GiB", "1e9 parameters per rank"], rows)
+
+
+def _ratios(found: Found) -> str:
+    rows = []
+    for case in _cases(found, "time"):
+        got = found[case.name]
+        row: list[Any] = [case.name]
+        row.append(_ratio(_median(got, "with_replay", REPLAY), _median(got, "with_replay", NO_REPLAY)))
+        row.append(_ratio(_median(got, "with_replay", REPLAY), _median(got, "without_wgrad_fusion", REPLAY)))
+        for group, names in (
+            ("objective", (NO_REPLAY, "dppo-topk-tv", "dppo-topk-kl")),
+            ("objective_fused", (NO_REPLAY,)),
+        ):
+            base = _median(got, group, "cross-entropy")
+            row.append(f"{base:.3f}" if base else "")
+            row += [_ratio(_median(got, group, name), base) for name in names]
+        row.append(f"{got['cross_entropy_peak_gib']:.1f}" if "cross_entropy_peak_gib" in got else "")
+        rows.append(row)
+    head = ["case", "replay on / off", "weight gradients fused / not", "cross-entropy (CE) s"]
+    head += ["binary TV / CE", "top-20 TV / CE", "top-20 KL / CE", "fused CE s", "binary TV / fused CE"]
+    return _table("Ratios of medians, arms in turn in one process.", [*head, "peak GiB with CE"], rows)
+
+
+def _work(found: Found) -> str:
+    cases = [case for case in _cases(found, "time") if "profile" in found[case.name]]
+    profiles = {case.name: found[case.name]["profile"] for case in cases}
+    if not profiles:
+        return ""
+    kinds = sorted(
+        {kind for p in profiles.values() for kind in p["work"]},
+        key=lambda kind: -max(p["work"].get(kind, 0.0) / p["seconds"] for p in profiles.values()),
+    )
+    rows = [[kind, *(_share(p["work"].get(kind, 0.0), p["seconds"]) for p in profiles.values())] for kind in kinds]
+    rows.append(["no kernel running", *(_share(p["seconds"] - p["busy"], p["seconds"]) for p in profiles.values())])
+    rows.append(["profiled step, s", *(f"{p['seconds']:.3f}" for p in profiles.values())])
+    phases = list(dict.fromkeys(name for p in profiles.values() for name in p["phases"]))
+    rows += [
+        [f"phase: {n}", *(_share(p["phases"].get(n, 0.0), p["seconds"]) for p in profiles.values())] for n in phases
+    ]
+    title = (
+        "Where the time of the step goes (torch.profiler, mean over ranks, milliseconds and share; kernels on several "
+        "streams overlap, collectives include waiting for other ranks)."
+    )
+    return _table(title, ["", *profiles], rows)
+
+
+def _agreement(found: Found) -> str:
+    rows = []
+    reference = found.get(REFERENCE, {}).get("steps")
+    for case in _cases(found, "agreement"):
+        got = found[case.name]
+        row: list[Any] = [case.name, case.layout_text]
+        for number, step in enumerate(got.get("steps", [])):
+            for key in ("loss", "grad_norm"):
+                text = f"{step[key]:.6f}"
+                if reference and case.name != REFERENCE:
+                    text += f" ({step[key] / reference[number][key] - 1:+.1e})"
+                row.append(text)
+        gap = got.get("parity", {}).get("max_abs_logp_gap")
+        rows.append([*row, f"{gap:.4f}" if gap is not None else ""])
+    head = ["case", "layout", *(f"{what} {n}" for n in (1, 2, 3) for what in ("loss", "gradient norm"))]
+    title = (
+        "The same batch of 16 sequences and the same weights under every layout: three steps (in brackets: relative "
+        f"difference from `{REFERENCE}`)."
+    )
+    return _table(title, [*head, "max abs(log pi - log mu)"], rows)
+
+
+def _cases(found: Found, measure: str) -> list[Case]:
+    return [case for case in CASES if case.measure == measure and case.name in found]
+
+
+def _ratio(numerator: float | None, denominator: float | None) -> str:
+    return f"{numerator / denominator:.3f}" if numerator and denominator else ""
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part * 1e3:.1f} ({part / whole:.1%})" if part else "0"
+
+
+def _table(title: str, head: list[str], rows: list[list[Any]]) -> str:
+    if not rows:
+        return ""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+    return title + "\n\n" + "\n".join(lines)
