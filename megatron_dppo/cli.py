@@ -64,6 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
     plot.add_argument("-o", "--output", type=Path, default=Path("curves.png"), help="PNG to write (%(default)s)")
     plot.add_argument("--title", default="")
+    plot.add_argument(
+        "--mismatch", action="store_true", help="trainer against engine before any update (Figure 2) instead of curves"
+    )
     plot.set_defaults(run=_plot)
     return parser
 
@@ -89,12 +92,21 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 def _plot(arguments: argparse.Namespace) -> int:
     from megatron_dppo.trainer.history import History
+    from megatron_dppo.trainer.mismatch import Mismatch, plot_mismatch
     from megatron_dppo.trainer.plots import plot_runs
 
     labels = [run.parent.name if run.is_file() else run.resolve().name for run in arguments.runs]
     if len(set(labels)) < len(labels):
         labels = [str(run) for run in arguments.runs]
-    runs = {label: History.read(run) for label, run in zip(labels, arguments.runs, strict=True)}
+    named = dict(zip(labels, arguments.runs, strict=True))
+    if arguments.mismatch:
+        folders = {label: run.parent if run.is_file() else run for label, run in named.items()}
+        plot_mismatch(
+            {label: Mismatch.read(run) for label, run in folders.items()}, arguments.output, title=arguments.title
+        )
+        print(arguments.output)
+        return 0
+    runs = {label: History.read(run) for label, run in named.items()}
     plot_runs(runs, arguments.output, title=arguments.title)
     print(arguments.output)
     return 0

@@ -27,9 +27,30 @@ class TrainerConfig(ConfigModel):
     """Continue from the newest checkpoint of `run.dir`; an error where there is none."""
     export_hugging_face: bool = True
     """Write the trained model to `run.dir`/hf at the end."""
+    engine_weight_noise: float = Field(default=0.0, ge=0.0)
+    """For studies of the training-inference mismatch: the engine gets every weight with Gaussian noise of this fraction
+    of its tensor's root mean square. 0 otherwise."""
     parity_check: bool = True
     """Before the first step, recompute the first rollout's log-probabilities with router replay on and off and log
     how far they are from the engine's (two forward passes)."""
+
+
+class TrackingConfig(ConfigModel):
+    """Where metrics and samples go beside `metrics.jsonl` and TensorBoard, which are always written."""
+
+    wandb: bool = False
+    """Log to Weights & Biases as well (`uv pip install wandb`; WANDB_MODE=offline keeps it here)."""
+    trackio: bool = False
+    """Log to a trackio dashboard as well (`uv pip install trackio`)."""
+    project: str = "megatron-dppo"
+    """Project there; the run has the name `run.name`."""
+    samples_every: int = Field(default=10, ge=0)
+    """Write sample answers with their rewards, and the tokens that the trust region blocks most, every so many steps;
+    0 never does."""
+    samples: int = Field(default=4, ge=0)
+    """Answers written each time, to `samples.jsonl`."""
+    masked_tokens: int = Field(default=50, ge=0)
+    """Tokens listed each time for either sign of the advantage, in `masked_tokens.jsonl` (Appendix E lists 50)."""
 
 
 class EvaluationSetConfig(ConfigModel):

@@ -7,15 +7,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.actor.runtime import Runtime
+from megatron_dppo.algorithm import most_masked_tokens
 from megatron_dppo.config.schema import Config
 from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.trainer.checkpoints import Checkpoints
 from megatron_dppo.trainer.evaluation import Evaluator
 from megatron_dppo.trainer.examiner import Examiner
+from megatron_dppo.trainer.mismatch import MISMATCH_TOKENS, Mismatch
+from megatron_dppo.trainer.perturb import perturbed
 from megatron_dppo.trainer.progress import Progress
 from megatron_dppo.trainer.rollouts import Experience, RolloutCollector
+from megatron_dppo.trainer.samples import spelled
 from megatron_dppo.trainer.tracking import Tracker
 
 
@@ -71,7 +77,7 @@ class Trainer:
 
         The weights of the checkpoint the engine was started from are those of step 0; a resumed run syncs first.
         """
-        if first_step > 0:
+        if first_step > 0 or self._config.trainer.engine_weight_noise:
             with self._watch("sync"):
                 self._sync(first_step)
         # A run that was stopped during an evaluation has the checkpoint of that step, but not its result.
@@ -89,7 +95,8 @@ class Trainer:
             with self._watch("parity check"):
                 metrics |= self._parity(experience)
         with self._watch("training"), clock.phase("train"):
-            metrics |= self._actor.update(experience.source(), experience.signal(config))
+            look = self._looks_at(step)
+            metrics |= self._actor.update(experience.source(), experience.signal(config), count_masked=look)
         self._collector.release(experience)
         with self._watch("weight sync"), clock.phase("sync"):
             self._sync(step)
@@ -98,12 +105,26 @@ class Trainer:
         if self._controller:
             self._controller.tracker.log(step, metrics)
             self._controller.progress.step(step, metrics)
+            if look:
+                self._show(step, self._controller)
         every = config.trainer.checkpoint_every
         if every and (step % every == 0 or step == config.trainer.steps):
             with self._watch("checkpoint"):
                 self._checkpoints.save(step)
         if self._evaluation_is_due(step):
             self._evaluate(step)
+
+    def _looks_at(self, step: int) -> bool:
+        every = self._config.tracking.samples_every
+        return every > 0 and step % every == 0
+
+    def _show(self, step: int, controller: Controller) -> None:
+        """Answers and blocked tokens of this step, for people."""
+        controller.tracker.samples(step, self._collector.samples)
+        counts, limit = self._actor.masked_counts, self._config.tracking.masked_tokens
+        if counts is not None and limit:
+            masked = most_masked_tokens(counts, limit)
+            controller.tracker.masked_tokens(step, spelled(masked, controller.examiner.tokenizer))
 
     def _evaluation_is_due(self, step: int) -> bool:
         every = self._config.evaluation.every
@@ -116,8 +137,11 @@ class Trainer:
     def _parity(self, experience: Experience) -> dict[str, float]:
         """The first rollout, recomputed before any update: with the engine's routes, and with the live routers."""
         source = experience.source()
-        with_replay = self._actor.parity(source, replay=True)
-        without = self._actor.parity(source, replay=False)
+        with_replay = self._actor.parity(source, replay=True, keep=MISMATCH_TOKENS)
+        replayed = self._actor.parity_tokens
+        without = self._actor.parity(source, replay=False, keep=MISMATCH_TOKENS)
+        if self._controller:
+            Mismatch.of(replayed, self._actor.parity_tokens).write(self._config.run.dir)
         return {f"parity/{name}": value for name, value in with_replay.items()} | {
             f"parity_without_replay/{name}": value for name, value in without.items()
         }
@@ -126,7 +150,11 @@ class Trainer:
         """The actor's weights to the engine. Collective: every rank drains the export."""
         weights = self._actor.export_weights()
         if self._controller:
+            whole: Iterator[tuple[str, Tensor]]
             whole = ((name, tensor) for name, tensor in weights if tensor is not None)  # on rank 0 every one is
+            noise = self._config.trainer.engine_weight_noise
+            if noise:
+                whole = perturbed(whole, noise, self._config.run.seed)
             self._controller.engine.update_weights(version, whole)
         else:
             for _ in weights:

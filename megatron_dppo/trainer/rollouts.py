@@ -21,6 +21,7 @@ from megatron_dppo.tasks.task import Rewards
 from megatron_dppo.trainer.episodes import play
 from megatron_dppo.trainer.examiner import Examiner, judge
 from megatron_dppo.trainer.requests import requests_for
+from megatron_dppo.trainer.samples import Sample, choose_samples
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class RolloutCollector:
         """
         self._runtime, self._config, self._controller = runtime, config, controller
         self._layer_groups = layer_groups
+        self.samples: list[Sample] = []
+        """Answers of the last step to look at; on the controller only."""
 
     def collect(self, step: int) -> Experience:
         """Roll out the prompts of `step` (0-based). Collective: one broadcast of per-sequence metadata."""
@@ -95,6 +98,7 @@ class RolloutCollector:
             )
             rewards = episodes.rewards
             handle = engine.keep(episodes.batch, self._layer_groups)
+            responses = [episodes.batch.response_ids(i) for i in range(len(episodes.batch))]
             extra["episode/turns_mean"] = float(episodes.turns.mean())
             extra["episode/environment_tokens_mean"] = float((handle.response_lengths - handle.trained).mean())
         else:
@@ -106,6 +110,15 @@ class RolloutCollector:
             tokens = RolloutSource(handle).token_ids()
             responses = [ids[n:] for ids, n in zip(tokens, handle.prompt_lengths, strict=True)]
             rewards = judge(examiner.task, examiner.tokenizer, prompts, samples, responses)
+        self.samples = choose_samples(
+            self._config.tracking.samples,
+            examiner.tokenizer,
+            prompts,
+            samples,
+            responses,
+            rewards,
+            handle.finish_reasons,
+        )
         metrics = {
             "reward/mean": float(rewards.reward.mean()),
             "reward/accuracy": float(rewards.correct.mean()),

@@ -31,6 +31,7 @@ from megatron_dppo.trainer.history import History
 from megatron_dppo.trainer.loop import Controller, Trainer
 from megatron_dppo.trainer.plots import plot_runs
 from megatron_dppo.trainer.progress import Progress
+from megatron_dppo.trainer.sinks import open_sinks, require_services
 from megatron_dppo.trainer.summary import print_summary
 from megatron_dppo.trainer.tracking import Tracker, require_unused
 
@@ -57,6 +58,7 @@ def train(config: Config) -> int:
         require_unused(config.run.dir)
     examiner = None
     if actor_runtime.rank() == 0:
+        require_services(config.tracking)
         examiner = build_examiner(config, AutoTokenizer.from_pretrained(config.model.path))
 
     with ExitStack() as stack:
@@ -75,7 +77,14 @@ def train(config: Config) -> int:
         if engine is not None and examiner is not None:
             save_config(config, config.run.dir / "config.yaml")
             resumed_at = first_step if config.trainer.resume else None
-            tracker = stack.enter_context(Tracker(config.run.dir, resume_step=resumed_at))
+            sinks = open_sinks(
+                config.tracking,
+                run=config.run.name,
+                folder=config.run.dir,
+                settings=config.model_dump(mode="json"),
+                resume=config.trainer.resume,
+            )
+            tracker = stack.enter_context(Tracker(config.run.dir, resume_step=resumed_at, sinks=sinks))
             progress = Progress(total_steps=config.trainer.steps, first_step=first_step, title=config.run.name)
             evaluator = Evaluator(engine, examiner, config.evaluation, config.rollout, config.run.seed)
             controller = Controller(engine, examiner, evaluator, tracker, stack.enter_context(progress))
