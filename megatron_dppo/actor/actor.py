@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
+from megatron_dppo.actor.config import ActorConfig, OptimizerConfig, ReplayMode
 from megatron_dppo.actor.forward import run_schedule
 from megatron_dppo.actor.layer_groups import gather_layer_groups
 from megatron_dppo.actor.microbatch import Microbatch, MicrobatchBuilder
@@ -23,7 +23,7 @@ from megatron_dppo.actor.optimizer import build_optimizer, guarded_step
 from megatron_dppo.actor.pack_shape import Split
 from megatron_dppo.actor.packing import PackPlan, plan_packs
 from megatron_dppo.actor.profiling import Phases
-from megatron_dppo.actor.reduce import gather_rows, reduce_bytes, reduce_losses, reduce_masked, reduce_replay_counts
+from megatron_dppo.actor.reduce import gather_rows, reduce_bytes, reduce_losses, reduce_masked
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.actor.totals import StepTotals
 from megatron_dppo.actor.weight_gradients import fuse_weight_gradients
@@ -33,7 +33,11 @@ from megatron_dppo.checkpoint.hf_export import WeightExporter
 from megatron_dppo.checkpoint.training_state import Trainee
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.parallel import ParallelConfig
-from megatron_dppo.router_replay.replay import ReplayCounts, RouterReplayController, find_routers, moe_layer_numbers
+from megatron_dppo.router_replay.accounting import ReplayAccount, settle
+from megatron_dppo.router_replay.layout import LocalRoutes
+from megatron_dppo.router_replay.replay import RouterReplayController, find_routers, moe_layer_numbers
+from megatron_dppo.router_replay.requirements import check_trainer
+from megatron_dppo.router_replay.routes import Routes
 
 _SHORT_NAMES = {"abs_prob_diff_mean": "mean_abs_pi_mu", "entropy_mean": "entropy"}
 """Metrics that people watch, under the names the paper's figures give them."""
@@ -55,6 +59,18 @@ class TrainingSignal:
     advantages: np.ndarray
     returns: np.ndarray
     mini_batches: Sequence[np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class _BeforeUpdate:
+    """What the pass before the update leaves, per microbatch of a mini-batch.
+
+    statistics  this model's own; [] but on the last pipeline stage
+    routes      the experts this rank's routers chose, to be replayed in the update (R2); None otherwise
+    """
+
+    statistics: list[Recomputed]
+    routes: list[LocalRoutes] | None
 
 
 class MegatronActor:
@@ -119,10 +135,14 @@ class MegatronActor:
         groups = runtime.groups
         layer_numbers = moe_layer_numbers(model_config)
         self._moe_layers = len(layer_numbers)
+        self._replay: ReplayMode = config.router_replay if layer_numbers else "none"
+        if self._replay != "none":
+            check_trainer(model_config)
         found = find_routers(self.model, layer_numbers)
         self.moe_layer_groups = gather_layer_groups(self.model, layer_numbers)
         """Numbers of the MoE layers of every model chunk of the job: how routes are best stored."""
         self._routers = [(local, router) for local, (_, router) in enumerate(found)]
+        self._layers = [index for index, _ in found]
         self._last_stage = groups.pp.rank() == groups.pp.size() - 1
         self._split = Split(context=groups.cp.size(), sequence=groups.tp.size() if parallel.sequence_parallel else 1)
         self._builder = MicrobatchBuilder(
@@ -148,12 +168,11 @@ class MegatronActor:
         returns = torch.from_numpy(signal.returns.astype(np.float32)).to(device)
         trained = torch.from_numpy(source.trained).to(device)
         pulled_before = source.pulled_bytes
-        replay_on = self._config.router_replay and self._moe_layers > 0
         plans = [self._plan(source, sequences) for sequences in signal.mini_batches]
         # The anchor is the policy before the first of these steps, so all mini-batches are recomputed up front.
-        recomputed = None
+        before = None
         if self._preset.needs_recomputed_logp:
-            recomputed = [self._recompute(self._build(source, plan, replay=replay_on), replay_on) for plan in plans]
+            before = [self._recompute(source, plan) for plan in plans]
 
         metrics = TokenMetrics.empty(device)
         totals = StepTotals()
@@ -169,24 +188,28 @@ class MegatronActor:
                 advantages=advantages,
                 returns=returns,
                 trained=trained,
-                recomputed=None if recomputed is None else recomputed[number],
+                recomputed=None if before is None else before[number].statistics,
                 context_group=self.runtime.groups.cp if self._split.context > 1 else None,
                 count_masked=self._vocab_size if count_masked else 0,
             )
+            own_routes = None if before is None else before[number].routes
             with self.phases("microbatches"):
-                microbatches = self._build(source, plan, replay=replay_on)
+                microbatches = self._build(source, plan, replay="none" if own_routes else self._replay)
+            if own_routes is not None:
+                microbatches = [dataclasses.replace(m, routes=r) for m, r in zip(microbatches, own_routes, strict=True)]
             totals.add_plan(plan)
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            controller = RouterReplayController(self._routers) if replay_on else None
+            controller = RouterReplayController(self._routers) if self._replay != "none" else None
             with self.phases("forward and backward"), ExitStack() as stack:
                 if controller is not None:
                     stack.enter_context(controller.installed())
                 reports = self._run(microbatches, objective, replay=controller, forward_only=False)
             with self.phases("metrics"):
                 if controller is not None:
-                    totals.add_replay(self._account(controller, source, sequences))
+                    recorded = source.lengths if self._replay == "r2" else source.routed
+                    totals.add_replay(self._account(controller, plan, source, recorded))
                 loss, part = reduce_losses(reports, contributes=self._contributes, device=device)
                 metrics = metrics.merge(part)
                 if count_masked:
@@ -203,8 +226,7 @@ class MegatronActor:
         sequences_in_all = sum(len(sequences) for sequences in signal.mini_batches)
         finals = metrics.finalize(sequences_in_all)
         policy = {f"policy/{_SHORT_NAMES.get(name, name)}": value for name, value in finals.items()}
-        pulled = reduce_bytes(source.pulled_bytes - pulled_before, device)
-        return policy | totals.metrics(replay_on) | pulled
+        return policy | totals.metrics() | reduce_bytes(source.pulled_bytes - pulled_before, device)
 
     def parity(self, source: SequenceSource, *, replay: bool, keep: int = 0) -> dict[str, float]:
         """How far this model's log-probabilities are from the engine's, over all trained rows (forward passes only).
@@ -217,7 +239,8 @@ class MegatronActor:
         """
         watch = self._moe_layers > 0 and bool(source.routed.sum())
         controller = RouterReplayController(self._routers, force=replay) if watch else None
-        microbatches = self._build(source, self._plan(source, np.arange(len(source.lengths))), replay=watch)
+        plan = self._plan(source, np.arange(len(source.lengths)))
+        microbatches = self._build(source, plan, replay="r3" if watch else "none")
         with ExitStack() as stack:
             if controller is not None:
                 stack.enter_context(controller.installed())
@@ -240,11 +263,11 @@ class MegatronActor:
             self.parity_tokens = gather_rows(kept, keep)
         result = {"max_abs_logp_gap": float(gap), "mean_abs_prob_gap": float(sums[0] / sums[1].clamp(min=1))}
         if controller is not None:
-            counts = reduce_replay_counts(controller.counts(), self.runtime.device)
+            account = self._account(controller, plan, source, source.routed)
             result |= {
-                "differing_tokens": float(counts.differing_tokens),
-                "differing_routings": float(counts.differing),
-                "compared_routings": float(counts.replayed),
+                "differing_tokens": float(account.differing_tokens),
+                "differing_routings": float(account.differing.sum()),
+                "compared_routings": float(account.replayed.sum()),
             }
         return result
 
@@ -265,15 +288,19 @@ class MegatronActor:
         )
         return plan.of(sequences)
 
-    def _build(self, source: SequenceSource, plan: PackPlan, *, replay: bool) -> list[Microbatch]:
-        """This rank's microbatches; pulls the rows and columns they need, and nothing else."""
-        columns, rank = self._builder.columns(replay=replay), self.runtime.groups.dp.rank()
-        return [
-            self._builder.build(
-                source.rows(np.asarray(pack, dtype=np.int64), columns), pack, pack_rows=rows, replay=replay
-            )
-            for pack, rows in zip(plan.packs[rank], plan.rows[rank], strict=True)
-        ]
+    def _build(self, source: SequenceSource, plan: PackPlan, *, replay: ReplayMode) -> list[Microbatch]:
+        """This rank's microbatches: with the engine's routes (r3), a record of nothing but gaps (r2), or without.
+        Pulls the rows and columns they need, and nothing else."""
+        columns, rank = self._builder.columns(routes=replay == "r3"), self.runtime.groups.dp.rank()
+        built = []
+        for pack, rows in zip(plan.packs[rank], plan.rows[rank], strict=True):
+            batch = source.rows(np.asarray(pack, dtype=np.int64), columns)
+            if replay == "r2" and self._routers:
+                router = self._routers[0][1]
+                gaps = Routes.gaps(len(batch.input_ids), len(self._layers), router.topk, router.config.num_moe_experts)
+                batch = dataclasses.replace(batch, routes=gaps)
+            built.append(self._builder.build(batch, pack, pack_rows=rows, replay=replay != "none"))
+        return built
 
     def _run(self, microbatches: list[Microbatch], loss: Any, **options: Any) -> list[Any]:
         return run_schedule(
@@ -286,30 +313,39 @@ class MegatronActor:
             **options,
         )
 
-    def _recompute(self, microbatches: list[Microbatch], replay: bool) -> list[Recomputed]:
-        """This model's own statistics of the rows, before any step; [] but on the last stage."""
-        controller = RouterReplayController(self._routers) if replay else None
+    def _recompute(self, source: SequenceSource, plan: PackPlan) -> _BeforeUpdate:
+        """This model's own statistics of the rows, before any step, and under R2 the experts it chose."""
+        microbatches = self._build(source, plan, replay=self._replay)
+        own = self._replay == "r2"
+        controller = RouterReplayController(self._routers, keep_routes=own) if self._replay != "none" else None
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if controller is not None:
                 stack.enter_context(controller.installed())
             passed = self._run(microbatches, collect, replay=controller, forward_only=True)
-        return [Recomputed(stats.logp, stats.topk_logp) for _, stats in passed]
+        routes = None
+        if controller is not None:
+            self._account(controller, plan, source, np.zeros_like(source.lengths) if own else source.routed)
+            routes = [controller.used_routes(i) for i in range(len(microbatches))] if own else None
+        return _BeforeUpdate([Recomputed(stats.logp, stats.topk_logp) for _, stats in passed], routes)
 
     def _account(
-        self, controller: RouterReplayController, source: SequenceSource, sequences: np.ndarray
-    ) -> ReplayCounts:
-        """Every recorded route must have been replayed once in every MoE layer, and nothing else."""
-        counts = reduce_replay_counts(controller.counts(), self.runtime.device)
-        recorded = int(source.routed[sequences].sum()) * self._moe_layers
-        gaps = int((source.lengths[sequences] - source.routed[sequences]).sum()) * self._moe_layers
-        if (counts.replayed, counts.gaps) != (recorded, gaps):
-            raise RuntimeError(
-                f"router replay consumed {counts.replayed} routes and found {counts.gaps} gaps, but the rollout "
-                f"recorded {recorded} routes and {gaps} gaps over {self._moe_layers} MoE layers: "
-                "routes were lost on the way"
-            )
-        return counts
+        self,
+        controller: RouterReplayController,
+        plan: PackPlan,
+        source: SequenceSource,
+        recorded: np.ndarray,
+    ) -> ReplayAccount:
+        """Every recorded route must have been replayed once in every MoE layer; `recorded` are rows per sequence."""
+        return settle(
+            controller.counts(len(plan.packs[0])),
+            layers=self._layers,
+            moe_layers=self._moe_layers,
+            recorded=np.array([[recorded[pack].sum() for pack in packs] for packs in plan.packs], dtype=np.int64),
+            rows=np.array([[source.lengths[pack].sum() for pack in packs] for packs in plan.packs], dtype=np.int64),
+            data_rank=self.runtime.groups.dp.rank(),
+            device=self.runtime.device,
+        )
 
     def _watch_finite(self, finite: bool, reports: list[MicrobatchReport]) -> None:
         """Say which tokens were not finite; stop after too many skipped steps in a row."""

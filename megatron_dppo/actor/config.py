@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from megatron_dppo.actor.packing import LongSequences
 from megatron_dppo.config.base import ConfigModel
 
+ReplayMode = Literal["none", "r2", "r3"]
+
 
 class ActorConfig(ConfigModel):
     """Precision, batching and memory of the training side."""
@@ -24,8 +26,10 @@ class ActorConfig(ConfigModel):
     """How tokens reach their experts. With allgather all microbatches are padded to the longest."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: nothing, core attention ("selective"), or whole layers."""
-    router_replay: bool = True
-    """Replay the experts that the engine chose (R3). Needs `rollout.router_replay`."""
+    router_replay: ReplayMode = "r3"
+    """Experts of the training forward: the engine's ("r3", needs `rollout.router_replay`), the trainer's own of the
+    pass before the update ("r2", needs a preset with a recomputed anchor), or what the live router says ("none").
+    Without effect on models without experts."""
     max_skipped_steps: int = Field(default=3, ge=0)
     """Gradient steps in a row that may be skipped because loss or gradients are not finite; one more stops the run."""
 

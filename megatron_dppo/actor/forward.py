@@ -55,7 +55,7 @@ def run_schedule[Report](
             )
         around: AbstractContextManager[None] = nullcontext()
         if replay is not None and microbatch.routes is not None:
-            around = replay.microbatch(microbatch.routes, device, training=not forward_only)
+            around = replay.microbatch(index, microbatch.routes, device, training=not forward_only)
         with around:
             output = model(
                 input_ids=microbatch.input_ids,

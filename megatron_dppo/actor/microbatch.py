@@ -73,16 +73,16 @@ class MicrobatchBuilder:
     topk: bool
     """Whether the objective needs the top-K columns."""
 
-    def columns(self, *, replay: bool) -> Columns:
-        """What this rank needs of its sequences."""
+    def columns(self, *, routes: bool) -> Columns:
+        """What this rank needs of its sequences; `routes` says whether the engine's are replayed."""
         return Columns(
             policy=self.last_stage,
             topk=self.last_stage and self.topk,
-            moe_layers=self.moe_layers if replay else (),
+            moe_layers=self.moe_layers if routes else (),
         )
 
     def build(self, batch: AlignedBatch, sequence_numbers: list[int], *, pack_rows: int, replay: bool) -> Microbatch:
-        """`batch` holds exactly the sequences of this pack, in order, with `columns(replay=...)`; `sequence_numbers`
+        """`batch` holds exactly the sequences of this pack, in order, with `columns(...)`; `sequence_numbers`
         are theirs in the source, `pack_rows` the rows of the pack."""
         shape = PackShape.of(batch.lengths, self.split, rows=pack_rows)
         local = shape.context_rows(self.context_rank, self.split.context)
@@ -128,8 +128,8 @@ class MicrobatchBuilder:
             return None
         if batch.routes is None:
             raise ValueError(
-                "actor.router_replay is on, but the rollout carries no routes; "
-                "set rollout.router_replay=true or actor.router_replay=false"
+                "actor.router_replay=r3, but the rollout carries no routes; "
+                "set rollout.router_replay=true or actor.router_replay=none"
             )
         seen = sequence_parallel_rows(local, self.sequence_rank, self.split.sequence)
         return local_routes(batch.routes, shape.source, seen, list(range(len(self.moe_layers))))

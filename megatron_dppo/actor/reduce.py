@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch.distributed as dist
 
 from megatron_dppo.actor.objective import MicrobatchReport
 from megatron_dppo.algorithm import TokenMetrics
-from megatron_dppo.router_replay.replay import ReplayCounts
 
 
 def reduce_losses(
@@ -55,14 +53,6 @@ def gather_rows(parts: Sequence[torch.Tensor], limit: int) -> np.ndarray:
     everybody: list[np.ndarray] = [mine] * dist.get_world_size()
     dist.all_gather_object(everybody, mine)
     return np.concatenate(everybody)
-
-
-def reduce_replay_counts(counts: ReplayCounts, device: torch.device) -> ReplayCounts:
-    """Totals over the job. Ranks hold disjoint (row, layer) pairs, so a plain sum counts each once; a token that
-    differs on several pipeline stages counts once for each of them."""
-    total = torch.tensor(dataclasses.astuple(counts), dtype=torch.int64, device=device)
-    dist.all_reduce(total)
-    return ReplayCounts(*total.tolist())
 
 
 def reduce_bytes(pulled: int, device: torch.device) -> dict[str, float]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from megatron_dppo.actor.optimizer import StepOutcome
 from megatron_dppo.actor.packing import PackPlan
-from megatron_dppo.router_replay.replay import ReplayCounts
+from megatron_dppo.router_replay.accounting import ReplayAccount
 
 
 @dataclass
@@ -15,9 +15,7 @@ class StepTotals:
 
     losses: list[float] = field(default_factory=list)
     outcomes: list[StepOutcome] = field(default_factory=list)
-    replayed: int = 0
-    gaps: int = 0
-    differing: int = 0
+    replay: ReplayAccount | None = None
     rows: int = 0
     padding: int = 0
     imbalance: float = 1.0
@@ -26,17 +24,15 @@ class StepTotals:
         self.losses.append(loss)
         self.outcomes.append(outcome)
 
-    def add_replay(self, counts: ReplayCounts) -> None:
-        self.replayed += counts.replayed
-        self.gaps += counts.gaps
-        self.differing += counts.differing
+    def add_replay(self, account: ReplayAccount) -> None:
+        self.replay = account if self.replay is None else self.replay + account
 
     def add_plan(self, plan: PackPlan) -> None:
         self.rows += plan.padded_rows
         self.padding += plan.padded_rows - plan.real_rows
         self.imbalance = max(self.imbalance, plan.imbalance)
 
-    def metrics(self, replay: bool) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Means over the gradient steps, and totals."""
         steps = len(self.losses)
         norms = [o.grad_norm for o in self.outcomes if o.applied]
@@ -48,10 +44,6 @@ class StepTotals:
             "data/padding_fraction": self.padding / max(self.rows, 1),
             "data/rank_imbalance": self.imbalance,
         }
-        if replay:
-            result |= {
-                "r3/replayed_routings": float(self.replayed),
-                "r3/gap_routings": float(self.gaps),
-                "r3/differing_fraction": self.differing / max(self.replayed, 1),
-            }
+        if self.replay is not None:
+            result |= self.replay.metrics()
         return result

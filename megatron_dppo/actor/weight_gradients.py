@@ -20,4 +20,4 @@ def fuse_weight_gradients(model_chunks: Iterable[torch.nn.Module], *, on: bool =
     for chunk in model_chunks:
         for module in chunk.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):
-                module.fuse_wgrad_accumulation = on
+                module.fuse_wgrad_accumulation = on  # type: ignore[assignment]

@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.protocol import GenerationRequest
+from megatron_dppo.rollout.record_frame import BadFrame, ResponseRecord
 from megatron_dppo.router_replay.record import RouteSchema, record_routes
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ def to_batch(
     schema          layer pattern whose routes are checked and recorded; None drops routes
     weight_version  version that sampled all of it
 
-    vLLM's flat log-probabilities hold `recorded + 1` entries per token: the sampled token, then the likeliest ids in
-    rank order (which may repeat the sampled one).
+    Each output brings a `ResponseRecord` frame with `recorded + 1` columns: the sampled token, then the likeliest ids
+    in rank order (which may repeat the sampled one).
     """
     prompts = [np.asarray(r.prompt_ids, dtype=np.int32) for r in requests]
     completions = [o.outputs[0] for o in outputs]
@@ -51,7 +52,8 @@ def to_batch(
     place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
     loss_mask = place >= np.repeat(prompt_lengths, lengths)
 
-    ids, logp = _flat_logprobs(requests, outputs, response_lengths, recorded)
+    records = _records(requests, outputs, response_lengths, recorded)
+    ids, logp = np.concatenate([r.ids for r in records]), np.concatenate([r.logp for r in records])
     if not np.array_equal(ids[:, 0], token_ids[loss_mask]):
         raise MalformedOutput("the engine's log-probabilities do not belong to the tokens it returned")
     if not np.isfinite(logp[:, 0]).all():
@@ -69,7 +71,8 @@ def to_batch(
     request_ids = tuple(r.request_id for r in requests)
     routes = None
     if schema is not None:
-        routes = record_routes([c.routed_experts for c in completions], lengths, schema, request_ids)
+        routes = record_routes([r.experts for r in records], lengths, schema, request_ids)
+        routes = routes.routed_under(np.full(len(token_ids), weight_version))
     return RolloutBatch(
         token_ids=token_ids,
         offsets=offsets,
@@ -85,21 +88,28 @@ def to_batch(
     )
 
 
-def _flat_logprobs(
+def _records(
     requests: Sequence[GenerationRequest], outputs: Sequence[RequestOutput], tokens: np.ndarray, recorded: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Ids int64 and log-probabilities float32 `[sampled tokens, recorded + 1]`, the sampled token first."""
-    width = recorded + 1
-    ids, values = [], []
+) -> list[ResponseRecord]:
+    """The frame of every output, its log-probabilities checked against the tokens that came."""
+    records = []
     for request, output, count in zip(requests, outputs, tokens.tolist(), strict=True):
         if output.request_id != request.request_id:
             raise MalformedOutput(f"asked for {request.request_id}, the engine answered {output.request_id}")
-        flat = output.outputs[0].logprobs
-        if count == 0 or flat is None or len(flat.token_ids) != count * width:
+        frame = output.outputs[0].routed_experts
+        if frame is None:
             raise MalformedOutput(
-                f"request {request.request_id}: {count} tokens with "
-                f"{0 if flat is None else len(flat.token_ids)} log-probabilities, expected {width} for each token"
+                f"request {request.request_id}: the engine answered {count} tokens without a record of them; "
+                "it must run with megatron_dppo's scheduler"
             )
-        ids.append(np.asarray(flat.token_ids, dtype=np.int64))
-        values.append(np.asarray(flat.logprobs, dtype=np.float32))
-    return np.concatenate(ids).reshape(-1, width), np.concatenate(values).reshape(-1, width)
+        try:
+            record = ResponseRecord.from_frame(frame)
+        except BadFrame as error:
+            raise MalformedOutput(f"request {request.request_id}: {error}") from error
+        if count == 0 or record.ids.shape != (count, recorded + 1):
+            raise MalformedOutput(
+                f"request {request.request_id}: {count} tokens with log-probabilities {record.ids.shape}, "
+                f"expected {recorded + 1} for each token"
+            )
+        records.append(record)
+    return records

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.protocol import SamplingLaw
+from megatron_dppo.rollout.record_frame import HOLD
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -37,7 +38,7 @@ NEUTRAL: dict[str, Any] = {
 
 
 def sampling_params(law: SamplingLaw, seed: int, *, top_k_logprobs: int, stop_token_ids: list[int]) -> SamplingParams:
-    """vLLM's parameters for one request: token ids in and out, log-probabilities flat, one output at the end.
+    """vLLM's parameters for one request: token ids in and out, one output at the end, its record in one frame.
 
     `top_k_logprobs` is K bounded by the vocabulary; the sampled token's log-probability comes in any case.
     """
@@ -55,6 +56,7 @@ def sampling_params(law: SamplingLaw, seed: int, *, top_k_logprobs: int, stop_to
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
+        extra_args=dict(HOLD),
     )
 
 
@@ -67,6 +69,8 @@ def refuse_bent_law(params: SamplingParams) -> None:
         )
     for name, neutral in NEUTRAL.items():
         value = getattr(params, name)
+        if name == "extra_args" and value == HOLD:
+            continue  # read by our scheduler alone
         if value != neutral and not (value in ([], {}) and neutral is None):
             raise UserError(
                 f"{name}={value!r} bends the sampling law and cannot be used for training rollouts: the recorded "

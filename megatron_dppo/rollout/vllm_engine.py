@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -23,6 +23,7 @@ from megatron_dppo.rollout.convert import to_batch
 from megatron_dppo.rollout.errors import EngineClosed, EngineDead, GenerationTimeout
 from megatron_dppo.rollout.law import refuse_bent_law, refuse_engine_defaults, sampling_params
 from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
+from megatron_dppo.rollout.route_requirements import check_engine, check_version
 from megatron_dppo.rollout.weight_transfer.backend import BACKEND
 from megatron_dppo.rollout.weight_transfer.bucket import Bucket, pack
 from megatron_dppo.rollout.weight_transfer.manifest import Manifest, read_shapes
@@ -250,10 +251,14 @@ class VllmEngine:
         os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(self.config.start_timeout_s)))
         from importlib.metadata import entry_points
 
+        import vllm
         from vllm import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         config = self.config
+        if self.facts.routes is not None:
+            check_version(vllm.__version__, {field.name for field in fields(AsyncEngineArgs)})
         options: dict[str, Any] = {
             "model": str(self.facts.folder),
             "dtype": config.dtype,
@@ -268,6 +273,7 @@ class VllmEngine:
             "enable_prefix_caching": config.enable_prefix_caching,
             "enable_sleep_mode": config.enable_sleep,
             "enable_return_routed_experts": self.facts.routes is not None,
+            "scheduler_cls": "megatron_dppo.rollout.record_scheduler.record_scheduler",
             "logprobs_mode": "processed_logprobs",
             "max_logprobs": -1,
             "generation_config": "vllm",
@@ -276,7 +282,11 @@ class VllmEngine:
             "worker_extension_cls": "megatron_dppo.rollout.weight_transfer.shared_memory.ReportsWeights",
             "disable_log_stats": True,
         }
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**(options | engine_options(config))))
+        arguments = AsyncEngineArgs(**(options | engine_options(config)))
+        vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        if self.facts.routes is not None:
+            check_engine(vllm_config, self.facts.routes)
+        engine = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
         refuse_engine_defaults(
             engine.model_config.get_diff_sampling_param(),
             [entry.value for entry in entry_points(group="vllm.logits_processors")],

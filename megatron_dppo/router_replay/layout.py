@@ -16,14 +16,16 @@ PADDING_ROW = -1
 class LocalRoutes:
     """What the routers of one rank see of one microbatch, `S` local rows.
 
-    experts `[S, L, k]` int64, `L` the MoE layers of this rank's model chunks in model order
+    experts `[S, L, k]` of the routes' narrow type, `L` the MoE layers of this rank's model chunks in model order
     forced  bool `[S]`: use `experts`; elsewhere the live router decides (a gap in the record)
     real    bool `[S]`: belongs to a sequence; padding rows are forced, but never counted
+    num_experts experts per layer of the model that recorded them
     """
 
     experts: np.ndarray
     forced: np.ndarray
     real: np.ndarray
+    num_experts: int
 
 
 def sequence_parallel_rows(rows: np.ndarray, rank: int, size: int) -> np.ndarray:
@@ -36,28 +38,25 @@ def sequence_parallel_rows(rows: np.ndarray, rank: int, size: int) -> np.ndarray
     return rows[rank * share : (rank + 1) * share]
 
 
-def local_routes(routes: Routes, pack_rows: np.ndarray, local: np.ndarray | slice, layers: list[int]) -> LocalRoutes:
+def local_routes(routes: Routes, pack_rows: np.ndarray, local: slice | np.ndarray, layers: list[int]) -> LocalRoutes:
     """Slice a microbatch's routes for one rank.
 
     routes     of the source sequences, indexed by the numbers in `pack_rows`
     pack_rows  int `[P]`, row numbers in `routes` of the whole pack, `PADDING_ROW` for padding
-    local      which rows of the pack this rank's routers see, in their order: its context-parallel rows, and of them
-               its sequence-parallel share
+    local      which rows of the pack this rank's routers see, in their order: a slice, or int `[S]` where they are not
+               contiguous (context parallelism, then the sequence-parallel slice of those)
     layers     indices into the routes' MoE layers that this rank holds
 
-    Padding rows cycle through all experts, `topk` at a time, so that no expert-parallel rank gets more of them than
-    another (by at most one assignment per pack).
+    Padding rows cycle through all experts, `topk` at a time, numbered over the whole pack, so that the ranks of a pack
+    together give no expert more than one assignment more of them than another.
     """
     rows = pack_rows[local]
     real = rows != PADDING_ROW
-    source = np.where(real, rows, 0)
-    experts = routes.experts[source][:, layers].astype(np.int64) if len(routes) else _no_rows(routes, rows, layers)
-    padding_index = np.cumsum(pack_rows == PADDING_ROW)[local] - 1
-    spread = (padding_index[:, None] * routes.topk + np.arange(routes.topk)) % routes.num_experts
-    experts = np.where(real[:, None, None], experts, spread[:, None, :])
-    valid = routes.valid[source] if len(routes) else np.zeros(len(rows), dtype=bool)
-    return LocalRoutes(experts=experts, forced=~real | valid, real=real)
-
-
-def _no_rows(routes: Routes, rows: np.ndarray, layers: list[int]) -> np.ndarray:
-    return np.zeros((len(rows), len(layers), routes.topk), dtype=np.int64)
+    number = np.cumsum(pack_rows == PADDING_ROW)[local] - 1
+    spread = (number[~real, None] * routes.topk + np.arange(routes.topk)) % routes.num_experts
+    experts = np.empty((len(rows), len(layers), routes.topk), dtype=routes.experts.dtype)
+    experts[real] = routes.experts[rows[real]][:, layers]
+    experts[~real] = spread[:, None, :]
+    forced = ~real
+    forced[real] = routes.valid[rows[real]]
+    return LocalRoutes(experts=experts, forced=forced, real=real, num_experts=routes.num_experts)

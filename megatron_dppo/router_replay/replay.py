@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
+from megatron_dppo.router_replay.accounting import ReplayCounts
 from megatron_dppo.router_replay.layout import LocalRoutes
-
-
-@dataclass(frozen=True)
-class ReplayCounts:
-    """What one rank's routers did since the hooks were put on, in (row, layer) pairs; padding is never counted.
-
-    replayed  rows whose recorded experts were used (or, when only observing, compared)
-    gaps      rows without a record, routed live
-    differing rows whose live top-k set differs from the record
-    differing_tokens  tokens (not pairs) that differ in any of this rank's layers
-    """
-
-    replayed: int
-    gaps: int
-    differing: int
-    differing_tokens: int
+from megatron_dppo.router_replay.requirements import check_same_model
 
 
 @dataclass(frozen=True)
 class _Targets:
-    experts: torch.Tensor  # [S, L, k] int64
+    """One microbatch's routes on the device, and how many rows they are."""
+
+    microbatch: int
+    experts: torch.Tensor  # [S, L, k]
     forced: torch.Tensor  # [S] bool
     counted: torch.Tensor  # [S] bool: forced and real
-    gaps: torch.Tensor  # [] number of real rows without a record
+    recorded: int
+    gaps: int
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What a forward leaves for the recomputation of its layer."""
+
+    microbatch: int
+    experts: torch.Tensor  # [S, k] int64, forced and live ids merged
+    rows: int  # without padding
 
 
 class RouterReplayController:
@@ -51,16 +51,22 @@ class RouterReplayController:
     chunk in forward order under 1F1B and interleaved schedules, so first in, first out is each microbatch's own.
     """
 
-    def __init__(self, routers: Sequence[tuple[int, Any]], *, force: bool = True) -> None:
-        """`routers`: (index into the local layers of `LocalRoutes`, router module). `force=False` only compares."""
-        self._force = force
+    def __init__(self, routers: Sequence[tuple[int, Any]], *, force: bool = True, keep_routes: bool = False) -> None:
+        """
+        routers      (index into the local layers of `LocalRoutes`, router module)
+        force        False only compares: the live routers decide
+        keep_routes  remember what every row used, for `used_routes`
+        """
+        self._force, self._keep_routes = force, keep_routes
         self._hooks = [(router, _Hook(self, index)) for index, router in routers]
         self._targets: _Targets | None = None
         self._training = False
         self._row_differs = torch.zeros(0, dtype=torch.bool)
-        self._counts: dict[str, list[torch.Tensor]] = {
-            name: [] for name in ("replayed", "gaps", "differing", "differing_tokens")
-        }
+        self._rows: Counter[tuple[str, int, int]] = Counter()
+        self._differing: dict[tuple[int, int], torch.Tensor] = {}
+        self._differing_tokens: dict[int, torch.Tensor] = {}
+        self._brought: dict[int, LocalRoutes] = {}
+        self._used: dict[tuple[int, int], torch.Tensor] = {}
 
     @contextmanager
     def installed(self) -> Iterator[RouterReplayController]:
@@ -71,62 +77,114 @@ class RouterReplayController:
             router.router_replay = hook
         try:
             yield self
-            left = sum(len(hook.kept) for _, hook in self._hooks)
-            if left:
-                raise RuntimeError(
-                    f"{left} recorded routings were kept for activation recomputation and never used: "
-                    "a forward pass had no backward"
-                )
+            for _, hook in self._hooks:
+                if hook.kept:
+                    raise RuntimeError(
+                        f"{len(hook.kept)} routings of MoE layer {hook.index} of this rank were kept for activation "
+                        f"recomputation and never used, first of microbatch {hook.kept[0].microbatch}: "
+                        "a forward pass had no backward"
+                    )
         finally:
             for router, hook in self._hooks:
                 router.router_replay = None
                 hook.kept.clear()
 
     @contextmanager
-    def microbatch(self, routes: LocalRoutes, device: torch.device, *, training: bool) -> Iterator[None]:
-        """Around one forward call of one model chunk. `training=False`: no backward will follow."""
+    def microbatch(self, index: int, routes: LocalRoutes, device: torch.device, *, training: bool) -> Iterator[None]:
+        """Around one forward call of one model chunk with microbatch `index`. `training=False`: no backward follows.
+
+        Raises UserError where the routes are another model's.
+        """
+        for router, hook in self._hooks:
+            check_same_model(routes, hook.index, router)
         forced, real = torch.from_numpy(routes.forced), torch.from_numpy(routes.real)
         self._targets = _Targets(
+            microbatch=index,
             experts=torch.from_numpy(routes.experts).to(device),
             forced=forced.to(device),
             counted=(forced & real).to(device),
-            gaps=(~forced & real).sum(),
+            recorded=int((forced & real).sum()),
+            gaps=int((~forced & real).sum()),
         )
+        self._brought[index] = routes
         self._training = training
         self._row_differs = torch.zeros(len(real), dtype=torch.bool, device=device)
         try:
             yield
-            self._counts["differing_tokens"].append(self._row_differs.sum())
+            earlier = self._differing_tokens.get(index)
+            self._differing_tokens[index] = self._row_differs if earlier is None else earlier | self._row_differs
         finally:
             self._targets = None
 
-    def counts(self) -> ReplayCounts:
-        """Totals over all layers and microbatches of this rank (one device synchronisation)."""
-        return ReplayCounts(**{name: int(sum(int(v) for v in values)) for name, values in self._counts.items()})
+    def counts(self, microbatches: int) -> ReplayCounts:
+        """Rows by microbatch (`0..microbatches-1`) and layer of this rank (one device synchronisation)."""
+        layers = len(self._hooks)
+        shape = (microbatches, layers)
+        books = {
+            name: np.array([[self._rows[name, m, layer] for layer in range(layers)] for m in range(microbatches)])
+            .reshape(shape)
+            .astype(np.int64)
+            for name in ("replayed", "kept", "recomputed", "gaps")
+        }
+        sent = np.zeros(shape, dtype=np.int64)
+        for m, routes in self._brought.items():
+            sent[m] = int((routes.forced & routes.real).sum())
+        differing = np.zeros(shape, dtype=np.int64)
+        if self._differing:
+            for key, count in zip(self._differing, torch.stack(list(self._differing.values())).tolist(), strict=True):
+                differing[key] = count
+        tokens = np.zeros(microbatches, dtype=np.int64)
+        for m, rows in self._differing_tokens.items():
+            tokens[m] = int(rows.sum())
+        return ReplayCounts(sent=sent, differing=differing, differing_tokens=tokens, **books)
+
+    def used_routes(self, microbatch: int) -> LocalRoutes:
+        """What the routers of this rank used for a microbatch, as a record that a later pass replays (R2): every real
+        row is forced. Needs `keep_routes`."""
+        brought = self._brought[microbatch]
+        layers = [self._used[microbatch, layer] for layer in range(len(self._hooks))]
+        experts = torch.stack(layers, dim=1).cpu().numpy().astype(brought.experts.dtype)
+        return LocalRoutes(experts, np.ones_like(brought.forced), brought.real, brought.num_experts)
 
     def _route(self, hook: _Hook, scores: torch.Tensor, live_topk: Callable[[], torch.Tensor]) -> torch.Tensor:
         if self._targets is None:
-            if not hook.kept:
-                raise RuntimeError(
-                    f"MoE layer {hook.index} of this rank ran outside of a microbatch with nothing kept to replay"
-                )
-            return hook.kept.popleft()
-        targets, recorded = self._targets, self._targets.experts[:, hook.index]
+            return self._recompute(hook, scores)
+        targets, recorded = self._targets, self._targets.experts[:, hook.index].long()
         if len(recorded) != len(scores):
             raise RuntimeError(
                 f"MoE layer {hook.index} of this rank routes {len(scores)} rows, the record holds {len(recorded)}: "
                 "the pack and its routes were sliced differently"
             )
+        key = (targets.microbatch, hook.index)
         live = live_topk()
         differs = (live.sort(dim=1).values != recorded.sort(dim=1).values).any(dim=1) & targets.counted
         self._row_differs |= differs
-        self._counts["replayed"].append(targets.counted.sum())
-        self._counts["gaps"].append(targets.gaps)
-        self._counts["differing"].append(differs.sum())
+        self._rows["replayed", *key] += targets.recorded
+        self._rows["gaps", *key] += targets.gaps
+        self._differing[key] = self._differing.get(key, 0) + differs.sum()
         merged = torch.where(targets.forced[:, None], recorded, live) if self._force else live
+        if self._keep_routes:
+            self._used[key] = merged
         if self._training and not torch.is_grad_enabled():
-            hook.kept.append(merged)
+            rows = targets.recorded + targets.gaps
+            self._rows["kept", *key] += rows
+            hook.kept.append(_Kept(targets.microbatch, merged, rows))
         return merged
+
+    def _recompute(self, hook: _Hook, scores: torch.Tensor) -> torch.Tensor:
+        """A router call outside of `microbatch`: activation recomputation, in forward order."""
+        if not hook.kept:
+            raise RuntimeError(
+                f"MoE layer {hook.index} of this rank ran outside of a microbatch with nothing kept to replay"
+            )
+        kept = hook.kept.popleft()
+        if len(kept.experts) != len(scores):
+            raise RuntimeError(
+                f"MoE layer {hook.index} of this rank recomputes {len(scores)} rows, but microbatch {kept.microbatch}, "
+                f"whose turn it is, has {len(kept.experts)}: the schedule runs backward passes in another order"
+            )
+        self._rows["recomputed", kept.microbatch, hook.index] += kept.rows
+        return kept.experts
 
 
 class _Hook(RouterReplay):
@@ -136,7 +194,7 @@ class _Hook(RouterReplay):
     def __init__(self, controller: RouterReplayController, index: int) -> None:
         self.controller = controller
         self.index = index
-        self.kept: deque[torch.Tensor] = deque()
+        self.kept: deque[_Kept] = deque()
 
     def get_replay_topk(
         self,

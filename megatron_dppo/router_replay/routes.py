@@ -1,10 +1,13 @@
-"""Routes: which experts every token went to, in every MoE layer."""
+"""Routes: which experts every token went to, in every MoE layer, and which weights decided it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+
+UNSTATED_VERSION = -1
+"""Weight version of rows whose record does not say."""
 
 
 def route_dtype(num_experts: int) -> np.dtype:
@@ -14,6 +17,10 @@ def route_dtype(num_experts: int) -> np.dtype:
     return np.dtype(np.uint8 if num_experts <= 2**8 else np.uint16 if num_experts <= 2**16 else np.uint32)
 
 
+def _one_span() -> np.ndarray:
+    return np.array([[0, UNSTATED_VERSION]], dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class Routes:
     """Logical expert ids chosen by the engine, `[tokens, moe_layers, topk]`, with a validity mask per token.
@@ -21,13 +28,17 @@ class Routes:
     experts     `[N, L, k]` of `route_dtype(num_experts)`; MoE layers only, in model order; all-zero where not valid
     valid       bool `[N]`; False where the engine never routed the token (the last sampled token of a sequence)
     num_experts experts per layer of the model
+    spans       int64 `[S, 2]`, (first token, weight version whose forward routed it), one row per run of tokens with
+                one version; the first starts at token 0
 
-    Size: `L * k * itemsize + 1` bytes per token (385 for Qwen3-30B-A3B: 48 layers, top-8, 128 experts).
+    Size: `L * k * itemsize + 1` bytes per token (385 for Qwen3-30B-A3B: 48 layers, top-8, 128 experts) and 16 per span.
+    Plain arrays in a frozen dataclass: Ray and pickle protocol 5 hand them over without a copy, as read-only views.
     """
 
     experts: np.ndarray
     valid: np.ndarray
     num_experts: int
+    spans: np.ndarray = field(default_factory=_one_span)
 
     def __post_init__(self) -> None:
         if self.experts.ndim != 3:
@@ -41,6 +52,19 @@ class Routes:
             raise ValueError(
                 f"Routes.valid must be bool [{len(self.experts)}], got {self.valid.dtype} {self.valid.shape}"
             )
+        if self.spans.ndim != 2 or self.spans.shape[1] != 2 or self.spans.dtype != np.int64:
+            raise ValueError(f"Routes.spans must be int64 [spans, 2], got {self.spans.dtype} {self.spans.shape}")
+        starts = self.spans[:, 0]
+        if len(starts) == 0 or starts[0] != 0 or (np.diff(starts) <= 0).any() or starts[-1] >= max(len(self.valid), 1):
+            raise ValueError(
+                f"Routes.spans must start at token 0 and rise within {len(self.valid)} tokens, got {starts.tolist()}"
+            )
+
+    @staticmethod
+    def gaps(tokens: int, moe_layers: int, topk: int, num_experts: int) -> Routes:
+        """A record without a single route: every row goes where the live router sends it."""
+        experts = np.zeros((tokens, moe_layers, topk), dtype=route_dtype(num_experts))
+        return Routes(experts, np.zeros(tokens, dtype=np.bool_), num_experts)
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -56,16 +80,40 @@ class Routes:
 
     @property
     def nbytes(self) -> int:
-        return self.experts.nbytes + self.valid.nbytes
+        return self.experts.nbytes + self.valid.nbytes + self.spans.nbytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of the experts and the validity mask."""
+        return self.moe_layers * self.topk * self.experts.itemsize + self.valid.itemsize
+
+    @property
+    def weight_versions(self) -> np.ndarray:
+        """Version whose forward routed each token, int64 `[N]`."""
+        stops = np.append(self.spans[1:, 0], len(self))
+        return np.repeat(self.spans[:, 1], stops - self.spans[:, 0])
+
+    def routed_under(self, versions: np.ndarray) -> Routes:
+        """The same routes (no copy) with the weight version of each token, int `[N]`, stated."""
+        if len(versions) != len(self):
+            raise ValueError(f"{len(versions)} weight versions for {len(self)} tokens")
+        return Routes(self.experts, self.valid, self.num_experts, _runs(versions))
 
     def take(self, rows: np.ndarray) -> Routes:
-        """The named token rows, in the order named."""
-        return Routes(self.experts[rows], self.valid[rows], self.num_experts)
+        """The named token rows, in the order named (copies them)."""
+        return Routes(self.experts[rows], self.valid[rows], self.num_experts, _runs(self.weight_versions[rows]))
+
+    def between(self, start: int, stop: int) -> Routes:
+        """Tokens `start..stop-1`, as views of the same memory."""
+        if not 0 <= start <= stop <= len(self):
+            raise ValueError(f"tokens {start}..{stop} are not within the {len(self)} of these routes")
+        versions = self.weight_versions[start:stop]
+        return Routes(self.experts[start:stop], self.valid[start:stop], self.num_experts, _runs(versions))
 
     @staticmethod
     def concatenate(parts: list[Routes]) -> Routes:
         """All tokens of all parts, in order. The parts must come from one model."""
-        kinds = {(p.num_experts, p.moe_layers, p.topk) for p in parts}
+        kinds = {p._kind for p in parts}
         if len(kinds) != 1:
             raise ValueError(
                 f"Routes.concatenate needs parts of one model, got (experts, layers, topk) = {sorted(kinds)}"
@@ -74,4 +122,50 @@ class Routes:
             np.concatenate([p.experts for p in parts]),
             np.concatenate([p.valid for p in parts]),
             parts[0].num_experts,
+            _runs(np.concatenate([p.weight_versions for p in parts])),
         )
+
+    def append_turn(self, later: Routes, *, start: int = 0) -> Routes:
+        """This sequence's routes, continued by those of its next turn.
+
+        later   what the engine returned for the turn whose prompt holds all of this sequence
+        start   token of the sequence that `later` begins with: 0 where the engine returned its whole prompt, more where
+                it returned only what is new; at most the first token this record lacks
+
+        A token that has a route keeps it, since that forward decided what was sampled next; the later turn's prefill
+        gives the last sampled token (unrouted until now) and the environment's tokens theirs.
+        """
+        if later._kind != self._kind:
+            raise ValueError(f"turns of different models: (experts, layers, topk) = {self._kind} and {later._kind}")
+        missing = np.flatnonzero(~self.valid)
+        first_missing = int(missing[0]) if len(missing) else len(self)
+        tokens = start + len(later)
+        if not 0 <= start <= first_missing:
+            raise ValueError(
+                f"the later turn's routes start at token {start}, but the record so far ends at token {first_missing}"
+            )
+        if tokens < len(self):
+            raise ValueError(f"the later turn has {tokens} tokens, fewer than the {len(self)} that it continues")
+        experts = np.empty((tokens, self.moe_layers, self.topk), dtype=self.experts.dtype)
+        valid, versions = np.empty(tokens, dtype=np.bool_), np.empty(tokens, dtype=np.int64)
+        new = np.arange(tokens) >= len(self)
+        new[missing] = True
+        old = np.flatnonzero(~new)
+        experts[old], valid[old], versions[old] = self.experts[old], True, self.weight_versions[old]
+        fresh = np.flatnonzero(new)
+        source = fresh - start
+        experts[fresh], valid[fresh] = later.experts[source], later.valid[source]
+        versions[fresh] = later.weight_versions[source]
+        return Routes(experts, valid, self.num_experts, _runs(versions))
+
+    @property
+    def _kind(self) -> tuple[int, int, int]:
+        return self.num_experts, self.moe_layers, self.topk
+
+
+def _runs(versions: np.ndarray) -> np.ndarray:
+    """Spans of equal versions; an empty record has one span of an unstated version."""
+    if len(versions) == 0:
+        return _one_span()
+    starts = np.flatnonzero(np.diff(versions, prepend=versions[0] - 1))
+    return np.stack([starts, versions[starts]], axis=1).astype(np.int64)

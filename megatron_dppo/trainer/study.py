@@ -93,7 +93,7 @@ def plan(config_file: Path, out: Path, seeds: str, algorithms: str, overrides: S
 
 
 def options(run: Path, algorithm: str, steps: int) -> str:
-    """What `train` needs to start `run` or continue it up to `steps`, beside the configuration; "complete" where it is done.
+    """What `train` needs, beside the configuration, to start `run` or continue it to `steps`; "complete" at the end.
 
     A run that has metrics but no checkpoint is begun anew. Raises UserError for an algorithm that is not in the study.
     """

@@ -142,9 +142,15 @@ def _start_engine(runtime: Runtime, config: Config, stack: ExitStack) -> RayRoll
 
 def _check_model_against(config: Config, hf_config: HFConfig) -> None:
     """Cross-checks that need the model."""
-    if hf_config.moe and config.actor.router_replay and not config.rollout.router_replay:
-        raise UserError("actor.router_replay=true needs rollout.router_replay=true: the engine must record the routes")
     preset = config.algorithm.resolve()
+    if hf_config.moe and config.actor.router_replay == "r3" and not config.rollout.router_replay:
+        raise UserError("actor.router_replay=r3 needs rollout.router_replay=true: the engine must record the routes")
+    if hf_config.moe and config.actor.router_replay == "r2" and not preset.needs_recomputed_logp:
+        raise UserError(
+            "actor.router_replay=r2 replays the trainer's own routes of the pass before the update, which the preset "
+            f"{config.algorithm.preset} does not run; set actor.router_replay=r3 or choose a preset with a recomputed "
+            "anchor"
+        )
     if preset.needs_topk and preset.topk != config.rollout.top_k_logprobs:
         raise UserError(
             f"the preset {config.algorithm.preset} uses the top {preset.topk} tokens, but "

@@ -121,7 +121,7 @@ def build_actor(path: str, layout: dict, case: Case, **optimizer: Any):
         dtype="float32",
         max_tokens_per_microbatch=case.budget,
         long_sequences=case.long_sequences,
-        router_replay=case.replay,
+        router_replay="r3" if case.replay else "none",
         recompute=case.recompute,
         token_dispatcher=case.dispatcher,
     )
@@ -153,14 +153,14 @@ def train(rank: int, path: str, layout: dict, lesson: Lesson, case: Case) -> Tra
 
     actor = build_actor(path, layout, case)
     gradients: list[dict[str, np.ndarray]] = []
-    step = actor.optimizer.step
+    prepare = actor.optimizer.prepare_grads
 
-    def recording_step() -> Any:
+    def recording() -> Any:
         with gradients_as_weights(actor.chunks):
             gradients.append(exported(actor))
-        return step()
+        return prepare()
 
-    actor.optimizer.step = recording_step
+    actor.optimizer.prepare_grads = recording
     metrics = []
     for mini_batches in lesson.updates:
         source = InMemorySource.of(lesson.batch)

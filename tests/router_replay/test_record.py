@@ -149,4 +149,4 @@ def test_routes_of_different_models_are_not_joined() -> None:
         Routes(one.experts, one.valid[:-1], num_experts=8)
     joined = Routes.concatenate([one, one])
     assert len(joined) == 16
-    assert joined.nbytes == 16 * (2 * 2 + 1)
+    assert joined.nbytes == 16 * (2 * 2 + 1) + 16

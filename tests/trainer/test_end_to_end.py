@@ -157,4 +157,6 @@ def test_a_run_in_two_halves_is_the_same_run(whole, model, tmp_path):
     assert list(resumed) == list(expected)
     for step, row in resumed.items():
         for name in ("optimizer/loss", "optimizer/grad_norm", "optimizer/lr", "reward/mean", "policy/entropy"):
-            np.testing.assert_allclose(row[name], expected[step][name], atol=1e-6, err_msg=f"{name} of step {step}")
+            np.testing.assert_allclose(
+                row[name], expected[step][name], rtol=1e-5, atol=1e-6, err_msg=f"{name} of step {step}"
+            )

@@ -1,0 +1,108 @@
+"""Each fault is planted in the configuration of a real engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dppo.compat.vllm_cpu import engine_options
+from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.route_requirements import check_engine, check_version
+from megatron_dppo.rollout.vllm_engine import ModelFacts
+from megatron_dppo.router_replay.record import RouteSchema
+from tests.tiny import tiny_qwen3_moe
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, RouteSchema]:
+    """vLLM's configuration of an engine that records routes, and the layer pattern of its model."""
+    from vllm import AsyncEngineArgs
+
+    folder: Path = tmp_path_factory.mktemp("model")
+    tiny_qwen3_moe(folder, seed=1)
+    config = RolloutConfig(max_prompt_tokens=40, max_response_tokens=24, max_num_seqs=16)
+    arguments = AsyncEngineArgs(
+        model=str(folder),
+        max_model_len=64,
+        skip_tokenizer_init=True,
+        enable_return_routed_experts=True,
+        **engine_options(config),
+    )
+    routes = ModelFacts.read(folder, router_replay=True).routes
+    assert routes is not None
+    return arguments.create_engine_config(), routes
+
+
+def test_an_engine_as_we_start_it_passes(built: tuple[Any, RouteSchema]) -> None:
+    check_engine(*built)
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "message"),
+    [
+        (
+            "parallel_config",
+            "enable_eplb",
+            True,
+            "vLLM's enable_eplb=True: a load balancer of experts works with physical",
+        ),
+        (
+            "parallel_config",
+            "pipeline_parallel_size",
+            2,
+            "pipeline_parallel_size=2: vLLM records the layers of the last",
+        ),
+        (
+            "parallel_config",
+            "decode_context_parallel_size",
+            2,
+            "decode_context_parallel_size=2: .* context parallelism",
+        ),
+        (
+            "parallel_config",
+            "prefill_context_parallel_size",
+            2,
+            "prefill_context_parallel_size=2: .* context parallelism",
+        ),
+        ("parallel_config", "enable_dbo", True, "use_ubatching=True: the halves of a split batch"),
+        ("", "kv_transfer_config", object(), "kv_transfer_config=.*: a connector brings"),
+        ("", "speculative_config", object(), r"speculative_config=.*: drafting layers \(MTP, EAGLE\)"),
+        ("model_config", "enable_return_routed_experts", False, "started without enable_return_routed_experts"),
+    ],
+)
+def test_each_fault_is_refused_with_its_reason(
+    built: tuple[Any, RouteSchema], monkeypatch: pytest.MonkeyPatch, section: str, field: str, value: Any, message: str
+) -> None:
+    vllm_config, schema = built
+    monkeypatch.setattr(getattr(vllm_config, section) if section else vllm_config, field, value)
+    with pytest.raises(UserError, match=message):
+        check_engine(vllm_config, schema)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": 16}, "the engine's model has 8 experts, the trainer's 16"),
+        ({"topk": 4}, "the engine's model has 2 experts per token, the trainer's 4"),
+        ({"hidden_layers": 6}, "the engine's model has 4 layers, the trainer's 6"),
+    ],
+)
+def test_another_model_is_refused(built: tuple[Any, RouteSchema], change: dict[str, int], message: str) -> None:
+    vllm_config, schema = built
+    with pytest.raises(UserError, match=message):
+        check_engine(vllm_config, dataclasses.replace(schema, **change))
+
+
+def test_a_vllm_without_the_options_is_refused() -> None:
+    from vllm import AsyncEngineArgs, __version__
+
+    options = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    check_version(__version__, options)
+    with pytest.raises(UserError, match=r"vLLM 0\.21\.0 has no option enable_return_routed_experts"):
+        check_version("0.21.0", options - {"enable_return_routed_experts"})
+    with pytest.raises(UserError, match="has no option scheduler_cls"):
+        check_version("0.1", options - {"scheduler_cls"})

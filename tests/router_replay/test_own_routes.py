@@ -1,0 +1,69 @@
+"""R2: the experts of the pass before the update are replayed in it, for every mini-batch, under any layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dppo.router_replay.routes import Routes
+from tests.distributed import run_ranks
+from tests.tiny import tiny_qwen3_moe
+
+MINI_BATCHES = [np.arange(0, 3), np.arange(3, 6)]
+LR = 5e-2  # so large that the second mini-batch is routed otherwise by the weights of the first step
+LAYOUTS = {
+    "1 rank": (1, {}),
+    "TP2 EP2": (2, {"tensor": 2, "expert": 2, "sequence_parallel": True}),
+    "PP2 VPP2": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+}
+
+
+def train_on_rank(rank: int, path: str, layout: dict, mode: str, recompute: str, batch) -> tuple[dict, dict]:
+    from megatron_dppo.batch import InMemorySource
+    from tests.router_replay.actor_ranks import build_actor, signal
+
+    actor = build_actor(path, layout, preset="minirl", mode=mode, recompute=recompute, lr=LR)
+    metrics = actor.update(InMemorySource.of(batch), signal(MINI_BATCHES))
+    return metrics, {name: tensor.numpy() for name, tensor in actor.export_weights() if tensor is not None}
+
+
+@torch.no_grad()
+def own_routes(model, batch) -> Routes:
+    """What transformers' routers choose with the weights at hand."""
+    chosen = []
+    for start, stop in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
+        tokens = torch.from_numpy(batch.token_ids[start:stop].astype(np.int64))[None]
+        logits = model(tokens, output_router_logits=True).router_logits
+        chosen.append(torch.stack([layer.topk(2, dim=-1).indices for layer in logits], dim=1).numpy())
+    experts = np.concatenate(chosen).astype(np.uint8)
+    return Routes(experts, np.ones(len(experts), dtype=bool), 8)
+
+
+@pytest.mark.parametrize(("layout", "recompute"), [("1 rank", "full"), ("TP2 EP2", "none"), ("PP2 VPP2", "full")])
+def test_the_update_uses_the_routes_of_the_pass_before_it(tmp_path, layout, recompute):
+    from tests.actor.reference import Reference, make_rollout
+    from tests.router_replay.actor_ranks import ADVANTAGES, NORMALISER, SHAPE, TEMPERATURE
+
+    model = tiny_qwen3_moe(tmp_path, seed=3)
+    model.model.embed_tokens.padding_idx = None
+    batch = make_rollout(model, seed=4, temperature=TEMPERATURE, **SHAPE)
+    ranks, sizes = LAYOUTS[layout]
+    results = run_ranks(train_on_rank, ranks, str(tmp_path), sizes, "r2", recompute, batch)
+
+    own = replace(batch, routes=own_routes(model, batch))
+    reference = Reference(model.float(), own, ADVANTAGES, "minirl", NORMALISER, TEMPERATURE, True)
+    history = reference.train([MINI_BATCHES], lr=LR, clip=1.0, epsilon=1e-3)
+    metrics, weights = results[0]
+    tokens, layers = len(batch.token_ids), SHAPE["moe_layers"]
+    assert metrics["r3/recorded_routings"] == metrics["r3/replayed_routings"] == tokens * layers
+    assert metrics["r3/gap_routings"] == 0
+    assert metrics["r3/recomputed_routings"] == (tokens * layers if recompute == "full" else 0)
+    assert 0.05 < metrics["r3/differing_fraction"] < 0.5, "the first mini-batch agrees, the second must not"
+    assert metrics["optimizer/loss"] == pytest.approx(np.mean([loss for loss, _, _ in history]), rel=1e-4, abs=1e-6)
+    assert metrics["optimizer/grad_norm"] == pytest.approx(np.mean([norm for _, norm, _ in history]), rel=1e-4)
+    state = {name: p.detach() for name, p in model.named_parameters()}
+    for name in ("lm_head.weight", "model.layers.0.mlp.gate.weight", "model.layers.3.mlp.gate.weight"):
+        np.testing.assert_allclose(weights[name], state[name], atol=2e-5, err_msg=name)

@@ -1,0 +1,419 @@
+"""Tokens per second of vLLM with what training needs recorded: routes (R3) and top-20, against neither.
+
+Two engines of one model live side by side, R3 off and R3 on; every other difference is an option of the requests, so
+that the variants can be interleaved. The model is Qwen3-30B-A3B with fewer layers and random weights (written by this
+script; nothing is downloaded). `--tiny` runs the whole path in a minute on a CPU. Besides tokens per second the table
+gives the CPU seconds of vLLM's core and of the client, and what one step costs each in Python (no GPU involved).
+
+    PYTHONPATH=. VLLM_USE_FLASHINFER_SAMPLER=0 python tools/bench_rollout.py --seconds 480 --out $OUT
+
+writes `bench_rollout.json` and `bench_rollout.txt` to `--out`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_dppo.rollout.record_frame import HOLD, ResponseRecord
+
+K = 20
+TOPK_ON_GPU = {"topk_on_gpu": K}
+"""`extra_args` of requests whose top-K the logits processor of `tools/topk_processor.py` records."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to ask: `engine` is "off" or "on" (R3); the rest are options of the requests."""
+
+    name: str
+    engine: str
+    logprobs: int | None
+    extra: tuple[tuple[str, int], ...] = ()
+    seeded: bool = False
+
+
+BASE = Variant("sampled log-probability, flat, R3 off", "off", 0)
+FRAME = Variant("top-20 + R3, one frame per response", "on", K, tuple(HOLD.items()))
+MAIN = (
+    BASE,
+    Variant("top-20 + R3, vLLM's own outputs", "on", K),
+    FRAME,
+    Variant("sampled + R3, vLLM's own outputs", "on", 0),
+    Variant("top-20 on the GPU (logits processor) + sampled + R3", "on", 0, tuple(TOPK_ON_GPU.items())),
+)
+EXTRA = (
+    Variant("top-20, R3 off", "off", K),
+    Variant("nothing recorded, R3 off", "off", None),
+    Variant("sampled, R3 off, a seed per request", "off", 0, seeded=True),
+    Variant("top-20 + R3, one frame, a seed per request", "on", K, tuple(HOLD.items()), seeded=True),
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Shape of one run."""
+
+    sequences: int
+    prompt_tokens: int
+    new_tokens: int
+
+
+def write_model(folder: Path, *, layers: int, tiny: bool) -> Path:
+    """config.json of Qwen3-30B-A3B with `layers` layers, or of a toy."""
+    from transformers import Qwen3MoeConfig
+
+    shape: dict[str, Any] = {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    }
+    if tiny:
+        shape |= {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+        shape |= {"num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2}
+        shape |= {"moe_intermediate_size": 32}
+    config = Qwen3MoeConfig(
+        **shape,
+        num_hidden_layers=layers,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        tie_word_embeddings=False,
+        max_position_embeddings=4096,
+        architectures=["Qwen3MoeForCausalLM"],
+        dtype="float32" if tiny else "bfloat16",
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    return folder
+
+
+def start_engine(model: Path, *, router_replay: bool, load: Load, tiny: bool, gpu_share: float) -> Any:
+    """An AsyncLLM; must be called inside the event loop."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    options: dict[str, Any] = {
+        "model": str(model),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": load.prompt_tokens + load.new_tokens + 16,
+        "max_num_seqs": load.sequences,
+        "gpu_memory_utilization": gpu_share,
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+    }
+    if router_replay:
+        options |= {
+            "enable_return_routed_experts": True,
+            "scheduler_cls": "megatron_dppo.rollout.record_scheduler.record_scheduler",
+            "logits_processors": ["tools.topk_processor:TopKRecorder"],
+            "worker_extension_cls": "tools.topk_processor.TopKReader",
+        }
+    if tiny:
+        from megatron_dppo.compat.vllm_cpu import engine_environment, engine_options
+        from megatron_dppo.rollout.config import RolloutConfig
+
+        config = RolloutConfig(max_num_seqs=load.sequences, max_prompt_tokens=64, max_response_tokens=64)
+        os.environ.update(engine_environment(config))
+        options |= engine_options(config)
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
+
+
+async def run_once(engine: Any, variant: Variant, load: Load, seed: int, layers: int) -> dict[str, float]:
+    """All responses of one variant: seconds until the client holds everything as arrays, and CPU seconds."""
+    import psutil
+    from vllm import SamplingParams
+    from vllm.inputs.engine import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+
+    vocab = engine.model_config.get_vocab_size()
+    prompts = np.random.default_rng(seed).integers(10, vocab, (load.sequences, load.prompt_tokens))
+    await engine.reset_prefix_cache()
+    client = psutil.Process()
+    others = client.children(recursive=True)
+
+    def cpu(processes: Sequence[Any]) -> float:
+        return sum(t.user + t.system for t in (p.cpu_times() for p in processes))
+
+    async def one(index: int) -> Any:
+        params = SamplingParams(
+            temperature=1.0,
+            max_tokens=load.new_tokens,
+            ignore_eos=True,
+            logprobs=variant.logprobs,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args=dict(variant.extra) or None,
+            seed=1000 * seed + index if variant.seeded else None,
+        )
+        name = f"{variant.name}/{seed}/{index}"
+        async for output in engine.generate(tokens_input(prompts[index].tolist()), params, name):
+            final = output
+        return final
+
+    before, start = (cpu([client]), cpu(others)), time.perf_counter()
+    outputs = await asyncio.gather(*(one(i) for i in range(load.sequences)))
+    tokens = sum(consume(o.outputs[0], variant, load, layers) for o in outputs)
+    if dict(variant.extra) == TOPK_ON_GPU:
+        (path,) = await engine.collective_rpc("take_topk")
+        with np.load(path) as recorded:
+            if len(recorded["ids"]) < load.sequences * load.new_tokens or not np.isfinite(recorded["logp"]).all():
+                raise RuntimeError(f"the processor recorded {recorded['ids'].shape} ids")
+        os.unlink(path)
+    seconds = time.perf_counter() - start
+    return {
+        "tokens_per_second": tokens / seconds,
+        "client_cpu_s": cpu([client]) - before[0],
+        "core_cpu_s": cpu(others) - before[1],
+    }
+
+
+def consume(completion: Any, variant: Variant, load: Load, layers: int) -> int:
+    """Turn one response into the arrays that training takes, and check that they are all there; returns its tokens."""
+    tokens, experts = len(completion.token_ids), completion.routed_experts
+    if dict(variant.extra) == HOLD:
+        record = ResponseRecord.from_frame(experts)
+        ids, logp, experts = record.ids, record.logp, record.experts
+    elif variant.logprobs is not None:
+        flat = completion.logprobs
+        width = 1 + variant.logprobs
+        ids = np.asarray(flat.token_ids, dtype=np.int32).reshape(-1, width)
+        logp = np.asarray(flat.logprobs, dtype=np.float32).reshape(-1, width)
+    if tokens != load.new_tokens:
+        raise RuntimeError(f"{variant.name}: {tokens} tokens instead of {load.new_tokens}")
+    if variant.logprobs is not None and (len(ids) != tokens or not np.isfinite(logp).all()):
+        raise RuntimeError(f"{variant.name}: log-probabilities {logp.shape} of {tokens} tokens are not all there")
+    if variant.engine == "on":
+        rows = load.prompt_tokens + tokens - 1
+        if experts.shape[:2] != (rows, layers) or not experts.any(axis=(0, 2)).all():
+            raise RuntimeError(f"{variant.name}: routes {experts.shape} instead of [{rows}, {layers}, k], or all zero")
+    return tokens
+
+
+def host_costs(load: Load, *, layers: int, topk: int, steps: int = 30) -> dict[str, dict[str, float]]:
+    """Milliseconds of Python per decode step of all sequences: encoding in the core, decoding and bookkeeping in the
+    client. One process, no engine: vLLM's own encoder, decoder and output processor on what a step would send."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+    from vllm.v1.engine.output_processor import OutputProcessor
+    from vllm.v1.outputs import LogprobsLists
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    rng = np.random.default_rng(0)
+    result = {}
+    for name, width, routed, whole in (
+        ("sampled", 1, False, False),
+        ("top-20", 1 + K, False, False),
+        ("sampled + R3", 1, True, False),
+        ("top-20 + R3", 1 + K, True, False),
+        ("top-20 + R3, one frame (at the end, per token)", 1 + K, True, True),
+    ):
+        processor = OutputProcessor(None, log_stats=False)
+        params = SamplingParams(
+            max_tokens=10**6,
+            logprobs=width - 1,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        for i in range(load.sequences):
+            request = EngineCoreRequest(
+                request_id=str(i),
+                prompt_token_ids=[1],
+                mm_features=None,
+                sampling_params=params,
+                pooling_params=None,
+                arrival_time=0.0,
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+                external_req_id=str(i),
+            )
+            processor.add_request(request, None)
+        ids = rng.integers(0, 1000, (load.sequences, width)).astype(np.int32)
+        logp = rng.standard_normal((load.sequences, width)).astype(np.float32)
+        ranks = np.ones(load.sequences, dtype=np.int32)
+        experts = rng.integers(0, 100, (load.sequences, layers, topk)).astype(np.uint8)
+        encoder, decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
+
+        def message(number: int) -> Any:
+            if whole:  # noqa: B023
+                n = load.new_tokens
+                frame = ResponseRecord(
+                    np.zeros((n, 1 + K), np.int32), np.zeros((n, 1 + K)), np.zeros((n, layers, topk))
+                )
+                frame = ResponseRecord(frame.ids, frame.logp, frame.experts.astype(np.uint8)).to_frame()
+                output = EngineCoreOutput(str(number), list(range(n)), routed_experts=frame)
+                return EngineCoreOutputs(outputs=[output])
+            return EngineCoreOutputs(
+                outputs=[
+                    EngineCoreOutput(
+                        str(i),
+                        [7],
+                        new_logprobs=LogprobsLists(ids[i : i + 1], logp[i : i + 1], ranks[i : i + 1]),  # noqa: B023
+                        routed_experts=experts[i : i + 1] if routed else None,  # noqa: B023
+                    )
+                    for i in range(load.sequences)
+                ]
+            )
+
+        spent = [0.0, 0.0, 0.0]
+        for number in range(steps):
+            outgoing = message(number % load.sequences)
+            t0 = time.perf_counter()
+            frames = [bytes(part) for part in encoder.encode(outgoing)]
+            t1 = time.perf_counter()
+            incoming = decoder.decode(frames)
+            t2 = time.perf_counter()
+            processor.process_outputs(incoming.outputs)
+            t3 = time.perf_counter()
+            spent = [s + t for s, t in zip(spent, (t1 - t0, t2 - t1, t3 - t2), strict=True)]
+        # A frame holds all tokens of one sequence; a step is one token of every sequence.
+        per_step = 1e3 / steps * (load.sequences / load.new_tokens if whole else 1.0)
+        result[name] = dict(
+            zip(("encode_ms", "decode_ms", "bookkeeping_ms"), (s * per_step for s in spent), strict=True)
+        )
+    return result
+
+
+async def measure(options: argparse.Namespace, load: Load, layers: int) -> dict[str, Any]:
+    """Start both engines, warm each variant up, then interleave repeats while there is time."""
+    deadline = time.perf_counter() + options.seconds
+    model = write_model(Path(options.out) / "bench_rollout_model", layers=layers, tiny=options.tiny)
+    share = options.gpu_share
+    started = time.perf_counter()
+    engines = {
+        "off": start_engine(model, router_replay=False, load=load, tiny=options.tiny, gpu_share=share),
+        "on": start_engine(model, router_replay=True, load=load, tiny=options.tiny, gpu_share=share),
+    }
+    print(f"both engines started in {time.perf_counter() - started:.0f} s", flush=True)
+    runs: dict[str, list[dict[str, float]]] = {v.name: [] for v in (*MAIN, *EXTRA)}
+    longest = 0.0
+    try:
+        warm = Load(load.sequences, load.prompt_tokens, min(32, load.new_tokens))
+        for variant in (*MAIN, *EXTRA):
+            await run_once(engines[variant.engine], variant, warm, 0, layers)
+        for variants, repeats in ((MAIN, options.repeats), (EXTRA, 2)):
+            for repeat in range(repeats):
+                order = variants if repeat % 2 == 0 else variants[::-1]
+                for variant in order:
+                    if time.perf_counter() + 1.2 * longest > deadline:
+                        print(f"out of time before {variant.name}, repeat {repeat + 1}", flush=True)
+                        continue
+                    start = time.perf_counter()
+                    got = await run_once(engines[variant.engine], variant, load, 1 + repeat, layers)
+                    longest = max(longest, time.perf_counter() - start)
+                    runs[variant.name].append(got)
+                    print(f"{repeat + 1}  {got['tokens_per_second']:9.0f} tokens/s  {variant.name}", flush=True)
+                    save(options, load, layers, runs)
+    finally:
+        for engine in engines.values():
+            engine.shutdown()
+    return save(options, load, layers, runs)
+
+
+def save(
+    options: argparse.Namespace, load: Load, layers: int, runs: dict[str, list[dict[str, float]]]
+) -> dict[str, Any]:
+    """The JSON file, rewritten after every run so that a cut-off leaves what was measured."""
+    import torch
+    import vllm
+
+    def median(name: str, key: str) -> float:
+        return statistics.median(run[key] for run in runs[name])
+
+    base = median(BASE.name, "tokens_per_second") if runs[BASE.name] else float("nan")
+    result = {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
+        "vllm": vllm.__version__,
+        "load": asdict(load) | {"layers": layers, "tiny": options.tiny},
+        "route_bytes_per_step": load.sequences
+        * (load.prompt_tokens + load.new_tokens - 1)
+        * layers
+        * (2 if options.tiny else 8),
+        "variants": [
+            {"name": name, "runs": got}
+            | {key: median(name, key) for key in ("tokens_per_second", "core_cpu_s", "client_cpu_s")}
+            | {"ratio": median(name, "tokens_per_second") / base}
+            for name, got in runs.items()
+            if got
+        ],
+    }
+    (Path(options.out) / "bench_rollout.json").write_text(json.dumps(result, indent=1))
+    return result
+
+
+def table(result: dict[str, Any]) -> str:
+    """What a person reads."""
+    lines = [
+        f"{result['device']}, vLLM {result['vllm']}, {result['load']}",
+        f"{'variant':<54}{'tokens/s':>10}{'ratio':>8}{'runs':>6}{'core CPU s':>12}{'client CPU s':>14}",
+    ]
+    lines += [
+        f"{v['name']:<54}{v['tokens_per_second']:>10.0f}{v['ratio']:>8.3f}{len(v['runs']):>6}"
+        f"{v['core_cpu_s']:>12.2f}{v['client_cpu_s']:>14.2f}"
+        for v in result["variants"]
+    ]
+    lines.append(
+        f"\n{'Python per decode step of all sequences, ms':<54}{'encode':>10}{'decode':>10}{'bookkeeping':>13}"
+    )
+    lines += [
+        f"{name:<54}{c['encode_ms']:>10.2f}{c['decode_ms']:>10.2f}{c['bookkeeping_ms']:>13.2f}"
+        for name, c in result["host_step_ms"].items()
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--out", default=os.environ.get("OUT", "."), help="folder of the results (default: $OUT or here)"
+    )
+    parser.add_argument("--tiny", action="store_true", help="a toy on a CPU: the whole path, no figures worth keeping")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=480.0, help="no run is begun that would end after this")
+    parser.add_argument("--gpu-share", type=float, default=0.42, help="memory of each of the two engines")
+    options = parser.parse_args()
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    load = Load(options.sequences, options.prompt_tokens, options.new_tokens)
+    layers = options.layers
+    if options.tiny:
+        load, layers, options.repeats = Load(12, 10, 24), 2, 2
+    Path(options.out).mkdir(parents=True, exist_ok=True)
+    costs = host_costs(Load(256, 128, 512), layers=layers, topk=8)
+    result = asyncio.run(measure(options, load, layers)) | {"host_step_ms": costs}
+    (Path(options.out) / "bench_rollout.json").write_text(json.dumps(result, indent=1))
+    text = table(result)
+    (Path(options.out) / "bench_rollout.txt").write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
