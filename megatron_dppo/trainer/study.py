@@ -22,10 +22,11 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from megatron_dppo.checkpoint.state_folder import finished_states
 from megatron_dppo.config.load import load_config
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import exit_status
-from megatron_dppo.trainer.history import CHECKPOINTS, METRICS_FILE, History, Series
+from megatron_dppo.trainer.history import CHECKPOINTS, METRICS_FILE, History, Series, read_rows
 from megatron_dppo.trainer.plots import smooth
 
 REWARD, MISMATCH, BAD = "reward/mean", "policy/mean_abs_pi_mu", "policy/bad_update_fraction"
@@ -103,10 +104,10 @@ def options(run: Path, algorithm: str, steps: int) -> str:
     chosen = [f"algorithm.preset={algorithm}", f"algorithm.constants={constants}"]
     if not (run / METRICS_FILE).exists():
         return " ".join(chosen)
-    done = History.read(run)[REWARD].steps
-    if len(done) and done[-1] >= steps:
+    done = max((row["step"] for row in read_rows(run / METRICS_FILE) if REWARD in row), default=0)
+    if done >= steps:
         return "complete"
-    if any((run / CHECKPOINTS).glob("*")):
+    if finished_states(run / CHECKPOINTS):
         return " ".join([*chosen, "trainer.resume=true"])
     shutil.rmtree(run)
     return " ".join(chosen)

@@ -30,7 +30,8 @@ def write_run(run: Path, rewards: np.ndarray, *, bad: float = 0.001, checkpoint:
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if checkpoint:
-        (run / "checkpoints/step-1").mkdir(parents=True)
+        (run / "checkpoints/step_00000004").mkdir(parents=True)
+        (run / "checkpoints/step_00000004/state.json").write_text("{}")
 
 
 def test_shape_of_the_sanity_test() -> None:
@@ -59,6 +60,8 @@ def test_where_a_run_stands(tmp_path: Path) -> None:
     write_run(tmp_path / "b", np.ones(5))
     assert "resume" not in ask("b", 9)
     assert not (tmp_path / "b").exists()  # begun anew
+    write_run(tmp_path / "c", np.ones(0))  # stopped before its first step
+    assert "resume" not in ask("c", 9)
     with pytest.raises(UserError, match="ALGORITHMS: ppo is not in the study: pg-is"):
         options(tmp_path, "ppo", 5)
 
