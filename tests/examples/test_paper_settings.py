@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,9 @@ from megatron_dppo.algorithm import Anchor, TrustRegion
 from megatron_dppo.config.load import load_config, save_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.models.hf_config import resolve_hf_config
+from megatron_dppo.models.tiny_tokenizer import byte_tokenizer
+from megatron_dppo.tasks.build import build_task
+from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.prompting import user_message
 from tests.models.public_configs import CONFIGS
 
@@ -198,6 +202,37 @@ def test_tasks_of_appendix_g3():
     assert config("octothinker_math").task.data.layout == "math"  # "the standard math reasoning dataset (Hendrycks)"
     assert [config(name).task.dataset for name in ("arc_1d", "acre")] == ["arc_1d", "acre"]
     assert config("sudoku").task.environment.name == "game:Sudoku-v0-easy"
+
+
+@pytest.mark.parametrize("name", ["arc_1d", "acre", "sudoku"])
+def test_tasks_of_gem_are_built_and_judged(name):
+    """The real libraries behind the configurations, a few questions each."""
+    c = config(name, "task.train_size=3", "task.held_out_size=2")
+    task = build_task(c.task, byte_tokenizer(), max_prompt_tokens=c.rollout.max_prompt_tokens)
+    prompts = task.prompts(0, 3)
+    if isinstance(task, EnvironmentTask):
+        assert "\\boxed{row column number}" in prompts[0].question
+        assert task.begin(prompts[0]).step("no move").terminated
+        return
+    right = [f"I think, so \\boxed{{1}}? No: \\boxed{{{prompt.answer}}}." for prompt in prompts]
+    assert task.score(prompts, right).correct.all()
+    verdict = task.score(prompts, ["\\boxed{nothing}", "no box", prompts[2].answer])
+    assert not verdict.correct.any()
+    assert verdict.well_formed.tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("Answer: 3? No.\nSo\n\nAnswer: $34$", "$34$"),
+        ("answer : \\boxed{34}\nI hope it is correct.", "\\boxed{34}"),
+        ("<think>Answer: 3</think>\nThe answer is 34", "3</think>"),
+        ("34", None),
+    ],
+)
+def test_answers_on_dapo_are_read_from_the_last_answer_line(response, answer):
+    match = re.compile(config("moe_base").task.answer_pattern, re.DOTALL).fullmatch(response)
+    assert (match and match["answer"]) == answer
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "sudoku"])
