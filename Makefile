@@ -2,7 +2,7 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-SHELL_SCRIPTS := .ci/run $(wildcard tools/*.sh examples/*.sh)
+SHELL_SCRIPTS := .ci/run $(wildcard tools/*.sh examples/*.sh docker/*.sh docker/slurm/*.sbatch tests/cluster/*.sh)
 PYTEST_ARGS ?=
 export VENV
 # Where this is set, every process compiles Megatron-Core, vLLM and torch's Python anew: minutes of a demo or a test run.
@@ -25,12 +25,13 @@ test: setup lint ## linters and tests
 test-full: setup lint ## the same with the whole test matrix
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_ARGS)
 
-lint: setup ## ruff, mypy, import-linter, shellcheck
+lint: setup ## ruff, mypy, import-linter, shellcheck, hadolint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/shellcheck $(SHELL_SCRIPTS)
+	$(BIN)/hadolint $(wildcard docker/*Dockerfile)
 
 format: setup ## rewrite the sources the way `make lint` wants them
 	$(BIN)/ruff check --fix .

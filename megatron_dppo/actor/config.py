@@ -54,6 +54,24 @@ class OptimizerConfig(ConfigModel):
     """Decoupled (AdamW); norms and biases are not decayed."""
     clip_grad: float = Field(default=1.0, ge=0.0)
     """Global gradient norm above which gradients are scaled down; 0 switches clipping off."""
+    initial_loss_scale: float = Field(default=65536.0, gt=0.0)
+    """float16 only: factor of the loss in the first backward, so that small gradients do not vanish. A step whose
+    gradients overflow is skipped."""
+    min_loss_scale: float = Field(default=1.0, gt=0.0)
+    """float16 only: floor of the loss scale; an overflow there counts as a step that is not finite."""
+    loss_scale_hysteresis: int = Field(default=1, ge=1)
+    """float16 only: overflows (not necessarily in a row) after which the loss scale is halved."""
+    loss_scale_window: int = Field(default=1000, ge=1)
+    """float16 only: steps in a row without overflow after which the loss scale is doubled."""
+
+    @model_validator(mode="after")
+    def _loss_scale_has_room(self) -> OptimizerConfig:
+        if self.min_loss_scale > self.initial_loss_scale:
+            raise ValueError(
+                f"optimizer.min_loss_scale={self.min_loss_scale} exceeds "
+                f"optimizer.initial_loss_scale={self.initial_loss_scale}; lower it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _decay_is_complete(self) -> OptimizerConfig:

@@ -66,6 +66,10 @@ def build_optimizer(
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
         params_dtype=dtype,
+        initial_loss_scale=config.initial_loss_scale,
+        min_loss_scale=config.min_loss_scale,
+        hysteresis=config.loss_scale_hysteresis,
+        loss_scale_window=config.loss_scale_window,
         use_distributed_optimizer=True,
     )
     # The standard overrides keep weight decay off norms and biases.

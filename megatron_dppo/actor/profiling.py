@@ -77,25 +77,24 @@ class StepProfile:
     work: dict[str, float] = field(default_factory=dict)
     busy: float = 0.0
 
-    def tables(self, *, flops: float, peak_flops: float) -> list[Table]:
-        """Phases and kinds of work. `flops` this rank's share of the step took, of a device that does `peak_flops`."""
+    def tables(self, *, flops: float, peak_flops: float | None) -> list[Table]:
+        """Phases and kinds of work.
+
+        flops       this rank's share of the step's
+        peak_flops  a second, of the device; None where that is not known
+        """
         phases = Table("phase", "seconds", "share", "peak memory, GiB", title="One step by phase")
         for name, use in self.phases.items():
             share = use.seconds / max(self.seconds, 1e-9)
             phases.add_row(name, f"{use.seconds:.4f}", f"{share:.1%}", f"{use.peak_bytes / 2**30:.2f}")
         rate = flops / max(self.seconds, 1e-9)
-        phases.caption = f"{self.seconds:.4f} s in all; {rate / 1e12:.3g} TFLOP/s a rank; MFU {rate / peak_flops:.2%}"
+        utilisation = f"MFU {rate / peak_flops:.2%}" if peak_flops else "MFU unknown on this device"
+        phases.caption = f"{self.seconds:.4f} s in all; {rate / 1e12:.3g} TFLOP/s a rank; {utilisation}"
         work = Table("work", "seconds", "share of the step", title="One step by kind of work")
         for name, seconds in sorted(self.work.items(), key=lambda item: -item[1]):
             work.add_row(name, f"{seconds:.4f}", f"{seconds / max(self.seconds, 1e-9):.1%}")
         work.add_row("nothing running", f"{self.seconds - self.busy:.4f}", f"{1 - self.busy / self.seconds:.1%}")
         return [phases, work]
-
-    def metrics(self, *, flops: float, peak_flops: float) -> dict[str, float]:
-        """Seconds of every phase and kind of work, and `profile/mfu`."""
-        phases = {f"profile/phase/{name}_s": use.seconds for name, use in self.phases.items()}
-        work = {f"profile/work/{name}_s": seconds for name, seconds in self.work.items()}
-        return phases | work | {"profile/step_s": self.seconds, "profile/mfu": flops / self.seconds / peak_flops}
 
 
 @contextmanager

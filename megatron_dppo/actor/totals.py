@@ -41,6 +41,8 @@ class StepTotals:
             "optimizer/grad_norm": sum(norms) / len(norms) if norms else float("nan"),
             "optimizer/lr": self.outcomes[-1].lr,
             "optimizer/skipped_steps": float(steps - len(norms)),
+            "optimizer/overflowed_steps": float(sum(o.overflowed for o in self.outcomes)),
+            "optimizer/loss_scale": self.outcomes[-1].loss_scale,
             "data/padding_fraction": self.padding / max(self.rows, 1),
             "data/rank_imbalance": self.imbalance,
         }

@@ -12,7 +12,7 @@ from megatron_dppo.config.base import ConfigModel
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.tasks.config import TaskConfig
-from megatron_dppo.trainer.config import EvaluationConfig, TrainerConfig
+from megatron_dppo.trainer.config import EvaluationConfig, TrackingConfig, TrainerConfig
 
 
 class RunConfig(ConfigModel):
@@ -26,6 +26,9 @@ class RunConfig(ConfigModel):
     """Root of every random stream: prompt order, sampling of each request, initialisation."""
     collective_timeout_minutes: float = Field(default=120.0, gt=0)
     """How long a rank waits for the others before it gives up; must exceed the longest rollout."""
+    hang_minutes: float = Field(default=60.0, gt=0)
+    """How long one phase of a step may take before its rank counts as hung: the stacks of all its threads are then
+    written to `dir`/stacks, and rank 0 names the rank that the others wait for. The run goes on."""
 
 
 class ModelConfig(ConfigModel):
@@ -48,6 +51,7 @@ class Config(ConfigModel):
     task: TaskConfig = TaskConfig()
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="after")
     def _cross_check(self) -> Config:

@@ -9,6 +9,13 @@ from megatron_dppo.models.hf_config import HFConfig
 H100_BF16_DENSE = 989.4e12
 """Peak bfloat16 FLOP/s of one H100 SXM without sparsity (NVIDIA's data sheet)."""
 
+_BF16_DENSE = {"H100 80GB HBM3": H100_BF16_DENSE, "H200": H100_BF16_DENSE, "A100": 312e12}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bfloat16 (and float16) FLOP/s of a card by a part of its name in CUDA; None for others."""
+    return next((peak for part, peak in _BF16_DENSE.items() if part in device_name), None)
+
 
 def active_matrix_parameters(model: HFConfig) -> int:
     """Weights that one token meets in matrix products: attention, router, its `topk` experts (or the dense MLP) in

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dppo.models.hf_config import HFConfig
-from megatron_dppo.models.parallel import ParallelConfig
+from megatron_dppo.models.parallel import ParallelConfig, uneven_layout
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -107,18 +107,3 @@ def _recompute(recompute: Recompute) -> dict[str, Any]:
     if recompute == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     return {}
-
-
-def uneven_layout(layers: int, stages: int, chunks: int) -> list[list[str]] | None:
-    """Layers per chunk where they do not divide evenly: the first and the last chunk, which also hold the embedding
-    and the output layer, count one layer more than they have, so that they are the ones that get fewer."""
-    parts = stages * chunks
-    if layers % parts == 0:
-        return None
-    counts = [(layers + 2) // parts + (i < (layers + 2) % parts) for i in range(parts)]
-    counts.sort()  # the smallest shares go to the ends
-    counts = [counts[0], *counts[2:], counts[1]]
-    counts[0] -= 1
-    counts[-1] -= 1
-    chunked = [["decoder"] * n for n in counts]
-    return [["embedding", *chunked[0]], *chunked[1:-1], [*chunked[-1], "loss"]]

@@ -7,15 +7,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from megatron_dppo.actor.actor import MegatronActor
+from megatron_dppo.actor.profiling import profiled
 from megatron_dppo.actor.runtime import Runtime
+from megatron_dppo.algorithm import most_masked_tokens
 from megatron_dppo.config.schema import Config
+from megatron_dppo.launch.heartbeat import Heartbeat
+from megatron_dppo.launch.stop import StopRequest
+from megatron_dppo.models.flops import peak_flops, training_flops
 from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.trainer.checkpoints import Checkpoints
-from megatron_dppo.trainer.evaluation import evaluate
+from megatron_dppo.trainer.evaluation import Evaluator
 from megatron_dppo.trainer.examiner import Examiner
+from megatron_dppo.trainer.mismatch import MISMATCH_TOKENS, Mismatch
+from megatron_dppo.trainer.perturb import perturbed
 from megatron_dppo.trainer.progress import Progress
 from megatron_dppo.trainer.rollouts import Experience, RolloutCollector
+from megatron_dppo.trainer.samples import spelled
 from megatron_dppo.trainer.tracking import Tracker
 
 
@@ -25,6 +38,7 @@ class Controller:
 
     engine: RayRolloutEngine
     examiner: Examiner
+    evaluator: Evaluator
     tracker: Tracker
     progress: Progress
 
@@ -59,26 +73,61 @@ class Trainer:
         actor: MegatronActor,
         checkpoints: Checkpoints,
         controller: Controller | None,
+        heartbeat: Heartbeat,
+        stop: StopRequest,
     ) -> None:
         self._runtime, self._config, self._actor = runtime, config, actor
         self._checkpoints, self._controller = checkpoints, controller
+        self._heartbeat, self._stop = heartbeat, stop
+        self._step_now = 0
         side = (controller.engine, controller.examiner) if controller else None
         self._collector = RolloutCollector(runtime, config, side, actor.moe_layer_groups)
 
-    def run(self, first_step: int) -> None:
+    def run(self, first_step: int) -> bool:
         """Steps `first_step + 1 .. trainer.steps`; `first_step` steps are done already (0, or what a checkpoint holds).
 
         The weights of the checkpoint the engine was started from are those of step 0; a resumed run syncs first.
+        Returns whether the last step was reached: a run that is asked to stop (`StopRequest`) saves its state after the
+        running step and returns False.
         """
-        if first_step > 0:
+        with self._stop.listening():
+            return self._run(first_step)
+
+    def _run(self, first_step: int) -> bool:
+        self._step_now = first_step
+        if first_step > 0 or self._config.trainer.engine_weight_noise:
             with self._watch("sync"):
                 self._sync(first_step)
-        elif self._config.evaluation.every:
-            self._evaluate(0)
+        # A run that was stopped during an evaluation has the checkpoint of that step, but not its result.
+        if self._evaluation_is_due(first_step) and not self._evaluated(first_step):
+            self._evaluate(first_step)
         for step in range(first_step + 1, self._config.trainer.steps + 1):
-            self._step(step)
+            self._step_now = step
+            saved = self._step(step)
+            reason = self._asked_to_stop() if step < self._config.trainer.steps else ""
+            if reason:
+                if not saved:
+                    self._save(step)
+                if self._controller:
+                    self._stop.done(step)
+                    self._controller.progress.note(
+                        f"step {step}: stopped by {reason}, the state is saved; trainer.resume=true goes on from it"
+                    )
+                return False
+        return True
 
-    def _step(self, step: int) -> None:
+    def _asked_to_stop(self) -> str:
+        """What asked any rank to stop, the same on all ranks. Collective: one gather of short strings."""
+        reasons: list[str] = [""] * self._runtime.world_size
+        dist.all_gather_object(reasons, self._stop.reason)
+        return next(filter(None, reasons), "")
+
+    def _save(self, step: int) -> None:
+        with self._watch("checkpoint"):
+            self._checkpoints.save(step)
+
+    def _step(self, step: int) -> bool:
+        """Returns whether the state was saved."""
         config, clock = self._config, PhaseClock()
         with self._watch("rollout"), clock.phase("rollout"):
             experience = self._collector.collect(step - 1)
@@ -87,7 +136,8 @@ class Trainer:
             with self._watch("parity check"):
                 metrics |= self._parity(experience)
         with self._watch("training"), clock.phase("train"):
-            metrics |= self._actor.update(experience.source(), experience.signal(config))
+            look = self._looks_at(step)
+            metrics |= self._update(step, experience, count_masked=look)
         self._collector.release(experience)
         with self._watch("weight sync"), clock.phase("sync"):
             self._sync(step)
@@ -96,19 +146,60 @@ class Trainer:
         if self._controller:
             self._controller.tracker.log(step, metrics)
             self._controller.progress.step(step, metrics)
-        last = step == config.trainer.steps
-        if config.evaluation.every and (step % config.evaluation.every == 0 or last):
-            self._evaluate(step)
+            if look:
+                self._show(step, self._controller)
         every = config.trainer.checkpoint_every
-        if every and (step % every == 0 or last):
-            with self._watch("checkpoint"):
-                self._checkpoints.save(step)
+        due = bool(every) and (step % every == 0 or step == config.trainer.steps)
+        if due:
+            self._save(step)
+        if self._evaluation_is_due(step):
+            self._evaluate(step)
+        return due
+
+    def _update(self, step: int, experience: Experience, *, count_masked: bool) -> dict[str, float]:
+        source, signal = experience.source(), experience.signal(self._config)
+        if step != self._config.trainer.profile_step:
+            return self._actor.update(source, signal, count_masked=count_masked)
+        trace = self._config.run.dir / "profile" / f"step{step}_rank{self._runtime.rank}.json.gz"
+        with profiled(self._actor.phases, trace=trace) as profile:
+            metrics = self._actor.update(source, signal, count_masked=count_masked)
+        if self._controller:
+            lengths = source.lengths[np.concatenate(signal.mini_batches)]
+            flops = training_flops(self._actor.trainee.model, lengths) / self._runtime.world_size
+            device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+            for table in profile.tables(flops=flops, peak_flops=peak_flops(device)):
+                self._controller.progress.console.print(table)
+            self._controller.progress.note(f"step {step}: traces of all ranks in {trace.parent}")
+        return metrics
+
+    def _looks_at(self, step: int) -> bool:
+        every = self._config.tracking.samples_every
+        return every > 0 and step % every == 0
+
+    def _show(self, step: int, controller: Controller) -> None:
+        """Answers and blocked tokens of this step, for people."""
+        controller.tracker.samples(step, self._collector.samples)
+        counts, limit = self._actor.masked_counts, self._config.tracking.masked_tokens
+        if counts is not None and limit:
+            masked = most_masked_tokens(counts, limit)
+            controller.tracker.masked_tokens(step, spelled(masked, controller.examiner.tokenizer))
+
+    def _evaluation_is_due(self, step: int) -> bool:
+        every = self._config.evaluation.every
+        return every > 0 and (step % every == 0 or step == self._config.trainer.steps)
+
+    def _evaluated(self, step: int) -> bool:
+        """Whether the run's folder has an evaluation of `step` already; only the controller knows."""
+        return self._controller is not None and self._controller.tracker.has(step, "time/eval_s")
 
     def _parity(self, experience: Experience) -> dict[str, float]:
         """The first rollout, recomputed before any update: with the engine's routes, and with the live routers."""
         source = experience.source()
-        with_replay = self._actor.parity(source, replay=True)
-        without = self._actor.parity(source, replay=False)
+        with_replay = self._actor.parity(source, replay=True, keep=MISMATCH_TOKENS)
+        replayed = self._actor.parity_tokens
+        without = self._actor.parity(source, replay=False, keep=MISMATCH_TOKENS)
+        if self._controller:
+            Mismatch.of(replayed, self._actor.parity_tokens).write(self._config.run.dir)
         return {f"parity/{name}": value for name, value in with_replay.items()} | {
             f"parity_without_replay/{name}": value for name, value in without.items()
         }
@@ -117,7 +208,11 @@ class Trainer:
         """The actor's weights to the engine. Collective: every rank drains the export."""
         weights = self._actor.export_weights()
         if self._controller:
+            whole: Iterator[tuple[str, Tensor]]
             whole = ((name, tensor) for name, tensor in weights if tensor is not None)  # on rank 0 every one is
+            noise = self._config.trainer.engine_weight_noise
+            if noise:
+                whole = perturbed(whole, noise, self._config.run.seed)
             self._controller.engine.update_weights(version, whole)
         else:
             for _ in weights:
@@ -128,22 +223,23 @@ class Trainer:
             return
         start = time.perf_counter()
         with self._watch("evaluation"):
-            metrics = evaluate(
-                self._controller.engine,
-                self._controller.examiner,
-                self._config.evaluation,
-                max_response_tokens=self._config.rollout.max_response_tokens,
-                run_seed=self._config.run.seed,
-                step=step,
-            )
+            metrics = self._controller.evaluator(step)
         self._controller.tracker.log(step, metrics | {"time/eval_s": time.perf_counter() - start})
-        self._controller.progress.note(
-            f"step {step}: held-out accuracy {metrics['eval/accuracy']:.3f}, "
-            f"well-formed {metrics['eval/well_formed']:.3f}"
-        )
+        if "eval/accuracy" in metrics:
+            self._controller.progress.note(
+                f"step {step}: held-out accuracy {metrics['eval/accuracy']:.3f}, "
+                f"well-formed {metrics['eval/well_formed']:.3f}"
+            )
+        for one in self._controller.examiner.sets:
+            accuracy, low, high = (metrics[f"eval/{one.name}/accuracy{end}"] for end in ("", "_low", "_high"))
+            self._controller.progress.note(
+                f"step {step}: {one.name} avg@{one.samples} {accuracy:.3f} (95 % of resampled prompts: "
+                f"{low:.3f} to {high:.3f})"
+            )
 
     @contextmanager
     def _watch(self, phase: str) -> Iterator[None]:
+        self._heartbeat.beat(phase, self._step_now)
         if self._controller:
             self._controller.progress.phase(phase)
         yield

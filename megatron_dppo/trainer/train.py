@@ -19,18 +19,22 @@ from megatron_dppo.checkpoint.state_folder import latest_state
 from megatron_dppo.config.load import save_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.heartbeat import Heartbeat
+from megatron_dppo.launch.logs import logging_to
+from megatron_dppo.launch.stop import StopRequest
 from megatron_dppo.models.build import build_model
 from megatron_dppo.models.hf_config import HFConfig, load_hf_config
 from megatron_dppo.models.megatron_config import transformer_config
 from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.rollout.ray_session import RaySession
-from megatron_dppo.tasks.build import build_task
 from megatron_dppo.trainer.checkpoints import Checkpoints, checkpoint_root
-from megatron_dppo.trainer.examiner import Examiner
+from megatron_dppo.trainer.evaluation import Evaluator
+from megatron_dppo.trainer.examiner import build_examiner
 from megatron_dppo.trainer.history import History
 from megatron_dppo.trainer.loop import Controller, Trainer
 from megatron_dppo.trainer.plots import plot_runs
 from megatron_dppo.trainer.progress import Progress
+from megatron_dppo.trainer.sinks import open_sinks, require_services
 from megatron_dppo.trainer.summary import print_summary
 from megatron_dppo.trainer.tracking import Tracker, require_unused
 
@@ -47,7 +51,7 @@ def train(config: Config) -> int:
     started = time.monotonic()
     hf_config = load_hf_config(config.model.path)
     config.parallel.check_fits(hf_config, actor_runtime.world_size())
-    _check_model_against(config, hf_config)
+    check_model_against(config, hf_config)
     files = HFFiles(config.model.path)
     check_tensors(files, hf_config, stores_stacked_experts(files, hf_config))
     _make_run_folder(config)
@@ -55,9 +59,18 @@ def train(config: Config) -> int:
         latest_state(checkpoint_root(config))
     else:
         require_unused(config.run.dir)
-    examiner = _build_examiner(config) if actor_runtime.rank() == 0 else None
+    examiner = None
+    if actor_runtime.rank() == 0:
+        require_services(config.tracking)
+        examiner = build_examiner(config, AutoTokenizer.from_pretrained(config.model.path))
 
     with ExitStack() as stack:
+        rank = actor_runtime.rank()
+        stack.enter_context(logging_to(config.run.dir, rank))
+        heartbeat = Heartbeat(config.run.dir, rank, limit=config.run.hang_minutes * 60, watch_peers=rank == 0)
+        stack.enter_context(heartbeat.running())
+        if examiner is not None:
+            stack.callback(examiner.close)
         stack.callback(actor_runtime.stop)
         runtime = actor_runtime.start(
             config.parallel, seed=config.run.seed, timeout_minutes=config.run.collective_timeout_minutes
@@ -71,16 +84,34 @@ def train(config: Config) -> int:
         if engine is not None and examiner is not None:
             save_config(config, config.run.dir / "config.yaml")
             resumed_at = first_step if config.trainer.resume else None
-            tracker = stack.enter_context(Tracker(config.run.dir, resume_step=resumed_at))
+            sinks = open_sinks(
+                config.tracking,
+                run=config.run.name,
+                folder=config.run.dir,
+                settings=config.model_dump(mode="json"),
+                resume=config.trainer.resume,
+            )
+            tracker = stack.enter_context(Tracker(config.run.dir, resume_step=resumed_at, sinks=sinks))
             progress = Progress(total_steps=config.trainer.steps, first_step=first_step, title=config.run.name)
-            controller = Controller(engine, examiner, tracker, stack.enter_context(progress))
-        trainer = Trainer(runtime, config, actor=actor, checkpoints=checkpoints, controller=controller)
-        trainer.run(first_step)
-        if config.trainer.export_hugging_face:
+            evaluator = Evaluator(engine, examiner, config.evaluation, config.rollout, config.run.seed)
+            controller = Controller(engine, examiner, evaluator, tracker, stack.enter_context(progress))
+            for line in examiner.report:
+                progress.note(line)
+        trainer = Trainer(
+            runtime,
+            config,
+            actor=actor,
+            checkpoints=checkpoints,
+            controller=controller,
+            heartbeat=heartbeat,
+            stop=StopRequest(config.run.dir),
+        )
+        finished = trainer.run(first_step)
+        if finished and config.trainer.export_hugging_face:
             save_hf_checkpoint(
                 config.run.dir / MODEL_FOLDER, actor.model, hf_config, runtime.groups, overwrite=config.trainer.resume
             )
-    if runtime.is_controller:
+    if finished and runtime.is_controller:
         _report(config, time.monotonic() - started)
     return 0
 
@@ -109,11 +140,6 @@ def build_actor(runtime: Runtime, config: Config, hf_config: HFConfig) -> Megatr
     )
 
 
-def _build_examiner(config: Config) -> Examiner:
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    return Examiner(build_task(config.task, tokenizer), tokenizer)
-
-
 def _start_engine(runtime: Runtime, config: Config, stack: ExitStack) -> RayRolloutEngine | None:
     """Ray on every rank; the engine on the controller, loading in the background."""
     namespace = f"{config.run.name}-{config.run.seed}"
@@ -129,8 +155,8 @@ def _start_engine(runtime: Runtime, config: Config, stack: ExitStack) -> RayRoll
     return None
 
 
-def _check_model_against(config: Config, hf_config: HFConfig) -> None:
-    """Cross-checks that need the model."""
+def check_model_against(config: Config, hf_config: HFConfig) -> None:
+    """Cross-checks of a configuration that need the model. Raises UserError."""
     preset = config.algorithm.resolve()
     if hf_config.moe and config.actor.router_replay == "r3" and not config.rollout.router_replay:
         raise UserError("actor.router_replay=r3 needs rollout.router_replay=true: the engine must record the routes")

@@ -101,7 +101,7 @@ def train_cases(rank: int, path: str, layout: dict, lesson: Lesson, cases: list[
     return results
 
 
-def build_actor(path: str, layout: dict, case: Case, **optimizer: Any):
+def build_actor(path: str, layout: dict, case: Case, *, dtype: str = "float32", **optimizer: Any):
     """A `MegatronActor` with the weights of `path` on this rank."""
     from megatron_dppo.actor.actor import MegatronActor
     from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
@@ -118,7 +118,7 @@ def build_actor(path: str, layout: dict, case: Case, **optimizer: Any):
     model = load_hf_config(path)
     parallel.check_fits(model, runtime.world_size)
     config = ActorConfig(
-        dtype="float32",
+        dtype=dtype,
         max_tokens_per_microbatch=case.budget,
         long_sequences=case.long_sequences,
         router_replay="r3" if case.replay else "none",
@@ -128,7 +128,7 @@ def build_actor(path: str, layout: dict, case: Case, **optimizer: Any):
     settings = transformer_config(
         model,
         parallel,
-        params_dtype=torch.float32,
+        params_dtype=getattr(torch, dtype),
         recompute=config.recompute,
         token_dispatcher=config.token_dispatcher,
     )

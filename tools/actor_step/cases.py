@@ -81,6 +81,8 @@ class Case:
     """Also without adding weight gradients to the float32 buffer inside the matrix product."""
     trace: bool = False
     """Keep the Chrome trace of the profiled step."""
+    offload: bool = False
+    """Also move everything to host memory and back."""
     budget_divisor: int = 1
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -100,7 +102,7 @@ _PP2_EP2 = {"pipeline": 2, "expert": 2}
 CASES = [
     Case("b2", 2, 8, _TP2_EP2, recompute="selective", wgrad_arm=True, trace=True),
     Case("a1", 1, 4, cross_entropy=False, wgrad_arm=True),
-    Case("a1-small", 1, 2),
+    Case("a1-small", 1, 2, offload=True),
     Case(
         "a1-cutlass",
         1,

@@ -14,7 +14,7 @@ MAIN, REPLAY, NO_REPLAY = "dppo-topk-tv, replay", "dppo-binary-tv, replay", "dpp
 
 def report(found: Found, failures: dict[str, str]) -> str:
     """Everything, the timing table first."""
-    parts = [_timing(found), _ratios(found), _work(found), _agreement(found)]
+    parts = [_timing(found), _ratios(found), _work(found), _agreement(found), _offload(found)]
     if failures:
         parts.append("Failed:\n\n" + "\n".join(f"- `{name}`:\n```\n{text}\n```" for name, text in failures.items()))
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -113,6 +113,17 @@ def _agreement(found: Found) -> str:
         f"difference from `{REFERENCE}`)."
     )
     return _table(title, [*head, "max abs(log pi - log mu)"], rows)
+
+
+def _offload(found: Found) -> str:
+    keys = ["allocated_gib", "freed_gib", "left_gib", "offload_s", "onload_s", "step_after_s"]
+    rows = [
+        [name, *(f"{got['offload'][key]:.2f}" for key in keys), got["offload"]["same_bits"]]
+        for name, got in found.items()
+        if "offload" in got
+    ]
+    head = ["case", "allocated GiB", "freed GiB", "left GiB", "offload s", "onload s", "next step s", "same bits"]
+    return _table("Weights, optimizer state and gradients to page-locked host memory and back.", head, rows)
 
 
 def _cases(found: Found, measure: str) -> list[Case]:

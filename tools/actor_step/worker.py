@@ -136,6 +136,38 @@ class Bench:
                 }
                 self.note("objective_fused", self._rounds(fused))
 
+        if self.case.offload:
+            self.note("offload", self._offload(arms[MAIN]))
+
+    def _offload(self, arm: Arm) -> dict[str, Any]:
+        """What offloading frees and how long it takes, the second time (host buffers exist then)."""
+        found: dict[str, Any] = {}
+        for _ in range(2):
+            found = {"allocated_gib": self._allocated()}
+            before = self._checksum()
+            start = time.perf_counter()
+            found["freed_gib"] = self.actor.offload() / 2**30
+            found["offload_s"] = time.perf_counter() - start
+            found["left_gib"] = self._allocated()
+            start = time.perf_counter()
+            self.actor.onload()
+            found["onload_s"] = time.perf_counter() - start
+            found["same_bits"] = self._checksum() == before
+        found["step_after_s"] = self._step(arm)
+        return found
+
+    def _checksum(self) -> list[int]:
+        """Sums of the bits of weights, master weights and moments."""
+        parts = self.actor.optimizer.chained_optimizers
+        states = [state for part in parts for state in part.optimizer.state.values()]
+        tensors = [p.data for chunk in self.actor.model for p in chunk.parameters()]
+        tensors += [p.data for part in parts for group in part.optimizer.param_groups for p in group["params"]]
+        tensors += [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+        return [int(t.reshape(-1).view(torch.int16).sum(dtype=torch.int64)) for t in tensors]
+
+    def _allocated(self) -> float:
+        return torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+
     def _rounds(self, arms: dict[str, Arm]) -> dict[str, list[float]]:
         """Seconds of each step: an untimed one of each, then rounds in turn until the time is spent, at least three."""
         for arm in arms.values():

@@ -1,0 +1,67 @@
+"""`megatron-dppo doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_dppo.doctor.finding import Finding
+from megatron_dppo.errors import UserError
+
+
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, nargs="?", help="configuration to check as well")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="config keys to change")
+    parser.add_argument("--ranks", type=int, help="ranks the configuration will run on (the fewest it can)")
+    parser.add_argument("--gpu", action="store_true", help="GPUs are expected here: their absence is an error")
+    parser.add_argument(
+        "--bandwidth", action="store_true", help="measure the network (started by torchrun on all nodes)"
+    )
+    parser.add_argument("--min-bandwidth", type=float, metavar="GB/s", help="what it must reach (NVLink 50, nodes 5)")
+    parser.add_argument("--strict", action="store_true", help="warnings count as errors")
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """One line per finding on standard output, none where all is well. 0: no error; 1: at least one."""
+    if arguments.ranks is not None and arguments.ranks < 1:
+        raise UserError(f"--ranks {arguments.ranks}: must be 1 or more")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|torch)\b")  # as for `train`
+    failed = False
+    for finding in _all(arguments):
+        print(finding, flush=True)
+        failed |= finding.level == "error" or arguments.strict
+    return 1 if failed else 0
+
+
+def _all(arguments: argparse.Namespace) -> Iterator[Finding]:
+    from megatron_dppo.doctor import gpu, machine, packages
+
+    there = gpu.cards() > 0
+    yield from packages.check_python()
+    yield from packages.check_packages(gpu=there or arguments.gpu)
+    yield from gpu.check_cuda(expected=arguments.gpu)
+    if there and "RANK" not in os.environ:
+        yield from gpu.check_peers()
+    yield from machine.check_files()
+    yield from machine.check_shared_memory()
+    yield from machine.check_locked_memory()
+    yield from machine.check_interfaces()
+    yield from machine.check_rendezvous()
+    yield from machine.check_ray()
+    if arguments.bandwidth:
+        from megatron_dppo.doctor.bandwidth import check_bandwidth
+
+        if "WORLD_SIZE" not in os.environ:
+            raise UserError(
+                "--bandwidth: start it with torchrun: torchrun --nproc-per-node 8 --no-python megatron-dppo doctor ..."
+            )
+        yield from check_bandwidth(None if arguments.min_bandwidth is None else arguments.min_bandwidth * 1e9)
+    if arguments.config is not None:
+        from megatron_dppo.doctor.configuration import check_configuration
+
+        sys.stdout.flush()
+        yield from check_configuration(arguments.config, arguments.overrides, ranks=arguments.ranks)

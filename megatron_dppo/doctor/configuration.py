@@ -1,0 +1,219 @@
+"""Everything about a configuration that can be known before it runs."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megatron_dppo.config.load import load_config
+from megatron_dppo.config.schema import Config
+from megatron_dppo.doctor.finding import Finding, error, warning
+from megatron_dppo.doctor.machine import MIB, check_shared_memory
+from megatron_dppo.errors import UserError
+from megatron_dppo.launch.secrets import redact, secret_values
+from megatron_dppo.models.hf_config import HFConfig, load_hf_config
+
+_STATE_BYTES = 14
+"""Of a training state, per parameter: bf16 weights, float32 master weights and both moments."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+
+
+def check_configuration(file: Path, overrides: list[str], *, ranks: int | None) -> Iterator[Finding]:
+    """Findings about the run that `file` with `overrides` describes, on `ranks` ranks (default: the fewest it can use).
+
+    Later checks need what earlier ones read; where that fails they are left out.
+    """
+    yield from _secrets(file)
+    config, problems = _attempt("config", "correct the file or the override", lambda: load_config(file, overrides))
+    yield from problems
+    if config is None:
+        return
+    model, problems = _attempt(
+        "model", "point model.path to a Hugging Face folder", lambda: load_hf_config(config.model.path)
+    )
+    yield from problems
+    yield from _folder(config)
+    yield from _times(config)
+    if config.rollout.object_store_mib:
+        yield from check_shared_memory(config.rollout.object_store_mib)
+    if model is None:
+        return
+    yield from _layout(config, model, ranks)
+    yield from _batches(config, ranks)
+    yield from _lengths(config, model)
+    yield from _together(config, model)
+    yield from _files(config, model)
+    yield from _disk(config, model)
+
+
+def _attempt[T](check: str, fix: str, work: Callable[[], T]) -> tuple[T | None, list[Finding]]:
+    """What `work` returns, or the finding that its error is."""
+    try:
+        return work(), []
+    except UserError as problem:
+        return None, [error(check, str(problem), fix)]
+
+
+def _secrets(file: Path) -> Iterator[Finding]:
+    """A run writes its configuration to its folder: what is secret belongs in the environment."""
+    if not file.is_file():
+        return
+    text = file.read_text(errors="replace")
+    if redact(text, {}) != text or any(value in text for value in secret_values()):
+        yield error("secrets", f"{file} holds what looks like a secret", "remove it and set an environment variable")
+
+
+def _layout(config: Config, model: HFConfig, ranks: int | None) -> Iterator[Finding]:
+    world = ranks or fewest_ranks(config)
+    yield from _attempt(
+        "layout", f"the model has to fit {world} ranks", lambda: config.parallel.check_fits(model, world)
+    )[1]
+
+
+def fewest_ranks(config: Config) -> int:
+    """The smallest world that the layout divides."""
+    parallel = config.parallel
+    return math.lcm(parallel.model_ranks, parallel.expert * parallel.expert_tensor * parallel.pipeline)
+
+
+def _batches(config: Config, ranks: int | None) -> Iterator[Finding]:
+    trainer = config.trainer
+    data = max(1, config.parallel.data(ranks or fewest_ranks(config)))
+    sequences = trainer.prompts_per_mini_batch * trainer.samples_per_prompt
+    if sequences < data:
+        yield error(
+            "batch",
+            f"a gradient step has {sequences} sequences for {data} data-parallel ranks: some would train on nothing",
+            "raise trainer.prompts_per_mini_batch, or use more model parallelism",
+        )
+    if trainer.samples_per_prompt == 1:
+        yield warning(
+            "batch",
+            "trainer.samples_per_prompt=1: the mean of one reward is that reward, so every advantage is 0",
+            "sample several answers",
+        )
+
+
+def _lengths(config: Config, model: HFConfig) -> Iterator[Finding]:
+    rollout, actor = config.rollout, config.actor
+    longest = rollout.max_model_len
+    if longest > model.max_position_embeddings:
+        yield error(
+            "lengths",
+            f"prompts and responses reach {longest} tokens, the model {model.max_position_embeddings}",
+            "lower rollout.max_response_tokens",
+        )
+    if longest > actor.max_tokens_per_microbatch and actor.long_sequences == "refuse":
+        yield error(
+            "lengths",
+            f"a sequence may have {longest} tokens, a microbatch {actor.max_tokens_per_microbatch}: "
+            "the first long answer stops the run",
+            f"set actor.max_tokens_per_microbatch={longest}, or actor.long_sequences=alone",
+        )
+
+
+def _together(config: Config, model: HFConfig) -> Iterator[Finding]:
+    """What training checks at its start."""
+    from megatron_dppo.trainer.train import check_model_against
+
+    yield from _attempt("algorithm", "see docs/algorithms.md", lambda: check_model_against(config, model))[1]
+
+
+def _times(config: Config) -> Iterator[Finding]:
+    run, rollout = config.run, config.rollout
+    if run.collective_timeout_minutes * 60 < rollout.generate_timeout_s:
+        yield error(
+            "timeouts",
+            f"ranks give up after {run.collective_timeout_minutes:g} min, but a rollout may take "
+            f"{rollout.generate_timeout_s / 60:g} min",
+            "raise run.collective_timeout_minutes",
+        )
+    if run.hang_minutes > run.collective_timeout_minutes:
+        yield warning(
+            "timeouts",
+            f"run.hang_minutes={run.hang_minutes:g} is longer than run.collective_timeout_minutes: "
+            "a hung rank would not be named before the others give up",
+            "lower run.hang_minutes",
+        )
+
+
+def _folder(config: Config) -> Iterator[Finding]:
+    """The run's folder: can be written, is new or can be resumed."""
+    from megatron_dppo.checkpoint.state_folder import latest_state
+    from megatron_dppo.trainer.checkpoints import checkpoint_root
+    from megatron_dppo.trainer.tracking import require_unused
+
+    folder = config.run.dir
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        if not existing.is_dir():
+            raise NotADirectoryError(20, "a file is in its place")
+        probe = existing / ".megatron-dppo-doctor"
+        probe.touch()
+        probe.unlink()
+    except OSError as problem:
+        yield error("run-folder", f"run.dir={folder} cannot be made: {existing}: {problem.strerror}", "choose another")
+        return
+    if config.trainer.resume:
+        yield from _attempt(
+            "resume", "set trainer.resume=false to start anew", lambda: latest_state(checkpoint_root(config))
+        )[1]
+    else:
+        yield from _attempt("run-folder", "each run has a folder of its own", lambda: require_unused(folder))[1]
+
+
+def _files(config: Config, model: HFConfig) -> Iterator[Finding]:
+    """Weights and tokenizer of the model, by their headers; the task's data."""
+    from megatron_dppo.checkpoint.hf_files import HFFiles
+    from megatron_dppo.checkpoint.hf_import import check_tensors, stores_stacked_experts
+
+    def weights() -> None:
+        files = HFFiles(config.model.path)
+        check_tensors(files, model, stores_stacked_experts(files, model))
+
+    yield from _attempt("weights", "fetch the checkpoint again", weights)[1]
+    yield from _task(config)
+
+
+def _task(config: Config) -> Iterator[Finding]:
+    from transformers import AutoTokenizer
+
+    from megatron_dppo.tasks.build import build_task
+
+    folder = config.model.path
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        # transformers would make one without a vocabulary.
+        named = ", ".join(_TOKENIZER_FILES)
+        yield error("tokenizer", f"{folder} has no tokenizer (none of {named})", "copy the tokenizer's files")
+        return
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    except Exception as problem:  # transformers raises many types here
+        reason = str(problem).strip().splitlines()[0]
+        yield error(
+            "tokenizer", f"{config.model.path} has no tokenizer that loads: {reason}", "copy the tokenizer's files"
+        )
+        return
+    try:
+        build_task(config.task, tokenizer)
+    except (UserError, ValueError, OSError) as problem:
+        yield error("task", str(problem).splitlines()[0], "correct the task section")
+
+
+def _disk(config: Config, model: HFConfig) -> Iterator[Finding]:
+    """Room for the training states that are kept, the one being written, and the exported model."""
+    parameters = sum(math.prod(shape) for shape in model.tensors.values())
+    states = (config.trainer.keep_checkpoints + 1) if config.trainer.checkpoint_every else 0
+    wanted = parameters * (states * _STATE_BYTES + (2 if config.trainer.export_hugging_face else 0))
+    existing = next((path for path in (config.run.dir, *config.run.dir.absolute().parents) if path.is_dir()), None)
+    if existing is None:
+        return
+    free = shutil.disk_usage(existing).free
+    if free < wanted:
+        yield error(
+            "disk",
+            f"{existing} has {free // MIB:,} MiB free; the states and the model of this run take {wanted // MIB:,} MiB",
+            "free space, lower trainer.keep_checkpoints, or choose another run.dir",
+        )

@@ -1,0 +1,106 @@
+"""CUDA, NCCL and the wires between GPUs. Runs only where there is a card, or where one is expected."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+
+from megatron_dppo.doctor.finding import Finding, error, warning
+
+DRIVER = 580
+"""The first driver branch for CUDA 13."""
+PEER_BANDWIDTH = 20e9
+"""Bytes/s between two cards of a node below which something is wrong (PCIe gen 5 gives 50e9, NVLink 300e9 and more)."""
+
+
+def cards() -> int:
+    """GPUs that the driver lists; 0 without a driver."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
+    return sum(line.startswith("GPU") for line in done.stdout.splitlines())
+
+
+def check_cuda(expected: bool) -> Iterator[Finding]:
+    """Driver, torch's CUDA and NCCL."""
+    listed = cards()
+    if not listed:
+        if expected:
+            yield error(
+                "gpu", "no GPU is listed by nvidia-smi", "install the driver, or start the container with --gpus all"
+            )
+        return
+    yield from _driver()
+    import torch
+
+    if not torch.cuda.is_available():
+        yield error(
+            "cuda",
+            f"nvidia-smi lists {listed} GPUs, but torch {torch.__version__} cannot use them",
+            "check CUDA_VISIBLE_DEVICES, and that the driver is of branch 580 or later",
+        )
+        return
+    if not torch.distributed.is_nccl_available():
+        yield error("nccl", "torch was built without NCCL", "install torch from PyPI, as constraints/gpu.txt pins it")
+    for index in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(index)
+        if capability < (8, 0):
+            yield error(
+                "gpu", f"GPU {index} has compute capability {capability}, without bf16", "use A100, H100 or later"
+            )
+        free, total = torch.cuda.mem_get_info(index)
+        if free < 0.9 * total:
+            yield warning(
+                "gpu-memory",
+                f"GPU {index} has {free / 2**30:.0f} of {total / 2**30:.0f} GiB free: another process uses it",
+                "end it, or choose other cards",
+            )
+
+
+def _driver() -> Iterator[Finding]:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.split()
+    branch = found[0].split(".")[0] if found else ""
+    if branch.isdigit() and int(branch) < DRIVER:
+        yield error("driver", f"driver {found[0]} is older than {DRIVER}, which CUDA 13 needs", "update the driver")
+
+
+def check_peers() -> Iterator[Finding]:
+    """Every pair of cards of this node: direct access, and how fast 256 MiB get across."""
+    import torch
+
+    for a in range(torch.cuda.device_count()):
+        for b in range(a + 1, torch.cuda.device_count()):
+            if not torch.cuda.can_device_access_peer(a, b):
+                yield warning(
+                    "peer-access",
+                    f"GPUs {a} and {b} cannot reach each other's memory: NCCL copies through the host",
+                    "check `nvidia-smi topo -m`, IOMMU and ACS settings",
+                )
+                continue
+            speed = _copy_speed(a, b)
+            if speed < PEER_BANDWIDTH:
+                yield warning(
+                    "peer-bandwidth",
+                    f"GPU {a} to {b}: {speed / 1e9:.0f} GB/s",
+                    "check `nvidia-smi nvlink -s` and that no other job uses the cards",
+                )
+
+
+def _copy_speed(a: int, b: int) -> float:
+    import torch
+
+    size = 256 << 20
+    source, target = (torch.empty(size, dtype=torch.uint8, device=f"cuda:{index}") for index in (a, b))
+    for _ in range(2):
+        target.copy_(source)
+    torch.cuda.synchronize(a)
+    torch.cuda.synchronize(b)
+    start = time.perf_counter()
+    for _ in range(4):
+        target.copy_(source)
+    torch.cuda.synchronize(a)
+    torch.cuda.synchronize(b)
+    return 4 * size / (time.perf_counter() - start)

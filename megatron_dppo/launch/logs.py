@@ -1,0 +1,61 @@
+"""Logs that a machine can read: one JSON object a line, with rank and host, without secrets."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from megatron_dppo.launch.secrets import redact
+
+FOLDER = "logs"
+"""Of the run's folder."""
+
+
+class JsonLines(logging.Formatter):
+    """`{"time": ..., "level": ..., "rank": ..., "host": ..., "logger": ..., "message": ..., "exception": ...}`"""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank, self._host = rank, socket.gethostname()
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "rank": self._rank,
+            "host": self._host,
+            "logger": record.name,
+            "message": redact(record.getMessage()),
+        }
+        if record.exc_info:
+            entry["exception"] = redact(self.formatException(record.exc_info))
+        return json.dumps(entry, ensure_ascii=False)
+
+
+@contextmanager
+def logging_to(folder: Path, rank: int) -> Iterator[Path]:
+    """Inside, what this process logs (INFO and above, Python's warnings too) goes to `folder`/logs/rank-00000.jsonl.
+
+    Nothing is taken away from the terminal or from handlers that are there already. Lines of an earlier start of the
+    same run stay: the file is appended to.
+    """
+    file = folder / FOLDER / f"rank-{rank:05d}.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(file, encoding="utf-8")
+    handler.setFormatter(JsonLines(rank))
+    handler.setLevel(logging.INFO)
+    root, own = logging.getLogger(), logging.getLogger("megatron_dppo")
+    level = own.level
+    own.setLevel(logging.INFO)
+    root.addHandler(handler)
+    try:
+        yield file
+    finally:
+        root.removeHandler(handler)
+        own.setLevel(level)
+        handler.close()

@@ -1,0 +1,182 @@
+"""What one decoder layer keeps for its backward, and what it needs besides while it runs.
+
+Derived from Megatron-Core 0.19's layer with Transformer Engine 2.12's modules, bf16, packed sequences, operator by
+operator. Letters: T tokens a rank attends from, S its rows of the residual stream (T / TP with sequence parallelism), R
+rows that reach its experts, h hidden, q and k the query and key-value widths on this rank, f the experts' width.
+
+    operator          kept for the backward                                       bytes
+    norm + QKV        input and normalised input, 1 / rms                         4 S h + 4 S
+    split, QK norm    contiguous copies of q and k, 1 / rms of every head         2 T (q + k) + 4 T heads
+    rotary            nothing (its output is attention's input)
+    attention         rotated q, k, contiguous v, output, log-sum-exp             2 T (2 q + 2 k) + 4 T heads
+      "selective"     recomputed from q, k and the view v, which keeps the
+                      whole QKV product alive                                     2 T (2 q + k) + 2 T (q + 2 k)
+    output projection nothing (its input is attention's output)
+    norm              input, output (the router's input)                          4 S h + 4 S
+    router            chosen ids (int64, twice), their probabilities              20 S topk
+    dispatch          row map int32 [S, 2 E + 1]; held by the dispatcher until the
+                      next forward: fp32 probabilities and mask [S, E]            8 S E + 5 S E
+    experts, fc1      rows sorted by expert, their probabilities                  2 R h + 4 R
+    SwiGLU            both halves                                                 2 R 2 f
+    fc2               its input                                                   2 R f
+    combine           nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_dppo.planner.workload import Layout
+
+_HALF, _FLOAT, _INT64 = 2, 4, 8
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Bytes of one operator. `forward` and `backward` are alive beside everything kept up to and with it."""
+
+    name: str
+    kept: int
+    forward: int = 0
+    backward: int = 0
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes of one layer of one microbatch on one rank."""
+
+    operators: tuple[Operator, ...]
+    boundary: int
+    """The layer's input, all that full recomputation keeps."""
+    lasting: int
+    """What the token dispatcher holds until the next forward, recomputed or not."""
+
+    @property
+    def kept(self) -> int:
+        return sum(operator.kept for operator in self.operators)
+
+    @property
+    def forward_peak(self) -> int:
+        """Most bytes during the forward that a backward will follow, the kept ones included."""
+        return max(self._running(lambda operator: operator.forward))
+
+    @property
+    def backward_peak(self) -> int:
+        return max(self._running(lambda operator: operator.backward))
+
+    def _running(self, extra: Callable[[Operator], int]) -> list[int]:
+        running, peaks = 0, []
+        for operator in self.operators:
+            running += operator.kept
+            peaks.append(running + extra(operator))
+        return peaks
+
+
+def layer_memory(layout: Layout, layer: int) -> LayerMemory:
+    """Of layer number `layer` (from 0)."""
+    rows = layout.rows_per_rank
+    boundary = _HALF * rows * layout.model.hidden_size
+    feed_forward = _experts if layout.model.is_moe_layer(layer) else _dense
+    operators, lasting = feed_forward(layout)
+    return LayerMemory((*_attention(layout), *operators), boundary, lasting)
+
+
+def _attention(layout: Layout) -> Sequence[Operator]:
+    model, parallel = layout.model, layout.parallel
+    tokens, rows, hidden = layout.tokens_per_rank, layout.rows_per_rank, model.hidden_size
+    heads = max(1, model.heads // parallel.tensor)
+    kv_heads = max(1, model.kv_heads // parallel.tensor)
+    q, k = (_HALF * tokens * n * model.head_dim for n in (heads, kv_heads))
+    mixed = q + 2 * k
+    residual = _HALF * rows * hidden
+    gathered = _HALF * tokens * hidden if parallel.sequence_parallel else 0
+    weights = 0 if layout.wgrad_fusion else _HALF * hidden * model.head_dim
+    statistics = _FLOAT * tokens * heads
+    norms = (q + k + _FLOAT * tokens * (heads + kv_heads)) if model.family.qk_norm else 0
+    # cuDNN sums dq in float32; context parallelism exchanges keys and values around a ring, two buffers and gradients.
+    attention_backward = 2 * q + 2 * k + 2 * q + statistics
+    ring = 0
+    if parallel.context > 1:
+        ring = 2 * 2 * k + 2 * 2 * 2 * k + q
+    if layout.recompute == "selective":
+        attention = Operator("attention", q + k + mixed + q, k, attention_backward + k + q + statistics + ring)
+    else:
+        attention = Operator("attention", q + k + k + q + statistics, mixed + ring, attention_backward + ring)
+    return (
+        Operator(
+            "norm and QKV",
+            2 * residual + _FLOAT * rows,
+            gathered + mixed,
+            residual + mixed + gathered + _HALF * tokens * hidden + weights * (heads + 2 * kv_heads) + residual,
+        ),
+        Operator("QK norm", norms, mixed + q + k, residual + 2 * mixed + q),
+        attention,
+        Operator(
+            "output projection",
+            0,
+            mixed + _HALF * tokens * hidden,
+            residual + (gathered or residual) + q + weights * heads,
+        ),
+    )
+
+
+def _experts(layout: Layout) -> tuple[Sequence[Operator], int]:
+    model, parallel = layout.model, layout.parallel
+    assert model.moe is not None
+    moe, rows, hidden = model.moe, layout.rows_per_rank, model.hidden_size
+    residual = _HALF * rows * hidden
+    sent = _HALF * rows * moe.topk * hidden
+    received = layout.expert_rows * hidden * _HALF
+    # The all-to-all returns its input where there is one rank.
+    arrived = received if parallel.expert * parallel.expert_tensor > 1 else 0
+    width = moe.intermediate_size // parallel.expert_tensor
+    gate_up = layout.expert_rows * 2 * width * _HALF
+    down = gate_up // 2
+    local = moe.experts // parallel.expert
+    # A product's weight gradients exist apart only where they are not added to the float32 buffer in place.
+    fc2 = 0 if layout.wgrad_fusion else _HALF * local * width * hidden
+    row_map = _FLOAT * rows * (2 * moe.experts + 1)
+    lasting = rows * moe.experts * (_FLOAT + 1) + row_map
+    # The forward's own variables hold the rows as sent and as arrived until the layer returns.
+    held = sent + arrived
+    return (
+        Operator("norm", 2 * residual + _FLOAT * rows, residual, 3 * residual),
+        Operator(
+            "router",
+            (2 * _INT64 + _FLOAT) * rows * moe.topk,
+            rows * moe.experts * (4 * _FLOAT),
+            3 * residual + 2 * _FLOAT * rows * hidden,
+        ),
+        Operator("dispatch", lasting, sent + arrived, residual + 2 * sent),
+        Operator(
+            "experts, fc1",
+            received + _FLOAT * layout.expert_rows,
+            held,
+            residual + gate_up + received + 2 * fc2,
+        ),
+        Operator("SwiGLU", gate_up, held, residual + down + gate_up),
+        Operator("experts, fc2", down, held + received, residual + received + down + fc2),
+        Operator("combine", 0, held + 2 * received, residual + received + max(received, sent)),
+    ), lasting
+
+
+def _dense(layout: Layout) -> tuple[Sequence[Operator], int]:
+    model, parallel = layout.model, layout.parallel
+    tokens, hidden = layout.tokens_per_rank, model.hidden_size
+    residual = _HALF * layout.rows_per_rank * hidden
+    gathered = _HALF * tokens * hidden if parallel.sequence_parallel else 0
+    width = model.intermediate_size // parallel.tensor
+    gate_up = _HALF * tokens * 2 * width
+    fc2 = 0 if layout.wgrad_fusion else _HALF * width * hidden
+    whole = _HALF * tokens * hidden
+    return (
+        Operator(
+            "norm and fc1",
+            2 * residual + _FLOAT * layout.rows_per_rank,
+            gathered,
+            residual + gate_up + gathered + whole + 2 * fc2,
+        ),
+        Operator("SwiGLU", gate_up, 0, residual + gate_up // 2 + gate_up),
+        Operator("fc2", gate_up // 2, whole, residual + whole + gate_up // 2 + fc2),
+    ), 0

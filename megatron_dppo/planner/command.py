@@ -1,0 +1,119 @@
+"""`megatron-dppo plan`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.planner.gpus import GPUS, find_gpu
+from megatron_dppo.planner.workload import Workload
+
+if TYPE_CHECKING:
+    from megatron_dppo.models.hf_config import HFConfig
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, metavar="MODEL_CONFIG", help="Hugging Face folder, or a config.json")
+    parser.add_argument("--gpus", type=int, required=True, help="GPUs of the whole job")
+    parser.add_argument("--gpu", default="h100-80g", help=f"their kind: {', '.join(GPUS)} (%(default)s)")
+    parser.add_argument("--rollout-gpus", type=int, help="GPUs of them that only generate; 0: engines share the cards")
+    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("cp", "context")):
+        parser.add_argument(f"--{name}", type=int, dest=what, metavar="N", help=f"{what}-parallel size (searched)")
+    parser.add_argument("--engine-tp", type=int, metavar="N", help="GPUs of one vLLM engine (searched)")
+    parser.add_argument(
+        "--recompute", choices=("none", "selective", "full"), help="activation recomputation (the least that fits)"
+    )
+    parser.add_argument("--sequence", type=int, default=17408, help="tokens of the longest sequence (%(default)s)")
+    parser.add_argument("--prompt", type=int, default=1024, help="of them prompt (%(default)s)")
+    parser.add_argument("--mean-response", type=int, help="tokens of an average response (all that fits)")
+    parser.add_argument("--microbatch-tokens", type=int, help="budget of a pack (a whole sequence, 16384 at least)")
+    skew = "rows of the fullest expert-parallel rank over the mean (%(default)s)"
+    parser.add_argument("--imbalance", type=float, default=1.2, help=skew)
+    parser.add_argument("--prompts", type=int, default=256, help="per rollout step (%(default)s)")
+    parser.add_argument("--samples", type=int, default=16, help="answers per prompt (%(default)s)")
+    parser.add_argument("--mini-batch", type=int, default=32, help="prompts per gradient step (%(default)s)")
+    parser.add_argument("--topk", type=int, default=20, help="recorded log-probabilities per token (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """0 where something fits, 1 where nothing does."""
+    from megatron_dppo.planner.recommend import recommended_config
+    from megatron_dppo.planner.report import print_report, result_json
+    from megatron_dppo.planner.search import Wanted, search
+
+    model = read_model(arguments.model)
+    workload = _workload(arguments)
+    if not arguments.imbalance >= 1:
+        raise UserError(f"--imbalance {arguments.imbalance}: must be 1 or more")
+    wanted = Wanted(
+        tensor=_positive(arguments, "tensor", "--tp"),
+        pipeline=_positive(arguments, "pipeline", "--pp"),
+        context=_positive(arguments, "context", "--cp"),
+        expert=_positive(arguments, "expert", "--ep"),
+        recompute=arguments.recompute,
+        microbatch_tokens=_positive(arguments, "microbatch_tokens", "--microbatch-tokens"),
+        engine_tensor=_positive(arguments, "engine_tp", "--engine-tp"),
+        rollout_gpus=arguments.rollout_gpus,
+        expert_imbalance=arguments.imbalance,
+    )
+    result = search(model, find_gpu(arguments.gpu), arguments.gpus, workload, wanted)
+    if not result.fitting and not result.others:
+        raise UserError(f"no layout is possible: {result.impossible[0][1]}")
+    path = arguments.model.parent if arguments.model.is_file() else arguments.model
+    config = None
+    if result.best:
+        config = recommended_config(result.best, path, prompts_per_step=arguments.prompts)
+    if arguments.json:
+        print(json.dumps(result_json(result, config), indent=1))
+    else:
+        from rich.console import Console
+
+        print_report(Console(), result, config)
+    return 0 if result.best else 1
+
+
+def read_model(path: Path) -> HFConfig:
+    """The model of a folder or of a config file by any name. Weights are not looked for."""
+    from megatron_dppo.models.hf_config import load_hf_config, resolve_hf_config
+
+    if not path.is_file():
+        return load_hf_config(path)
+    try:
+        raw = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} must hold the object of a config.json, found a {type(raw).__name__}")
+    return resolve_hf_config(raw, path=path.parent)
+
+
+def _workload(arguments: argparse.Namespace) -> Workload:
+    for name in ("sequence", "prompt", "prompts", "samples", "mini_batch"):
+        _positive(arguments, name, f"--{name.replace('_', '-')}")
+    if arguments.prompt >= arguments.sequence:
+        raise UserError(f"--prompt {arguments.prompt} leaves no room for a response in --sequence {arguments.sequence}")
+    if arguments.prompts % arguments.mini_batch:
+        raise UserError(f"--mini-batch {arguments.mini_batch} does not divide --prompts {arguments.prompts}")
+    response = arguments.sequence - arguments.prompt
+    mean = arguments.mean_response if arguments.mean_response is not None else response
+    if not 0 < mean <= response:
+        raise UserError(f"--mean-response {mean}: must be from 1 to {response} (--sequence less --prompt)")
+    return Workload(
+        sequences=arguments.prompts * arguments.samples,
+        mini_batches=arguments.prompts // arguments.mini_batch,
+        prompt_tokens=arguments.prompt,
+        response_tokens=response,
+        mean_response_tokens=mean,
+        topk=arguments.topk,
+    )
+
+
+def _positive(arguments: argparse.Namespace, name: str, option: str) -> int | None:
+    value = getattr(arguments, name)
+    if value is not None and value < 1:
+        raise UserError(f"{option} {value}: must be 1 or more")
+    return value

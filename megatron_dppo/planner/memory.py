@@ -1,0 +1,139 @@
+"""Peak memory of a training rank by part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dppo.planner.activations import LayerMemory, layer_memory
+from megatron_dppo.planner.gpus import GIB
+from megatron_dppo.planner.parameters import Parameters, stage_layers, stage_parameters
+from megatron_dppo.planner.workload import Layout
+
+_WEIGHT, _GRADIENT, _OPTIMIZER = 2, 4, 12
+"""Bytes per parameter: bf16 weights, float32 gradients, float32 master weights with Adam's two moments."""
+LIBRARY_WORKSPACE = 250 << 20
+"""cuBLAS workspaces that torch and Transformer Engine allocate: 32 MiB for each of four streams of grouped products,
+for dense products of either, and small tables."""
+OUTSIDE_ALLOCATOR = int(2.5 * GIB)
+"""CUDA context, NCCL buffers, cuDNN and kernels: memory of the card that torch does not count."""
+FRAGMENTATION = 0.04
+"""Share of the allocator's peak that is reserved and not used."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of every rank of one pipeline stage at its fullest moment, as `torch.cuda.max_memory_allocated` counts."""
+
+    stage: int
+    parameters: Parameters
+    weights: int
+    """bf16."""
+    gradients: int
+    """float32, every parameter of the rank."""
+    optimizer: int
+    """float32 master weights and both moments: this rank's share."""
+    activations: int
+    """Kept for the backward, of all microbatches in flight."""
+    workspace: int
+    """What the fullest operator needs beside."""
+    head_workspace: int
+    """What the LM head's backward would need in its place; the larger of the two counts."""
+    constant: int
+    in_flight: int
+    """Microbatches whose activations are kept at once (in model chunks / chunks)."""
+    moment: str
+    """What is running when memory is fullest."""
+
+    @property
+    def static(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.constant
+
+    @property
+    def peak(self) -> int:
+        return self.static + self.activations + max(self.workspace, self.head_workspace)
+
+    @property
+    def on_card(self) -> int:
+        """Bytes of the card, with what the allocator does not see."""
+        return int(self.peak * (1 + FRAGMENTATION)) + OUTSIDE_ALLOCATOR
+
+
+def stage_memory(layout: Layout, stage: int, microbatches: int) -> StageMemory:
+    """`microbatches` per data-parallel rank and gradient step."""
+    model, parallel = layout.model, layout.parallel
+    parameters = stage_parameters(model, parallel, stage)
+    chunks = [
+        [(layer_memory(layout, layer), count) for layer, count in kinds]
+        for kinds in stage_layers(model.layers, parallel)[stage].kinds(model)
+    ]
+    layers = [pair for chunk in chunks for pair in chunk]
+    last = stage == parallel.pipeline - 1
+    in_flight = _chunks_in_flight(layout, stage, microbatches)
+    full = layout.recompute == "full"
+    dense = -(-parameters.dense // layout.dense_copies)
+    experts = -(-parameters.experts // layout.expert_copies)
+    kept = sum(count * (layer.boundary if full else layer.kept) for layer, count in layers)
+    boundary = 2 * layout.rows_per_rank * model.hidden_size
+    # The input of the stage (an embedding's output or what the neighbour sent) is the first layer's input.
+    activations = round(in_flight * kept)
+    if full:
+        activations += sum(count * layer.lasting for layer, count in layers)
+    if last:
+        activations += 2 * boundary  # the final norm's input and output
+    if parallel.pipeline > 1:
+        activations += round(in_flight) * boundary  # outputs sent on, and gradients received
+    workspace, moment = _layer_workspace([layer for layer, _ in layers], full=full)
+    head = head_workspace(layout) if last else 0
+    return StageMemory(
+        stage=stage,
+        parameters=parameters,
+        weights=_WEIGHT * parameters.total,
+        gradients=_GRADIENT * parameters.total,
+        optimizer=_OPTIMIZER * (dense + experts),
+        activations=activations,
+        workspace=workspace,
+        head_workspace=head,
+        constant=LIBRARY_WORKSPACE,
+        in_flight=round(in_flight),
+        moment=moment if workspace >= head else "LM head, backward",
+    )
+
+
+def _layer_workspace(layers: list[LayerMemory], *, full: bool) -> tuple[int, str]:
+    """Bytes beside what is kept of all layers, at the fullest operator."""
+    best = (0, "")
+    for layer in layers:
+        base = 0 if full else layer.kept
+        gradient = layer.boundary if full else 0
+        name = "recomputed layer" if full else "layer"
+        best = max(
+            best,
+            (layer.forward_peak + gradient - base, f"{name}, forward"),
+            (layer.backward_peak - base, f"{name}, backward"),
+        )
+    return best
+
+
+def head_workspace(layout: Layout) -> int:
+    """Bytes of TokenStats' backward: half-precision logit gradients of a vocabulary chunk (512 MiB, or 4,096 columns),
+    the float32 hidden gradient, then a placeholder gradient of the weight; gathered hidden states under sequence
+    parallelism."""
+    model, tokens = layout.model, layout.tokens_per_rank
+    columns = model.padded_vocab_size(layout.parallel.tensor) // layout.parallel.tensor
+    chunk = max(4096, (512 << 20) // (2 * tokens))
+    buffer = 2 * tokens * min(chunk, columns)
+    hidden = 4 * tokens * model.hidden_size
+    gathered = 2 * tokens * model.hidden_size if layout.parallel.sequence_parallel else 0
+    placeholder = 2 * columns * model.hidden_size
+    return gathered + hidden + max(buffer, placeholder + hidden // 2)
+
+
+def _chunks_in_flight(layout: Layout, stage: int, microbatches: int) -> float:
+    """Microbatches kept at once: the warm-up of the 1F1B or interleaved schedule, and the one running."""
+    stages, chunks = layout.parallel.pipeline, layout.parallel.chunks
+    if stages == 1:
+        return 1
+    if chunks == 1:
+        return min(stages - stage, microbatches)
+    warm_up = (stages - stage - 1) * 2 + (chunks - 1) * stages
+    return min(warm_up + 1, microbatches * chunks) / chunks

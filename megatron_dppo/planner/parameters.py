@@ -1,0 +1,132 @@
+"""Parameters of a rank by part, as Megatron-Core allocates them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.parallel import ParallelConfig, uneven_layout
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters by part. Expert parameters are reduced over other ranks than the rest."""
+
+    embedding: int = 0
+    attention: int = 0
+    """Query-key-value and output projections, biases included."""
+    norms: int = 0
+    router: int = 0
+    experts: int = 0
+    mlp: int = 0
+    """Dense feed-forward layers."""
+    head: int = 0
+    """Output layer; with tied weights only where the embedding is on another rank."""
+
+    @property
+    def dense(self) -> int:
+        """All but the experts: replicated over data-parallel and context-parallel ranks."""
+        return self.total - self.experts
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+    def __mul__(self, count: int) -> Parameters:
+        return Parameters(**{name: value * count for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """The decoder layers of one pipeline stage. Layers differ only in whether they have experts."""
+
+    chunks: tuple[tuple[int, ...], ...]
+    """Numbers of the layers (from 0) of each model chunk."""
+
+    def kinds(self, model: HFConfig) -> list[list[tuple[int, int]]]:
+        """Per chunk: (a layer, how many of its kind), experts and dense."""
+        return [_kinds(model, chunk) for chunk in self.chunks]
+
+
+def _kinds(model: HFConfig, chunk: tuple[int, ...]) -> list[tuple[int, int]]:
+    moe = [layer for layer in chunk if model.is_moe_layer(layer)]
+    dense = [layer for layer in chunk if not model.is_moe_layer(layer)]
+    return [(layers[0], len(layers)) for layers in (moe, dense) if layers]
+
+
+def stage_layers(layers: int, parallel: ParallelConfig) -> tuple[StageLayers, ...]:
+    """The layers of every stage. Chunk `c` of stage `s` is part `c * stages + s` of the model, as in Megatron-Core."""
+    return _stage_layers(layers, parallel.pipeline, parallel.chunks)
+
+
+@lru_cache(maxsize=1024)
+def _stage_layers(layers: int, stages: int, chunks: int) -> tuple[StageLayers, ...]:
+    layout = uneven_layout(layers, stages, chunks)
+    if layout is None:
+        counts = [layers // (stages * chunks)] * (stages * chunks)
+    else:
+        counts = [part.count("decoder") for part in layout]
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    parts = [tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
+    return tuple(
+        StageLayers(tuple(parts[chunk * stages + stage] for chunk in range(chunks))) for stage in range(stages)
+    )
+
+
+def layer_parameters(model: HFConfig, parallel: ParallelConfig, layer: int) -> Parameters:
+    """Of one decoder layer on one rank."""
+    hidden, tensor = model.hidden_size, parallel.tensor
+    query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    qkv = (query + 2 * key_value) // tensor
+    common = Parameters(
+        attention=hidden * qkv + query // tensor * hidden + (qkv if model.family.qkv_bias else 0),
+        norms=2 * hidden + (2 * model.head_dim if model.family.qk_norm else 0),
+    )
+    if not model.is_moe_layer(layer):
+        return common + Parameters(mlp=3 * hidden * model.intermediate_size // tensor)
+    assert model.moe is not None
+    expert = 3 * hidden * model.moe.intermediate_size // parallel.expert_tensor
+    return common + Parameters(router=model.moe.experts * hidden, experts=model.moe.experts // parallel.expert * expert)
+
+
+def stage_parameters(model: HFConfig, parallel: ParallelConfig, stage: int) -> Parameters:
+    """Of every rank of pipeline stage `stage`."""
+    total = Parameters()
+    for chunk in stage_layers(model.layers, parallel)[stage].kinds(model):
+        for layer, count in chunk:
+            total += layer_parameters(model, parallel, layer) * count
+    vocabulary = model.padded_vocab_size(parallel.tensor) // parallel.tensor * model.hidden_size
+    last = stage == parallel.pipeline - 1
+    if stage == 0:
+        total += Parameters(embedding=vocabulary)
+    if last:
+        shared = model.tied and stage == 0
+        total += Parameters(norms=model.hidden_size, head=0 if shared else vocabulary)
+    return total
+
+
+def whole_model(model: HFConfig) -> Parameters:
+    """Of the model on one rank, the vocabulary padded."""
+    return stage_parameters(model, ParallelConfig(), 0)
+
+
+def exported(model: HFConfig) -> int:
+    """Parameters of the Hugging Face checkpoint: those of the model without the vocabulary's padding."""
+    padding = (model.padded_vocab_size(1) - model.vocab_size) * model.hidden_size
+    return whole_model(model).total - padding * (1 if model.tied else 2)
+
+
+def active_per_token(model: HFConfig) -> int:
+    """Parameters a token is multiplied with, without embedding and head."""
+    total = 0
+    for layer, count in stage_layers(model.layers, ParallelConfig())[0].kinds(model)[0]:
+        part = layer_parameters(model, ParallelConfig(), layer)
+        experts = 0
+        if model.moe is not None and model.is_moe_layer(layer):
+            experts = part.experts // model.moe.experts * model.moe.topk
+        total += count * (part.attention + part.router + part.mlp + experts)
+    return total

@@ -1,0 +1,168 @@
+"""A layout judged: does it fit, how long does a step take, how far is that from what was measured."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from megatron_dppo.planner.efficiency import EFFICIENCY
+from megatron_dppo.planner.engine import EnginePlan, plan_engine
+from megatron_dppo.planner.gpus import GIB
+from megatron_dppo.planner.memory import OUTSIDE_ALLOCATOR, StageMemory, stage_memory
+from megatron_dppo.planner.step_time import StepTime, step_time
+from megatron_dppo.planner.traffic import Traffic, step_traffic
+from megatron_dppo.planner.workload import Layout, Workload
+
+MEASURED_GPUS, MEASURED_TOKENS = 4, 16384
+"""The largest run and the most tokens per rank that predictions were held against (docs/planner.md)."""
+SLEEPING_ENGINE = 2 * GIB
+"""What an engine on the same card keeps while it sleeps: context, communicators, graphs."""
+SYNC_EFFICIENCY = 0.5
+"""Of the slowest wire in a weight sync."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about one layout under one workload."""
+
+    layout: Layout
+    """Of the training GPUs."""
+    workload: Workload
+    rollout_gpus: int
+    """GPUs that only generate; 0: engines share the cards of the trainer and sleep while it trains."""
+    stages: tuple[StageMemory, ...]
+    gradient_step: StepTime
+    microbatches: int
+    """Per data-parallel rank and gradient step."""
+    engine: EnginePlan
+    traffic: Traffic
+    problem: str
+    """Why this cannot run; empty where it can."""
+    extrapolated: tuple[str, ...]
+    """What lies beyond the measured range."""
+
+    @property
+    def fullest(self) -> StageMemory:
+        return max(self.stages, key=lambda stage: stage.peak)
+
+    @property
+    def gpus(self) -> int:
+        """All that the job needs."""
+        return self.layout.gpus + self.rollout_gpus
+
+    @property
+    def on_card(self) -> int:
+        """Bytes of the fullest card while training."""
+        return max(stage.on_card for stage in self.stages) + (0 if self.rollout_gpus else SLEEPING_ENGINE)
+
+    @property
+    def train_s(self) -> float:
+        """Seconds of all gradient steps of a rollout step."""
+        return self.workload.mini_batches * self.gradient_step.total
+
+    @property
+    def rollout_s(self) -> float:
+        """Seconds of generation: the fleet's rate, but never less than one sequence from start to end."""
+        tokens = self.workload.sequences * self.workload.mean_response_tokens
+        return tokens / self.engine.decode_tokens_per_second
+
+    @property
+    def sync_s(self) -> float:
+        """Seconds of a weight sync; engines load side by side."""
+        gpu = self.layout.gpu
+        wire = gpu.link_bandwidth if self.gpus <= gpu.gpus_per_node else gpu.network_bandwidth
+        return self.traffic.weight_sync / self.engine.engines / (wire * SYNC_EFFICIENCY)
+
+    @property
+    def step_s(self) -> float:
+        return self.train_s + self.rollout_s + self.sync_s
+
+    @property
+    def training_tokens_per_second(self) -> float:
+        return self.workload.tokens / self.train_s
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole rollout step."""
+        return self.workload.tokens / self.step_s
+
+
+def make_plan(layout: Layout, workload: Workload, *, rollout_gpus: int = 0, engine_tensor: int | None = None) -> Plan:
+    """Raises UserError where the layout is impossible whatever the memory (`ParallelConfig.check_fits`)."""
+    layout.parallel.check_fits(layout.model, layout.gpus)
+    microbatches = microbatches_per_rank(layout, workload)
+    stages = tuple(stage_memory(layout, stage, microbatches) for stage in range(layout.parallel.pipeline))
+    taken = 0 if rollout_gpus else max(stage.static for stage in stages) + OUTSIDE_ALLOCATOR
+    engine = plan_engine(
+        layout.model, layout.gpu, rollout_gpus or layout.gpus, workload, taken=taken, tensor=engine_tensor
+    )
+    plan = Plan(
+        layout=layout,
+        workload=workload,
+        rollout_gpus=rollout_gpus,
+        stages=stages,
+        gradient_step=step_time(layout, microbatches, EFFICIENCY),
+        microbatches=microbatches,
+        engine=engine,
+        traffic=step_traffic(layout.model, workload, engine.engines),
+        problem="",
+        extrapolated=_extrapolated(layout, layout.gpus + rollout_gpus),
+    )
+    return replace(plan, problem=_problem(plan))
+
+
+def microbatches_per_rank(layout: Layout, workload: Workload) -> int:
+    """Packs of a gradient step on one data-parallel rank; interleaved schedules take multiples of the stages."""
+    per_rank = math.ceil(workload.tokens / workload.mini_batches / layout.data / layout.microbatch_tokens)
+    multiple = layout.parallel.pipeline if layout.parallel.chunks > 1 else 1
+    return max(1, math.ceil(per_rank / multiple)) * multiple
+
+
+def _problem(plan: Plan) -> str:
+    layout, workload, engine = plan.layout, plan.workload, plan.engine
+    if workload.sequence > layout.microbatch_tokens:
+        return (
+            f"a sequence of {workload.sequence} tokens is longer than a microbatch of {layout.microbatch_tokens}: "
+            "raise --microbatch-tokens"
+        )
+    if workload.sequences < layout.data * workload.mini_batches:
+        return (
+            f"{workload.sequences // workload.mini_batches} sequences of a gradient step are fewer than {layout.data} "
+            "data-parallel ranks: use more model parallelism or larger mini-batches"
+        )
+    if plan.on_card > layout.gpu.memory:
+        fullest = max(plan.stages, key=lambda stage: stage.on_card)
+        return (
+            f"needs {plan.on_card / GIB:.0f} GiB of {layout.gpu.memory / GIB:.0f} (stage {fullest.stage}: "
+            f"{largest_part(fullest)})"
+        )
+    if not engine.fits:
+        beside = "" if plan.rollout_gpus else " beside the trainer"
+        return f"a vLLM engine of {engine.tensor} GPUs has no room{beside} for a sequence of {workload.sequence} tokens"
+    return ""
+
+
+def largest_part(stage: StageMemory) -> str:
+    """The part of the memory to look at first, in words."""
+    parts = {
+        "weights": stage.weights,
+        "gradients": stage.gradients,
+        "optimizer state": stage.optimizer,
+        "activations": stage.activations,
+        "workspace": max(stage.workspace, stage.head_workspace),
+    }
+    name = max(parts, key=lambda part: parts[part])
+    return f"mostly {name}, {parts[name] / GIB:.0f} GiB"
+
+
+def _extrapolated(layout: Layout, gpus: int) -> tuple[str, ...]:
+    beyond = []
+    if gpus > MEASURED_GPUS:
+        beyond.append(f"{gpus} GPUs (measured: 1 to {MEASURED_GPUS})")
+    if not layout.gpu.measured:
+        beyond.append(f"{layout.gpu.name} (measured: h100-80g)")
+    if layout.tokens_per_rank > MEASURED_TOKENS:
+        beyond.append(f"{layout.tokens_per_rank} tokens per rank (measured: {MEASURED_TOKENS})")
+    if gpus > layout.gpu.gpus_per_node:
+        beyond.append("traffic between nodes")
+    return tuple(beyond)

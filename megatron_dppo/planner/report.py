@@ -1,0 +1,219 @@
+"""A search's result as tables for a person and as JSON for a program."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_dppo.models.parallel import ParallelConfig
+from megatron_dppo.planner.gpus import GIB
+from megatron_dppo.planner.memory import StageMemory
+from megatron_dppo.planner.parameters import active_per_token, whole_model
+from megatron_dppo.planner.plan import Plan
+from megatron_dppo.planner.search import SearchResult
+
+_SHOWN = 6
+
+
+def layout_name(parallel: ParallelConfig) -> str:
+    """`TP2 PP4 EP8`: what is not 1; "1 rank" where all is."""
+    sizes = {
+        "TP": parallel.tensor,
+        "PP": parallel.pipeline,
+        "VPP": parallel.chunks,
+        "CP": parallel.context,
+        "EP": parallel.expert,
+        "ETP": parallel.expert_tensor,
+    }
+    return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "data parallel only"
+
+
+def memory_parts(stage: StageMemory) -> dict[str, int]:
+    """Bytes by part; they add up to the peak that torch's allocator reports."""
+    return {
+        "weights": stage.weights,
+        "gradients": stage.gradients,
+        "optimizer": stage.optimizer,
+        "activations": stage.activations,
+        "workspace": max(stage.workspace, stage.head_workspace),
+        "library workspaces": stage.constant,
+    }
+
+
+def print_report(console: Console, result: SearchResult, config: str | None) -> None:
+    best = result.best
+    if best is None:
+        _print_nothing(console, result)
+        return
+    _head(console, best)
+    console.print(_memory_table(best), _time_table(best), _traffic_table(best))
+    console.print(_engine_line(best), highlight=False)
+    if len(result.fitting) > 1:
+        console.print(_alternatives(result.fitting[:_SHOWN], f"Fastest of {len(result.fitting)} layouts that fit"))
+    if result.others:
+        console.print(_refused(result.others))
+    if best.extrapolated:
+        console.print(f"[yellow]Extrapolated[/] beyond what was measured: {'; '.join(best.extrapolated)}")
+    console.print("\nThe configuration to run it:\n")
+    print(config)
+
+
+def _print_nothing(console: Console, result: SearchResult) -> None:
+    """Why no layout fits: the one that comes nearest, with its memory."""
+    nearest = result.others[0]
+    _head(console, nearest)
+    console.print(_memory_table(nearest), _refused(result.others))
+    console.print("[red]Nothing fits.[/] Use more GPUs, shorter sequences (--sequence), or --rollout-gpus.")
+
+
+def _head(console: Console, plan: Plan) -> None:
+    model, layout = plan.layout.model, plan.layout
+    total, active = whole_model(model).total, active_per_token(model)
+    console.print(
+        f"{model.family.model_type}: {total / 1e9:.2f} B parameters, {active / 1e9:.2f} B active per token beside the "
+        f"vocabulary; {plan.gpus} x {layout.gpu.name}"
+        + (f", {plan.rollout_gpus} of them for engines only" if plan.rollout_gpus else ", shared with the engines"),
+        highlight=False,
+    )
+    console.print(
+        f"[bold]{layout_name(layout.parallel)}[/], data parallel {layout.data}, recompute {layout.recompute}, "
+        f"{plan.microbatches} microbatches of {layout.microbatch_tokens} tokens per rank and gradient step",
+        highlight=False,
+    )
+
+
+def _memory_table(plan: Plan) -> Table:
+    table = Table(title="Memory of a rank while training, GiB")
+    shown = {stage.stage: stage for stage in (plan.stages[0], plan.fullest, plan.stages[-1])}
+    table.add_column("part")
+    for number in sorted(shown):
+        table.add_column(f"stage {number}" if len(plan.stages) > 1 else "every rank", justify="right")
+    columns = [memory_parts(shown[number]) for number in sorted(shown)]
+    for part in columns[0]:
+        table.add_row(part, *(f"{column[part] / GIB:.2f}" for column in columns))
+    stages = [shown[number] for number in sorted(shown)]
+    table.add_row("[bold]peak of the allocator[/]", *(f"[bold]{stage.peak / GIB:.1f}[/]" for stage in stages))
+    table.add_row("on the card", *(f"{stage.on_card / GIB:.1f}" for stage in stages))
+    table.add_row("fullest in", *(stage.moment for stage in stages))
+    return table
+
+
+def _time_table(plan: Plan) -> Table:
+    table = Table(title="Time of a rollout step")
+    table.add_column("phase")
+    table.add_column("seconds", justify="right")
+    table.add_column("share", justify="right")
+    for name, seconds in (("rollout", plan.rollout_s), ("training", plan.train_s), ("weight sync", plan.sync_s)):
+        table.add_row(name, f"{seconds:.1f}", f"{seconds / plan.step_s:.0%}")
+    table.add_row("[bold]all[/]", f"[bold]{plan.step_s:.1f}[/]", f"{plan.tokens_per_second:,.0f} tokens/s")
+    step = plan.gradient_step
+    table.add_section()
+    for name, seconds in vars(step).items():
+        table.add_row(f"gradient step: {name}", f"{seconds:.2f}", f"{seconds / step.total:.0%}")
+    rate = f"{plan.training_tokens_per_second:,.0f} tokens/s"
+    table.add_row(f"{plan.workload.mini_batches} gradient steps", f"{plan.train_s:.1f}", rate)
+    return table
+
+
+def _traffic_table(plan: Plan) -> Table:
+    table = Table(title="Bytes of a rollout step, GiB")
+    table.add_column("what")
+    table.add_column("GiB", justify="right")
+    for name, size in vars(plan.traffic).items():
+        table.add_row(name.replace("_", " "), f"{size / GIB:.2f}")
+    table.add_row("[bold]held on hosts[/] (routes, log-probabilities, tokens)", f"{plan.traffic.rollouts / GIB:.2f}")
+    return table
+
+
+def _engine_line(plan: Plan) -> str:
+    engine = plan.engine
+    return (
+        f"Engines: {engine.engines} of {engine.tensor} GPU{'s' if engine.tensor > 1 else ''}; per GPU "
+        f"{engine.weights / GIB:.1f} GiB of weights and {engine.kv_cache / GIB:.1f} GiB of KV cache "
+        f"({engine.kv_per_token / 1024:.0f} KiB a token), {engine.concurrent} sequences of full length at once; "
+        f"{engine.decode_tokens_per_second:,.0f} tokens/s in all"
+    )
+
+
+def _alternatives(plans: tuple[Plan, ...], title: str) -> Table:
+    table = Table(title=title)
+    for name in ("layout", "recompute", "on the card, GiB", "training s", "step s", "tokens/s"):
+        table.add_column(name, justify="left" if name in ("layout", "recompute") else "right")
+    for plan in plans:
+        table.add_row(
+            layout_name(plan.layout.parallel),
+            plan.layout.recompute,
+            f"{plan.on_card / GIB:.0f}",
+            f"{plan.train_s:.0f}",
+            f"{plan.step_s:.0f}",
+            f"{plan.tokens_per_second:,.0f}",
+        )
+    return table
+
+
+def _refused(plans: tuple[Plan, ...]) -> Table:
+    table = Table(title=f"Why {len(plans)} others do not fit (the nearest first)")
+    table.add_column("layout")
+    table.add_column("reason")
+    for plan in plans[:_SHOWN]:
+        table.add_row(layout_name(plan.layout.parallel), plan.problem)
+    left = Counter("memory" if plan.problem.startswith("needs") else "other" for plan in plans[_SHOWN:])
+    if left:
+        table.add_row(f"{sum(left.values())} more", ", ".join(f"{count} for {why}" for why, count in left.items()))
+    return table
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Everything of a plan in plain units: bytes, seconds."""
+    layout = plan.layout
+    return {
+        "parallel": layout.parallel.model_dump(),
+        "data_parallel": layout.data,
+        "gpus": plan.gpus,
+        "rollout_gpus": plan.rollout_gpus,
+        "gpu": layout.gpu.name,
+        "recompute": layout.recompute,
+        "microbatch_tokens": layout.microbatch_tokens,
+        "microbatches": plan.microbatches,
+        "problem": plan.problem,
+        "extrapolated": list(plan.extrapolated),
+        "memory": {
+            "on_card": plan.on_card,
+            "available": layout.gpu.memory,
+            "stages": [
+                {
+                    "stage": stage.stage,
+                    "parameters": vars(stage.parameters) | {"total": stage.parameters.total},
+                    "parts": memory_parts(stage),
+                    "peak": stage.peak,
+                    "moment": stage.moment,
+                }
+                for stage in plan.stages
+            ],
+        },
+        "seconds": {
+            "rollout": plan.rollout_s,
+            "training": plan.train_s,
+            "weight_sync": plan.sync_s,
+            "step": plan.step_s,
+            "gradient_step": vars(plan.gradient_step) | {"total": plan.gradient_step.total},
+        },
+        "tokens_per_second": {"training": plan.training_tokens_per_second, "step": plan.tokens_per_second},
+        "engine": vars(plan.engine),
+        "traffic": vars(plan.traffic),
+    }
+
+
+def result_json(result: SearchResult, config: str | None) -> dict[str, Any]:
+    return {
+        "best": plan_json(result.best) if result.best else None,
+        "fitting": [plan_json(plan) for plan in result.fitting[:_SHOWN]],
+        "not_fitting": [
+            {"parallel": plan.layout.parallel.model_dump(), "problem": plan.problem} for plan in result.others
+        ],
+        "impossible": [{"parallel": parallel.model_dump(), "problem": why} for parallel, why in result.impossible],
+        "config": config,
+    }

@@ -1,0 +1,201 @@
+"""Seconds of one gradient step: a roofline over operators, with the host's time where the GPU waits for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dppo.planner.efficiency import EFFICIENCY, Efficiency
+from megatron_dppo.planner.parameters import stage_layers, stage_parameters
+from megatron_dppo.planner.workload import Layout
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """Seconds of one microbatch on one stage."""
+
+    forward: float
+    backward: float
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+    def __add__(self, other: PassTime) -> PassTime:
+        return PassTime(self.forward + other.forward, self.backward + other.backward)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one gradient step."""
+
+    compute: float
+    """Forward and backward of all microbatches on the slowest stage."""
+    bubble: float
+    """Pipeline stages waiting for the first and the last microbatch."""
+    gradients: float
+    """Reduction over data-parallel ranks, zeroing, the check and the norm."""
+    optimizer: float
+    """Adam, copies, and the gather of the new weights."""
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.bubble + self.gradients + self.optimizer
+
+
+def step_time(layout: Layout, microbatches: int, efficiency: Efficiency = EFFICIENCY) -> StepTime:
+    """`microbatches` per data-parallel rank; all of `layout.microbatch_tokens`."""
+    stages = [_stage(layout, stage, efficiency) for stage in range(layout.parallel.pipeline)]
+    slowest = max(stages, key=lambda time: time.both)
+    others = sum(time.both for time in stages) - slowest.both
+    return StepTime(
+        compute=microbatches * (slowest.both + efficiency.microbatch_s),
+        bubble=others / layout.parallel.chunks,
+        gradients=max(_gradients(layout, stage, efficiency) for stage in range(len(stages))),
+        optimizer=max(_optimizer(layout, stage, efficiency) for stage in range(len(stages))),
+    )
+
+
+def _stage(layout: Layout, stage: int, e: Efficiency) -> PassTime:
+    total = PassTime(0.0, 0.0)
+    for chunk in stage_layers(layout.model.layers, layout.parallel)[stage].kinds(layout.model):
+        for layer, count in chunk:
+            one = layer_time(layout, layer, e)
+            total += PassTime(count * one.forward, count * one.backward)
+    if stage == layout.parallel.pipeline - 1:
+        total += head_time(layout, e)
+    if layout.parallel.pipeline > 1:
+        boundary = 2 * layout.rows_per_rank * layout.model.hidden_size
+        sent = boundary / bandwidth(layout, layout.gpus // layout.parallel.pipeline + 1, e)
+        total += PassTime(sent, sent)
+    return total
+
+
+def head_time(layout: Layout, e: Efficiency = EFFICIENCY) -> PassTime:
+    """One product forward, three backward, and the collectives of TokenStats."""
+    model, tensor = layout.model, layout.parallel.tensor
+    flops = 2 * layout.tokens_per_rank * model.hidden_size * model.padded_vocab_size(tensor) / tensor
+    product = flops / (layout.gpu.bf16_flops * e.head)
+    whole = layout.tokens_per_rank * model.hidden_size
+    gather = _all_gather(layout, 2 * whole, tensor, tensor, e) if layout.parallel.sequence_parallel else 0.0
+    reduce = 2 * _all_gather(layout, 4 * whole, tensor, tensor, e)
+    if layout.parallel.sequence_parallel:
+        reduce = reduce / 2 + gather
+    return PassTime(product + gather + 1e-3, 3 * product + reduce + 1e-3)
+
+
+def layer_time(layout: Layout, layer: int, e: Efficiency = EFFICIENCY) -> PassTime:
+    """One decoder layer, recomputation in the backward included."""
+    attention, mlp = _attention(layout, e), _mlp(layout, layer, e)
+    forward, backward = attention.forward + mlp.forward, attention.backward + mlp.backward
+    if layout.recompute == "full":
+        backward += forward
+    elif layout.recompute == "selective":
+        backward += _core_attention(layout) / (layout.gpu.bf16_flops * e.attention_forward)
+    return PassTime(forward, backward)
+
+
+def _core_attention(layout: Layout) -> float:
+    """FLOPs of causal attention's forward on one rank: two products over half of the square."""
+    heads = layout.model.heads / layout.parallel.tensor
+    return 2 * layout.tokens_per_rank * layout.attention_span * heads * layout.model.head_dim
+
+
+def _attention(layout: Layout, e: Efficiency) -> PassTime:
+    model, parallel, gpu = layout.model, layout.parallel, layout.gpu
+    tokens, rows, hidden = layout.tokens_per_rank, layout.rows_per_rank, model.hidden_size
+    q, k = (n * model.head_dim / parallel.tensor for n in (model.heads, model.kv_heads))
+    products = 2 * tokens * hidden * (2 * q + 2 * k) / (gpu.bf16_flops * e.dense)
+    core = _core_attention(layout)
+    bytes_moved = 2 * (rows * hidden * 7 + tokens * (6 * (q + k) + 2 * k))
+    elementwise = bytes_moved / (gpu.memory_bandwidth * e.memory)
+    tensor_comm = 2 * _all_gather(layout, 2 * tokens * hidden, parallel.tensor, parallel.tensor, e)
+    ring = 0.0
+    if parallel.context > 1:
+        size = 2 * 2 * tokens * k * (parallel.context - 1)
+        ring = size / bandwidth(layout, parallel.tensor * parallel.context, e)
+    forward = products + core / (gpu.bf16_flops * e.attention_forward) + elementwise + tensor_comm
+    # The ring overlaps with attention, what is longer counts.
+    forward += max(0.0, ring - core / (gpu.bf16_flops * e.attention_forward))
+    gathers = 1.5 * tensor_comm  # the normalised input is gathered again for the weight's gradient
+    backward = 2 * products + 2.5 * core / (gpu.bf16_flops * e.attention_backward) + 1.6 * elementwise + gathers
+    backward += max(0.0, 2 * ring - 2.5 * core / (gpu.bf16_flops * e.attention_backward))
+    return PassTime(forward, backward)
+
+
+def _mlp(layout: Layout, layer: int, e: Efficiency) -> PassTime:
+    model, parallel, gpu = layout.model, layout.parallel, layout.gpu
+    hidden = model.hidden_size
+    if not model.is_moe_layer(layer):
+        tokens = layout.tokens_per_rank
+        width = model.intermediate_size / parallel.tensor
+        products = 6 * tokens * hidden * width / (gpu.bf16_flops * e.dense)
+        moved = 2 * (7 * layout.rows_per_rank * hidden + 3 * tokens * width)
+        elementwise = moved / (gpu.memory_bandwidth * e.memory)
+        comm = 2 * _all_gather(layout, 2 * tokens * hidden, parallel.tensor, parallel.tensor, e)
+        return PassTime(products + elementwise + comm, 2 * products + 1.6 * elementwise + 1.5 * comm)
+    assert model.moe is not None
+    moe, rows, received = model.moe, layout.rows_per_rank, layout.expert_rows
+    width = moe.intermediate_size / parallel.expert_tensor
+    local = moe.experts // parallel.expert
+    products = 6 * received * hidden * width / (gpu.bf16_flops * e.grouped)
+    sent = rows * moe.topk * hidden
+    moved = 2 * (7 * rows * hidden + 2 * sent + 4 * received * hidden + 3 * received * width)
+    elementwise = (moved + rows * moe.experts * 4 * 8) / (gpu.memory_bandwidth * e.memory)
+    comm = 2 * _all_to_all(layout, 2 * sent, e)
+    if parallel.expert_tensor > 1:
+        comm += 2 * _all_gather(layout, 2 * received * hidden, parallel.expert_tensor, parallel.expert_tensor, e)
+    forward = max(products, local * e.expert_forward_s) + elementwise + comm + e.layer_forward_s
+    launches = local * (e.expert_backward_s + (0.0 if layout.wgrad_fusion else e.expert_unfused_s))
+    backward = max(2 * products, launches) + 1.2 * elementwise + comm + e.layer_backward_s
+    return PassTime(forward, backward)
+
+
+def bandwidth(layout: Layout, span: int, e: Efficiency) -> float:
+    """Bytes/s of one GPU within a group whose ranks span `span` consecutive GPUs."""
+    if span <= layout.gpu.gpus_per_node:
+        return layout.gpu.link_bandwidth * e.link
+    return layout.gpu.network_bandwidth * e.network
+
+
+def _all_gather(layout: Layout, size: float, ranks: int, span: int, e: Efficiency) -> float:
+    """Seconds of an all-gather or reduce-scatter whose whole tensor has `size` bytes."""
+    if ranks == 1:
+        return 0.0
+    return size * (ranks - 1) / ranks / bandwidth(layout, span, e)
+
+
+def _all_to_all(layout: Layout, size: float, e: Efficiency) -> float:
+    """Seconds for `size` bytes of rows sent evenly to the expert-parallel ranks. Within a node NVLink, beyond the
+    network carries the share of the other nodes."""
+    ranks, span = layout.parallel.expert, layout.parallel.expert * layout.parallel.expert_tensor
+    if ranks == 1:
+        return 0.0
+    node = layout.gpu.gpus_per_node
+    if span <= node:
+        return size * (ranks - 1) / ranks / bandwidth(layout, span, e)
+    return size * (span - node) / span / bandwidth(layout, span, e)
+
+
+def _gradients(layout: Layout, stage: int, e: Efficiency) -> float:
+    parameters = stage_parameters(layout.model, layout.parallel, stage)
+    local = 3 * 4 * parameters.total / (layout.gpu.memory_bandwidth * e.stream)  # zero, check, norm
+    span = layout.gpus // layout.parallel.pipeline
+    dense = _all_gather(layout, 4 * parameters.dense, layout.dense_copies, span, e)
+    return local + dense + _all_gather(layout, 4 * parameters.experts, layout.expert_copies, span, e)
+
+
+def _optimizer(layout: Layout, stage: int, e: Efficiency) -> float:
+    model, parallel = layout.model, layout.parallel
+    parameters = stage_parameters(model, parallel, stage)
+    mine = parameters.dense / layout.dense_copies + parameters.experts / layout.expert_copies
+    adam = 30 * mine / (layout.gpu.memory_bandwidth * e.stream)
+    span = layout.gpus // parallel.pipeline
+    gather = _all_gather(layout, 2 * parameters.dense, layout.dense_copies, span, e)
+    gather += _all_gather(layout, 2 * parameters.experts, layout.expert_copies, span, e)
+    experts = model.moe.experts // parallel.expert if model.moe else 0
+    tensors = sum(
+        count * (8 + (2 * experts if model.is_moe_layer(layer) else 3))
+        for chunk in stage_layers(model.layers, parallel)[stage].kinds(model)
+        for layer, count in chunk
+    )
+    return adam + gather + tensors * e.parameter_s

@@ -1,0 +1,96 @@
+"""What is trained per step, and on what: the arguments of every estimate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from megatron_dppo.models.parallel import ParallelConfig
+from megatron_dppo.planner.gpus import Gpu
+
+if TYPE_CHECKING:
+    from megatron_dppo.models.hf_config import HFConfig
+
+type Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One rollout step: `sequences` answers, trained on in `mini_batches` gradient steps."""
+
+    sequences: int
+    """Prompts x samples."""
+    mini_batches: int
+    prompt_tokens: int
+    response_tokens: int
+    """Of the longest sequence; also what an engine must have room for."""
+    mean_response_tokens: int
+    """What an average response has: decides time and bytes per step."""
+    topk: int = 20
+    """K of the recorded top-K log-probabilities; 0 records the sampled token alone."""
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.prompt_tokens + self.response_tokens
+
+    @property
+    def mean_sequence(self) -> int:
+        return self.prompt_tokens + self.mean_response_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on per rollout step."""
+        return self.sequences * self.mean_sequence
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model spread over GPUs."""
+
+    model: HFConfig
+    gpu: Gpu
+    gpus: int
+    parallel: ParallelConfig
+    recompute: Recompute = "none"
+    microbatch_tokens: int = 16384
+    """Tokens of one pack, shared by the context-parallel ranks."""
+    attention_span: int = 2048
+    """Tokens of the sequences in a pack, what attention looks back on."""
+    wgrad_fusion: bool = True
+    """Weight gradients are added to the float32 buffer inside their products."""
+    expert_imbalance: float = 1.0
+    """Rows of the fullest expert-parallel rank over the mean."""
+
+    @property
+    def data(self) -> int:
+        """Data-parallel ranks."""
+        return self.parallel.data(self.gpus)
+
+    @property
+    def dense_copies(self) -> int:
+        """Ranks among which the optimizer state of a dense parameter is divided: data x context parallel."""
+        return self.data * self.parallel.context
+
+    @property
+    def expert_copies(self) -> int:
+        """The same for an expert's parameter."""
+        return self.gpus // (self.parallel.expert_tensor * self.parallel.expert * self.parallel.pipeline)
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Tokens a rank attends from in a microbatch (T): those of its context-parallel share."""
+        return math.ceil(self.microbatch_tokens / self.parallel.context)
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Rows of the residual stream on a rank (S): its sequence-parallel share of T."""
+        return self.tokens_per_rank // (self.parallel.tensor if self.parallel.sequence_parallel else 1)
+
+    @property
+    def expert_rows(self) -> int:
+        """Rows that pass this rank's experts (R): every row of the expert-parallel group goes to `topk` experts."""
+        assert self.model.moe is not None
+        rows = self.rows_per_rank * self.model.moe.topk * self.parallel.expert_tensor
+        return int(rows * (self.expert_imbalance if self.parallel.expert > 1 else 1.0))

@@ -1,0 +1,97 @@
+"""Offloading frees every byte of weights, optimizer state and gradient buffers, and training does not notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.actor.matrix import LAYOUTS, SHAPE, TEMPERATURE, Case, advantages, build_actor
+from tests.distributed import run_ranks
+from tests.tiny import tiny_qwen3_moe
+
+
+def train(rank: int, path: str, layout: dict, dtype: str, batch: Any) -> dict[str, Any]:
+    """Two updates with nothing between them, and again with everything moved away and back in parts."""
+    from megatron.core import parallel_state
+
+    from megatron_dppo.actor.actor import TrainingSignal
+    from megatron_dppo.batch import InMemorySource
+
+    found: dict[str, Any] = {}
+    signal = TrainingSignal(advantages(), advantages(), [np.arange(len(advantages()))])
+    for name in ("stays", "moves"):
+        actor = build_actor(path, layout, Case(), dtype=dtype)
+        source = InMemorySource.of(batch)
+        first = actor.update(source, signal)
+        if name == "moves":
+            found |= move(actor, source, signal)
+        second = actor.update(source, signal)
+        found[name] = [first, second], {n: t.float().numpy() for n, t in actor.export_weights() if t is not None}
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def move(actor: Any, source: Any, signal: Any) -> dict[str, Any]:
+    from megatron_dppo.checkpoint.optimizer_state import distributed_parts
+
+    buffers = [b for chunk in actor.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    parts = distributed_parts(actor.optimizer)
+    masters = [p for part in parts for group in part.optimizer.param_groups for p in group["params"]]
+    states = [state for part in parts for state in part.optimizer.state.values()]
+    moments = [value for state in states for value in state.values()]  # with torch's Adam the steps too
+    everything = [b.grad_data for b in buffers] + [b.param_data for b in buffers] + masters + moments
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in everything}
+    bytes_before = sum(s.nbytes() for s in storages.values())
+
+    freed = actor.offload(["optimizer", "gradients"])
+    weights_stay = all(b.param_data.untyped_storage().nbytes() > 0 for b in buffers)
+    exported = sum(t is not None for _, t in actor.export_weights())
+    freed += actor.offload()
+    left = sum(s.nbytes() for s in storages.values())
+    refusals = []
+    for call in (lambda: actor.update(source, signal), lambda: actor.parity(source, replay=True), actor.export_weights):
+        with pytest.raises(RuntimeError, match="offloaded to the host") as caught:
+            call()
+        refusals.append(str(caught.value))
+    again = actor.offload()
+    actor.onload(["weights"])
+    with pytest.raises(RuntimeError, match="optimizer, gradients are offloaded"):
+        actor.update(source, signal)
+    actor.onload()
+    for buffer in buffers:
+        assert torch.count_nonzero(buffer.grad_data) == 0
+    # Once more, into the host buffers of the first time.
+    held = len(actor._offloader._spare)
+    actor.offload()
+    actor.onload()
+    return {
+        "bytes": (bytes_before, freed, left, again, sum(s.nbytes() for s in storages.values())),
+        "weights_stay": weights_stay,
+        "exported": exported,
+        "same_host_buffers": len(actor._offloader._spare) == held,
+    }
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [("TP2 EP2", "bfloat16"), ("DP2", "float32")])
+def test_a_step_after_offloading_is_the_same_to_the_bit(tmp_path, layout: str, dtype: str) -> None:
+    from tests.actor.reference import make_rollout
+
+    model = tiny_qwen3_moe(tmp_path, seed=3)
+    batch = make_rollout(model, seed=4, temperature=TEMPERATURE, **SHAPE)
+    ranks, sizes = LAYOUTS[layout]
+    for found in run_ranks(train, ranks, str(tmp_path), sizes, dtype, batch):
+        before, freed, left, again, after = found["bytes"]
+        assert freed == before == after > 0
+        assert (left, again) == (0, 0)
+        assert found["weights_stay"]
+        assert found["same_host_buffers"]
+        metrics, weights = found["stays"]
+        moved_metrics, moved_weights = found["moves"]
+        assert moved_metrics == metrics
+        assert metrics[0] != metrics[1], "the steps did nothing"
+        assert weights.keys() == moved_weights.keys()
+        for name, tensor in weights.items():
+            np.testing.assert_array_equal(moved_weights[name], tensor, err_msg=name)

@@ -1,0 +1,321 @@
+"""Every fault is really there: files, environments, limits and mounts, never a patched check."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_dppo.cli import main
+from megatron_dppo.doctor.bandwidth import check_bandwidth
+from megatron_dppo.models.tiny_qwen3_moe import random_tiny_qwen3_moe, write_checkpoint
+from megatron_dppo.models.tiny_tokenizer import byte_tokenizer
+from tests.distributed import run_ranks
+
+type Tree = dict[str, dict]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = byte_tokenizer()
+    write_checkpoint(folder, random_tiny_qwen3_moe(tokenizer, seed=1), tokenizer)
+    return folder
+
+
+def healthy(folder: Path, model: Path) -> Tree:
+    return {
+        "run": {"dir": str(folder / "runs/mine"), "name": "mine"},
+        "model": {"path": str(model)},
+        "parallel": {"tensor": 2, "expert": 2, "sequence_parallel": True},
+        "actor": {"dtype": "float32", "max_tokens_per_microbatch": 512},
+        "rollout": {"max_prompt_tokens": 32, "max_response_tokens": 8, "object_store_mib": 80},
+        "task": {"train_size": 64, "held_out_size": 16, "prompt": "{metadata[expression]}"},
+        "trainer": {"prompts_per_step": 8, "samples_per_prompt": 4, "prompts_per_mini_batch": 4},
+    }
+
+
+def examine(folder: Path, tree: Tree, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, list[str]]:
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    status = main(["doctor", *options, str(file)])
+    return status, capsys.readouterr().out.splitlines()
+
+
+def test_a_healthy_configuration_is_answered_by_silence(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert examine(tmp_path, healthy(tmp_path, checkpoint), capsys, "--ranks", "4", "--strict") == (0, [])
+    assert not (tmp_path / "runs").exists(), "the doctor leaves nothing behind"
+
+
+def unknown_key(folder: Path, tree: Tree) -> None:
+    tree["trainer"]["stepz"] = 3
+
+
+def no_model_config(folder: Path, tree: Tree) -> None:
+    (Path(tree["model"]["path"]) / "config.json").unlink()
+
+
+def truncated_weights(folder: Path, tree: Tree) -> None:
+    file = next(Path(tree["model"]["path"]).glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:5000])
+
+
+def no_tokenizer(folder: Path, tree: Tree) -> None:
+    for file in Path(tree["model"]["path"]).glob("token*"):
+        file.unlink()
+
+
+def experts_do_not_divide(folder: Path, tree: Tree) -> None:
+    tree["parallel"] = {"expert": 3}
+
+
+def tensor_without_sequence(folder: Path, tree: Tree) -> None:
+    tree["parallel"] = {"tensor": 2, "expert": 2}
+
+
+def fewer_sequences_than_ranks(folder: Path, tree: Tree) -> None:
+    tree["trainer"] = {"prompts_per_step": 1, "samples_per_prompt": 1, "prompts_per_mini_batch": 1}
+
+
+def long_answers(folder: Path, tree: Tree) -> None:
+    tree["rollout"]["max_response_tokens"] = 500
+
+
+def longer_than_the_model(folder: Path, tree: Tree) -> None:
+    config = json.loads((Path(tree["model"]["path"]) / "config.json").read_text())
+    tree["actor"]["max_tokens_per_microbatch"] = 2 * config["max_position_embeddings"]
+    tree["rollout"]["max_response_tokens"] = config["max_position_embeddings"]
+
+
+def replay_without_record(folder: Path, tree: Tree) -> None:
+    tree["rollout"]["router_replay"] = False
+
+
+def other_topk(folder: Path, tree: Tree) -> None:
+    tree["algorithm"] = {"preset": "dppo-topk-tv"}
+    tree["rollout"]["top_k_logprobs"] = 7
+
+
+def nothing_to_resume(folder: Path, tree: Tree) -> None:
+    tree["trainer"]["resume"] = True
+
+
+def lost_checkpoint(folder: Path, tree: Tree) -> None:
+    root = Path(tree["run"]["dir"]) / "checkpoints"
+    root.mkdir(parents=True)
+    (root / "latest").write_text("step_00000007")
+    tree["trainer"]["resume"] = True
+
+
+def used_folder(folder: Path, tree: Tree) -> None:
+    run = Path(tree["run"]["dir"])
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+
+
+def file_in_the_way(folder: Path, tree: Tree) -> None:
+    (folder / "runs").write_text("a file")
+
+
+def secret_in_clear(folder: Path, tree: Tree) -> None:
+    tree["run"]["name"] = "hf_abcdefghijklmnopqrstuvwxyz"
+
+
+def impatient_ranks(folder: Path, tree: Tree) -> None:
+    tree["run"]["collective_timeout_minutes"] = 1.0
+
+
+def unknown_dataset(folder: Path, tree: Tree) -> None:
+    tree["task"]["dataset"] = "no_such_dataset"
+
+
+FAULTS: list[tuple[Callable[[Path, Tree], None], str]] = [
+    (unknown_key, "error: config: unknown config key trainer.stepz; did you mean trainer.steps?"),
+    (no_model_config, "has no config.json"),
+    (truncated_weights, "is no intact safetensors file"),
+    (no_tokenizer, "error: tokenizer: "),
+    (experts_do_not_divide, "cannot be divided among expert = 3"),
+    (tensor_without_sequence, "needs sequence_parallel: true"),
+    (fewer_sequences_than_ranks, "1 sequences for 2 data-parallel ranks"),
+    (long_answers, "set actor.max_tokens_per_microbatch=532"),
+    (longer_than_the_model, "lower rollout.max_response_tokens"),
+    (replay_without_record, "actor.router_replay=true needs rollout.router_replay=true"),
+    (other_topk, "rollout.top_k_logprobs=7"),
+    (nothing_to_resume, "error: resume: cannot resume"),
+    (lost_checkpoint, "names step_00000007"),
+    (used_folder, "already holds the metrics of a run"),
+    (file_in_the_way, "a file is in its place"),
+    (secret_in_clear, "holds what looks like a secret"),
+    (impatient_ranks, "ranks give up after 1 min"),
+    (unknown_dataset, "no_such_dataset"),
+]
+
+
+@pytest.mark.parametrize(("plant", "message"), FAULTS, ids=[plant.__name__ for plant, _ in FAULTS])
+def test_a_fault_of_the_configuration_is_found(
+    plant: Callable[[Path, Tree], None],
+    message: str,
+    tmp_path: Path,
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    copied = tmp_path / "model"
+    shutil.copytree(checkpoint, copied)
+    tree = healthy(tmp_path, copied)
+    plant(tmp_path, tree)
+    ranks = "6" if plant is experts_do_not_divide else "4"
+    status, lines = examine(tmp_path, tree, capsys, "--ranks", ranks)
+    assert status == 1
+    assert any(message in line for line in lines), lines
+    assert all(line.startswith(("error: ", "warning: ")) and "; " in line for line in lines)
+
+
+def test_a_world_that_the_layout_does_not_divide(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, lines = examine(tmp_path, healthy(tmp_path, checkpoint), capsys, "--ranks", "3")
+    assert status == 1
+    assert any(line.startswith("error: layout: parallel: world size 3 is not a multiple") for line in lines)
+
+
+def doctor(*arguments: str, before: Callable[[], None] | None = None, **environment: str) -> tuple[int, str]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "megatron_dppo.cli", "doctor", *arguments]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=before,
+        env=os.environ | environment,
+        check=False,
+    )
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, done.stdout
+
+
+def test_a_healthy_machine_is_answered_by_silence() -> None:
+    assert doctor() == (0, "")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_few_open_files_are_found() -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+
+    status, out = doctor(before=limit)
+    assert (status, "error: open-files: a process may open 256 files" in out) == (1, True)
+
+
+def test_another_version_is_found(tmp_path: Path) -> None:
+    info = tmp_path / "einops-0.0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 1.26.4\n")
+    info.rename(tmp_path / "numpy-1.26.4.dist-info")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    status, out = doctor(PYTHONPATH=path)
+    assert (status, "error: packages: numpy 1.26.4 is not the tested version" in out) == (1, True)
+
+
+def test_a_missing_gpu_is_found() -> None:
+    if shutil.which("nvidia-smi"):
+        pytest.skip("this machine may have a GPU")
+    status, out = doctor("--gpu")
+    assert status == 1
+    assert "error: gpu: no GPU is listed" in out
+    assert "transformer-engine is missing" in out
+
+
+def test_a_ray_that_does_not_answer_is_found() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    status, out = doctor(RAY_ADDRESS=address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0123456789")
+    assert (status, f"error: ray: RAY_ADDRESS={address}: nothing answers" in out) == (1, True)
+
+
+def test_a_ray_without_a_token_is_a_warning() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        clear = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "", "RAY_AUTH_TOKEN": ""}
+        status, out = doctor(**clear)
+        assert (status, out.startswith("warning: ray-authentication: ")) == (0, True)
+        assert doctor("--strict", **clear)[0] == 1
+
+
+def test_wrong_interfaces_and_rendezvous_are_found() -> None:
+    status, out = doctor(GLOO_SOCKET_IFNAME="eth99", NCCL_SOCKET_IFNAME="^docker", MASTER_ADDR="no-such-host.invalid")
+    assert status == 1
+    assert "error: interfaces: GLOO_SOCKET_IFNAME=eth99" in out
+    assert "NCCL_SOCKET_IFNAME" not in out
+    assert "error: rendezvous: MASTER_ADDR=no-such-host.invalid has no address" in out
+
+
+def in_a_mount(mount: str, *arguments: str) -> str:
+    """The doctor in a mount namespace of its own, where `mount` was run."""
+    command = " ".join([sys.executable, "-m", "megatron_dppo.cli", "doctor", *arguments])
+    try:
+        probe = subprocess.run(["unshare", "--mount", "true"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare command")
+    if probe.returncode:
+        pytest.skip(f"mount namespaces are not allowed here: {probe.stderr.strip()}")
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", f"{mount} && {command}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+def test_small_shared_memory_is_found() -> None:
+    out = in_a_mount("mount -t tmpfs -o size=16m none /dev/shm")
+    assert "error: shared-memory: /dev/shm has 16 MiB free of 256 wanted" in out
+
+
+def test_a_disk_without_room_is_found(tmp_path: Path, checkpoint: Path) -> None:
+    tree = healthy(tmp_path, checkpoint)
+    tree["trainer"]["checkpoint_every"] = 2
+    small = tmp_path / "small"
+    small.mkdir()
+    tree["run"]["dir"] = str(small / "mine")
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    out = in_a_mount(f"mount -t tmpfs -o size=4m none {small}", str(file), "--ranks", "4")
+    assert f"error: disk: {small} has 4 MiB free" in out
+
+
+def slow_network(rank: int) -> list[list[str]]:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    return [[str(finding) for finding in check_bandwidth(least)] for least in (1e15, 1.0, None)]
+
+
+def test_a_slow_network_is_found_by_rank_0() -> None:
+    (slow, fast, unlimited), others = run_ranks(slow_network, 2)
+    assert "error: bandwidth: an all-reduce over 2 ranks on 1 node runs at" in slow[0]
+    assert (fast, unlimited) == ([], [])
+    assert others == [[], [], []]
+
+
+def test_bad_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--ranks", "0"]) == 2
+    assert main(["doctor", "--bandwidth"]) == 2
+    assert "start it with torchrun" in capsys.readouterr().err

@@ -1,0 +1,216 @@
+"""Memory, time, traffic and search of the planner, and its command."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_dppo.cli import main
+from megatron_dppo.config.load import load_config
+from megatron_dppo.models.hf_config import HFConfig, resolve_hf_config
+from megatron_dppo.models.parallel import ParallelConfig
+from megatron_dppo.planner.activations import layer_memory
+from megatron_dppo.planner.engine import plan_engine
+from megatron_dppo.planner.gpus import GIB, GPUS
+from megatron_dppo.planner.memory import stage_memory
+from megatron_dppo.planner.plan import make_plan, microbatches_per_rank
+from megatron_dppo.planner.report import memory_parts
+from megatron_dppo.planner.search import Wanted, search
+from megatron_dppo.planner.step_time import step_time
+from megatron_dppo.planner.traffic import step_traffic
+from megatron_dppo.planner.workload import Layout, Workload
+from tests.models.public_configs import CONFIGS
+
+H100 = GPUS["h100-80g"]
+PAPER = Workload(
+    sequences=256 * 16, mini_batches=8, prompt_tokens=1024, response_tokens=16384, mean_response_tokens=16384
+)
+
+
+def model(name: str = "Qwen3-30B-A3B", **changes: Any) -> HFConfig:
+    return resolve_hf_config(CONFIGS[name] | changes)
+
+
+def layout(
+    gpus: int = 1, *, layers: int = 4, recompute: Any = "none", name: str = "Qwen3-30B-A3B", **sizes: Any
+) -> Layout:
+    return Layout(model(name, num_hidden_layers=layers), H100, gpus, ParallelConfig(**sizes), recompute)
+
+
+def test_bytes_of_a_moe_layer_written_out() -> None:
+    """Every tensor kept of one token in one layer, by hand from the shapes: h 2048, q 4096, k 512, f 768, 8 of 128."""
+    attention = 2 * 2048 + 2 * 2048 + 4  # input, normalised input, 1 / rms
+    attention += 2 * 4096 + 2 * 512 + 4 * (32 + 4)  # q and k before their norms, 1 / rms of heads
+    attention += 2 * 4096 + 2 * 512 + 2 * 512 + 2 * 4096 + 4 * 32  # q, k, v, output, log-sum-exp
+    experts = 2 * 2048 + 2 * 2048 + 4  # input, the router's input
+    experts += 8 * (8 + 8 + 4)  # ids twice, probabilities
+    experts += 4 * 128 + 128 + 4 * (2 * 128 + 1)  # probabilities, mask, row map
+    experts += 8 * (2 * 2048 + 4 + 2 * 2 * 768 + 2 * 768)  # sorted rows and probabilities, both halves, fc2's input
+    assert layer_memory(layout(), 0).kept == 16384 * (attention + experts)
+
+
+def test_parts_add_up_to_the_peak_and_states_are_divided_among_their_copies() -> None:
+    stage = stage_memory(layout(4, layers=12, expert=2), 0, microbatches=2)
+    assert sum(memory_parts(stage).values()) == stage.peak
+    dense, experts = stage.parameters.dense, stage.parameters.experts
+    assert experts == 12 * 64 * 3 * 2048 * 768
+    assert stage.optimizer == 12 * (-(-dense // 4) + experts // 2)
+    assert stage.gradients == 2 * stage.weights
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_stage_keeps_the_microbatches_of_its_warm_up(stages: int) -> None:
+    plan = layout(stages, layers=8, pipeline=stages)
+    kept = 8 // stages * layer_memory(plan, 0).kept
+    boundary = 2 * 16384 * 2048
+    for stage in range(stages):
+        memory = stage_memory(plan, stage, microbatches=16)
+        in_flight = stages - stage
+        last = 2 * boundary if stage == stages - 1 else 0
+        assert (memory.in_flight, memory.activations) == (in_flight, in_flight * (kept + boundary) + last)
+    assert stage_memory(plan, 0, microbatches=1).in_flight == 1
+
+
+def test_what_each_way_to_save_memory_saves() -> None:
+    def peak(**changes: Any) -> float:
+        return stage_memory(layout(4, layers=8, **changes), 0, 4).peak / GIB
+
+    assert peak(recompute="full", expert=4) < peak(expert=4) - 10
+    assert peak(tensor=2, sequence_parallel=True, expert=4) < peak(expert=4)
+    assert peak(context=2, expert=4) < peak(expert=4)
+    assert peak(expert=4) < peak(expert=2) < peak()
+
+
+def test_full_recomputation_costs_a_forward() -> None:
+    none, full = (step_time(layout(recompute=kind), 2) for kind in ("none", "full"))
+    assert 1.1 * none.compute < full.compute < 1.5 * none.compute
+
+
+def test_uneven_expert_load_takes_memory_and_more_gpus_take_time_off() -> None:
+    even = layout(8, expert=8)
+    assert stage_memory(dataclasses.replace(even, expert_imbalance=1.5), 0, 2).peak > stage_memory(even, 0, 2).peak
+    seconds = [make_plan(layout(gpus, layers=8, expert=8, recompute="full"), short()).train_s for gpus in (8, 16, 32)]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def short() -> Workload:
+    return dataclasses.replace(PAPER, response_tokens=8192, mean_response_tokens=4096)
+
+
+def test_bytes_of_a_step_at_the_papers_size() -> None:
+    traffic = step_traffic(model(), PAPER, engines=4)
+    assert traffic.routes == 4096 * 17408 * 48 * 8
+    assert traffic.log_probs == 4096 * 16384 * 21 * 8
+    assert round(traffic.routes / GIB, 1) == 25.5
+    assert traffic.weight_sync == 4 * 2 * 30_532_122_624
+
+
+def test_an_engine_holds_what_its_cache_holds() -> None:
+    engine = plan_engine(model(), H100, 8, PAPER)
+    assert engine.kv_per_token == 2 * 2 * 48 * (4 // engine.tensor) * 128
+    assert engine.concurrent == engine.kv_cache // (engine.kv_per_token * PAPER.sequence)
+    assert engine.engines * engine.tensor == 8
+
+
+def test_packs_of_a_gradient_step() -> None:
+    plan = layout(8, expert=8)
+    assert microbatches_per_rank(plan, PAPER) == -(-4096 * 17408 // (8 * 8 * 16384))
+    interleaved = layout(8, layers=8, pipeline=4, virtual_pipeline=2)
+    assert microbatches_per_rank(interleaved, PAPER) % 4 == 0
+
+
+def test_the_search_recommends_what_fits_and_says_why_others_do_not() -> None:
+    result = search(model(), H100, 64, PAPER, Wanted())
+    assert result.best is not None
+    for plan in result.fitting:
+        assert plan.on_card <= H100.memory
+        assert plan.engine.fits
+        assert plan.layout.microbatch_tokens >= PAPER.sequence
+    assert result.best.step_s <= 1.05 * min(plan.step_s for plan in result.fitting)
+    assert all(plan.problem for plan in result.others)
+    assert any("mostly gradients" in plan.problem for plan in result.others)
+    assert "64 GPUs (measured: 1 to 4)" in result.best.extrapolated
+
+
+def test_a_large_cluster_is_searched_in_seconds() -> None:
+    result = search(model("Qwen3-235B-A22B"), H100, 1024, PAPER, Wanted())
+    assert result.best is not None
+    assert result.best.gpus == 1024
+
+
+@pytest.fixture
+def config_json(tmp_path: Path) -> Path:
+    folder = tmp_path / "Qwen3-30B-A3B"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIGS["Qwen3-30B-A3B"]))
+    return folder
+
+
+def test_the_command_prints_a_configuration_that_loads(
+    config_json: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(config_json), "--gpus", "64", "--tp", "2", "--sequence", "9216"]) == 0
+    out = capsys.readouterr().out
+    assert "Extrapolated" in out
+    text = out[out.index("run:\n") :]
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    config = load_config(file)
+    assert config.parallel.tensor == 2
+    assert config.parallel.sequence_parallel
+    assert config.rollout.max_model_len == 9216
+    config.parallel.check_fits(model(), 64)
+
+
+def test_the_command_as_json(config_json: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", str(config_json / "config.json"), "--gpus", "64", "--json", "--rollout-gpus", "32", "--cp", "2"]
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    best = found["best"]
+    assert best["gpus"] == 64
+    assert best["rollout_gpus"] == 32
+    assert best["parallel"]["context"] == 2
+    stage = best["memory"]["stages"][0]
+    assert sum(stage["parts"].values()) == stage["peak"]
+    assert yaml.safe_load(found["config"])["parallel"]["context"] == 2
+
+
+def test_nothing_fits(config_json: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(config_json), "--gpus", "4"]) == 1
+    out = capsys.readouterr().out
+    assert "Nothing fits" in out
+    assert "GiB of 80" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "0"], "--gpus 0: must be 1 or more"),
+        (["--gpus", "8", "--gpu", "h1000"], "--gpu h1000: not known; there are h100-80g"),
+        (["--gpus", "8", "--tp", "3"], "not a multiple of tensor x pipeline x context"),
+        (["--gpus", "8", "--ep", "8", "--tp", "0"], "--tp 0: must be 1 or more"),
+        (["--gpus", "8", "--rollout-gpus", "8"], "must be from 0 to 7"),
+        (["--gpus", "8", "--prompt", "20000"], "leaves no room for a response"),
+        (["--gpus", "8", "--mini-batch", "7"], "--mini-batch 7 does not divide --prompts 256"),
+        (["--gpus", "8", "--mean-response", "99999"], "must be from 1 to 16384"),
+        (["--gpus", "8", "--imbalance", "0.5"], "--imbalance 0.5: must be 1 or more"),
+    ],
+)
+def test_bad_arguments(
+    config_json: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(config_json), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_or_broken_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(tmp_path / "absent"), "--gpus", "8"]) == 2
+    broken = tmp_path / "config.json"
+    broken.write_text("{")
+    assert main(["plan", str(broken), "--gpus", "8"]) == 2
+    broken.write_text("[]")
+    assert main(["plan", str(broken), "--gpus", "8"]) == 2
+    assert "must hold the object of a config.json" in capsys.readouterr().err

@@ -1,0 +1,156 @@
+"""Predictions of the planner for measured layouts, and measured numbers beside them.
+
+    python tools/compare_plan.py                                  # predictions alone
+    python tools/compare_plan.py bench.json                       # beside what tools/bench_actor_step.py wrote
+    python tools/compare_plan.py bench.json --fixed predictions.json
+    python tools/compare_plan.py --save predictions.json          # keep them, before measuring
+
+Markdown on standard output. With `--fixed` the predictions are those of the file and not today's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.models.hf_config import resolve_hf_config
+from megatron_dppo.models.parallel import ParallelConfig
+from megatron_dppo.planner.gpus import GIB, GPUS
+from megatron_dppo.planner.memory import stage_memory
+from megatron_dppo.planner.report import layout_name, memory_parts
+from megatron_dppo.planner.step_time import step_time
+from megatron_dppo.planner.workload import Layout, Recompute
+
+QWEN3_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 40960,
+    "hidden_act": "silu",
+}
+PACK, SEQUENCE = 16384, 2048
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout of Qwen3-30B-A3B's shapes with fewer layers: packs of eight sequences of 2,048 tokens."""
+
+    name: str
+    gpus: int
+    layers: int
+    recompute: Recompute
+    microbatches: int
+    layout: dict[str, Any] = field(default_factory=dict)
+
+    def plan(self) -> Layout:
+        return Layout(
+            model=resolve_hf_config(QWEN3_30B_A3B | {"num_hidden_layers": self.layers}),
+            gpu=GPUS["h100-80g"],
+            gpus=self.gpus,
+            parallel=ParallelConfig(**self.layout),
+            recompute=self.recompute,
+            microbatch_tokens=PACK,
+            attention_span=SEQUENCE,
+        )
+
+
+CASES = [
+    Case("a1", 1, 4, "none", 2),
+    Case("b2", 2, 8, "selective", 2, {"tensor": 2, "expert": 2, "sequence_parallel": True}),
+    Case("c2", 2, 6, "full", 2, {"expert": 2}),
+    Case("d2", 2, 6, "full", 2, {"context": 2, "expert": 2}),
+    Case("e4", 4, 12, "full", 4, {"pipeline": 2, "expert": 2}),
+    Case("f4", 4, 12, "full", 2, {"expert": 4}),
+    Case("g4", 4, 12, "full", 2, {"tensor": 2, "expert": 4, "sequence_parallel": True}),
+]
+"""The names are those of tools/bench_actor_step.py."""
+
+
+def predict(case: Case) -> dict[str, Any]:
+    """`peak_gib` of the fullest rank, its parts, and `step_s` of one gradient step."""
+    layout = case.plan()
+    stages = [stage_memory(layout, stage, case.microbatches) for stage in range(layout.parallel.pipeline)]
+    fullest = max(stages, key=lambda stage: stage.peak)
+    time = step_time(layout, case.microbatches)
+    return {
+        "layout": f"{layout_name(layout.parallel)}, DP{layout.data}",
+        "layers": case.layers,
+        "gpus": case.gpus,
+        "recompute": case.recompute,
+        "microbatches": case.microbatches,
+        "parameters_per_rank": fullest.parameters.total,
+        "peak_gib": fullest.peak / GIB,
+        "parts_gib": {name: size / GIB for name, size in memory_parts(fullest).items()},
+        "step_s": time.total,
+        "parts_s": dict(vars(time)),
+    }
+
+
+def measured(bench: dict[str, Any], name: str) -> tuple[float | None, float | None]:
+    """(peak GiB, median seconds of a step with replay and top-K) of a case, None where it was not measured."""
+    found = bench.get("cases", {}).get(name, {})
+    steps = found.get("with_replay", {})
+    arm = next((arm for arm in ("dppo-topk-tv, replay", *steps) if steps.get(arm)), None)
+    return found.get("peak_gib"), statistics.median(steps[arm]) if arm else None
+
+
+def table(predictions: dict[str, Any], bench: dict[str, Any] | None) -> str:
+    head = ["case", "GPUs", "layout", "layers", "recompute", "micro-batches", "weights", "gradients", "optimizer"]
+    head += ["activations", "workspace", "peak, GiB", "step, s"]
+    if bench is not None:
+        head += ["measured peak", "off by", "measured step", "off by"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for name, guess in predictions.items():
+        parts = guess["parts_gib"]
+        cells = [name, guess["gpus"], guess["layout"], guess["layers"], guess["recompute"], guess["microbatches"]]
+        cells += [f"{parts[part]:.2f}" for part in ("weights", "gradients", "optimizer", "activations")]
+        cells += [f"{parts['workspace'] + parts['library workspaces']:.2f}"]
+        cells += [f"**{guess['peak_gib']:.1f}**", f"**{guess['step_s']:.3f}**"]
+        if bench is not None:
+            peak, step = measured(bench, name)
+            cells += [*_beside(peak, guess["peak_gib"], 1), *_beside(step, guess["step_s"], 3)]
+        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _beside(seen: float | None, guess: float, digits: int) -> list[str]:
+    return ["-", "-"] if seen is None else [f"{seen:.{digits}f}", f"{guess / seen - 1:+.1%}"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("bench", type=Path, nargs="?", help="bench.json of tools/bench_actor_step.py")
+    parser.add_argument("--fixed", type=Path, help="predictions saved earlier")
+    parser.add_argument("--save", type=Path, help="write today's predictions there")
+    arguments = parser.parse_args()
+    if arguments.fixed:
+        predictions = json.loads(arguments.fixed.read_text())
+    else:
+        predictions = {case.name: predict(case) for case in CASES}
+    if arguments.save:
+        arguments.save.write_text(json.dumps(predictions, indent=1) + "\n")
+    print(table(predictions, json.loads(arguments.bench.read_text()) if arguments.bench else None))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
