@@ -67,3 +67,20 @@ def test_the_update_uses_the_routes_of_the_pass_before_it(tmp_path, layout, reco
     state = {name: p.detach() for name, p in model.named_parameters()}
     for name in ("lm_head.weight", "model.layers.0.mlp.gate.weight", "model.layers.3.mlp.gate.weight"):
         np.testing.assert_allclose(weights[name], state[name], atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("mode", ["r2", "r3"])
+def test_a_pipeline_stage_without_experts_takes_part(tmp_path, mode):
+    """The first stage is dense: it replays nothing, and the books are still those of one rank."""
+    from tests.actor.reference import make_rollout
+    from tests.router_replay.actor_ranks import SHAPE, TEMPERATURE
+
+    model = tiny_qwen3_moe(tmp_path, seed=3, mlp_only_layers=[0, 1])
+    batch = make_rollout(model, seed=4, temperature=TEMPERATURE, **(SHAPE | {"moe_layers": 2}))
+    ((alone, _),) = run_ranks(train_on_rank, 1, str(tmp_path), {}, mode, "full", batch)
+    for metrics, _ in run_ranks(train_on_rank, 2, str(tmp_path), {"pipeline": 2}, mode, "full", batch):
+        for name in ("recorded", "sent", "replayed", "recomputed", "gap"):
+            assert metrics[f"r3/{name}_routings"] == alone[f"r3/{name}_routings"]
+        assert metrics["optimizer/loss"] == pytest.approx(alone["optimizer/loss"], rel=1e-4)
+    routed = len(batch.token_ids) if mode == "r2" else batch.routes.valid.sum()
+    assert alone["r3/replayed_routings"] == 2 * routed
