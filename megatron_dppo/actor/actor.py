@@ -14,6 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megatron_dppo.actor.aux_losses import AuxiliaryLosses
 from megatron_dppo.actor.config import ActorConfig, OptimizerConfig, ReplayMode
 from megatron_dppo.actor.forward import run_schedule
 from megatron_dppo.actor.layer_groups import gather_layer_groups
@@ -117,6 +118,7 @@ class MegatronActor:
         ]
         fuse_weight_gradients(self.model)
         self.optimizer, self.scheduler = build_optimizer(optimizer, self.chunks, self._dtype)
+        self._aux_losses = AuxiliaryLosses(config, model_config)
         self._offloader = Offloader(self.chunks, self.optimizer, runtime.device)
         self.trainee = Trainee(
             model=hf_config,
@@ -198,6 +200,7 @@ class MegatronActor:
             if own_routes is not None:
                 microbatches = [dataclasses.replace(m, routes=r) for m, r in zip(microbatches, own_routes, strict=True)]
             totals.add_plan(plan)
+            self._aux_losses.start(plan.padded_rows)
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
@@ -207,6 +210,7 @@ class MegatronActor:
                     stack.enter_context(controller.installed())
                 reports = self._run(microbatches, objective, replay=controller, forward_only=False)
             with self.phases("metrics"):
+                self._aux_losses.finish(len(microbatches))
                 if controller is not None:
                     recorded = source.lengths if self._replay == "r2" else source.routed
                     totals.add_replay(self._account(controller, plan, source, recorded))
@@ -220,7 +224,12 @@ class MegatronActor:
         sequences_in_all = sum(len(sequences) for sequences in signal.mini_batches)
         finals = metrics.finalize(sequences_in_all)
         policy = {f"policy/{_SHORT_NAMES.get(name, name)}": value for name, value in finals.items()}
-        return policy | totals.metrics() | reduce_bytes(source.pulled_bytes - pulled_before, device)
+        return (
+            policy
+            | self._aux_losses.metrics()
+            | totals.metrics()
+            | reduce_bytes(source.pulled_bytes - pulled_before, device)
+        )
 
     def parity(self, source: SequenceSource, *, replay: bool) -> dict[str, float]:
         """How far this model's log-probabilities are from the engine's, over all trained rows (forward passes only).

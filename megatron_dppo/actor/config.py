@@ -30,6 +30,10 @@ class ActorConfig(ConfigModel):
     """Experts of the training forward: the engine's ("r3", needs `rollout.router_replay`), the trainer's own of the
     pass before the update ("r2", needs a preset with a recomputed anchor), or what the live router says ("none").
     Without effect on models without experts."""
+    load_balancing_loss: float = Field(default=0.0, ge=0.0)
+    """Coefficient of the Switch Transformer's load-balancing loss of every MoE layer; 0 is off, as in the paper."""
+    router_z_loss: float = Field(default=0.0, ge=0.0)
+    """Coefficient of ST-MoE's loss on the size of the router's logits; 0 is off, as in the paper."""
     max_skipped_steps: int = Field(default=3, ge=0)
     """Gradient steps in a row that may be skipped because loss or gradients are not finite; one more stops the run."""
 
