@@ -111,7 +111,12 @@ class MegatronActor:
 
         model_config = get_model_config(self.model[0])
         self._dtype = model_config.params_dtype
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=optimizer.overlap_grad_reduce,
+            overlap_param_gather=optimizer.overlap_param_gather,
+        )
         self.chunks = [
             DistributedDataParallel(config=model_config, ddp_config=ddp, module=chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(self.model)
@@ -129,6 +134,9 @@ class MegatronActor:
             scheduler=self.scheduler,
         )
         """What a training state holds of this actor."""
+        if optimizer.overlap_grad_reduce:
+            waits = [chunk.no_sync for chunk in self.chunks]  # all microbatches but the last only accumulate
+            model_config.no_sync_func = waits if len(waits) > 1 else waits[0]
         model_config.grad_scale_func = self.optimizer.scale_loss
         model_config.finalize_model_grads_func = _finalise_by_sum
 
@@ -221,6 +229,9 @@ class MegatronActor:
                 outcome = guarded_step(self.optimizer, self.scheduler, loss_is_finite=finite)
             self._watch_finite(outcome.applied or outcome.overflowed, reports)
             totals.add_step(loss, outcome)
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)  # no forward comes that would wait for the last step's weights
         sequences_in_all = sum(len(sequences) for sequences in signal.mini_batches)
         finals = metrics.finalize(sequences_in_all)
         policy = {f"policy/{_SHORT_NAMES.get(name, name)}": value for name, value in finals.items()}
