@@ -14,6 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megatron_dppo.actor.aux_losses import AuxiliaryLosses
 from megatron_dppo.actor.config import ActorConfig, OptimizerConfig, ReplayMode
 from megatron_dppo.actor.forward import run_schedule
 from megatron_dppo.actor.layer_groups import gather_layer_groups
@@ -114,13 +115,19 @@ class MegatronActor:
 
         model_config = get_model_config(self.model[0])
         self._dtype = model_config.params_dtype
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=optimizer.overlap_grad_reduce,
+            overlap_param_gather=optimizer.overlap_param_gather,
+        )
         self.chunks = [
             DistributedDataParallel(config=model_config, ddp_config=ddp, module=chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(self.model)
         ]
         fuse_weight_gradients(self.model)
         self.optimizer, self.scheduler = build_optimizer(optimizer, self.chunks, self._dtype)
+        self._aux_losses = AuxiliaryLosses(config, model_config)
         self._offloader = Offloader(self.chunks, self.optimizer, runtime.device)
         self.trainee = Trainee(
             model=hf_config,
@@ -131,6 +138,9 @@ class MegatronActor:
             scheduler=self.scheduler,
         )
         """What a training state holds of this actor."""
+        if optimizer.overlap_grad_reduce:
+            waits = [chunk.no_sync for chunk in self.chunks]  # all microbatches but the last only accumulate
+            model_config.no_sync_func = waits if len(waits) > 1 else waits[0]
         model_config.grad_scale_func = self.optimizer.scale_loss
         model_config.finalize_model_grads_func = _finalise_by_sum
 
@@ -205,6 +215,7 @@ class MegatronActor:
             if own_routes is not None:
                 microbatches = [dataclasses.replace(m, routes=r) for m, r in zip(microbatches, own_routes, strict=True)]
             totals.add_plan(plan)
+            self._aux_losses.start(plan.padded_rows)
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
@@ -214,6 +225,7 @@ class MegatronActor:
                     stack.enter_context(controller.installed())
                 reports = self._run(microbatches, objective, replay=controller, forward_only=False)
             with self.phases("metrics"):
+                self._aux_losses.finish(len(microbatches))
                 if controller is not None:
                     recorded = source.lengths if self._replay == "r2" else source.routed
                     totals.add_replay(self._account(controller, plan, source, recorded))
@@ -230,10 +242,18 @@ class MegatronActor:
             self._watch_finite(outcome.applied or outcome.overflowed, reports)
             totals.add_step(loss, outcome)
         self.masked_counts = blocked if count_masked else self.masked_counts
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)  # no forward comes that would wait for the last step's weights
         sequences_in_all = sum(len(sequences) for sequences in signal.mini_batches)
         finals = metrics.finalize(sequences_in_all)
         policy = {f"policy/{_SHORT_NAMES.get(name, name)}": value for name, value in finals.items()}
-        return policy | totals.metrics() | reduce_bytes(source.pulled_bytes - pulled_before, device)
+        return (
+            policy
+            | self._aux_losses.metrics()
+            | totals.metrics()
+            | reduce_bytes(source.pulled_bytes - pulled_before, device)
+        )
 
     def parity(self, source: SequenceSource, *, replay: bool, keep: int = 0) -> dict[str, float]:
         """How far this model's log-probabilities are from the engine's, over all trained rows (forward passes only).

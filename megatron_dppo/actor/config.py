@@ -30,6 +30,10 @@ class ActorConfig(ConfigModel):
     """Experts of the training forward: the engine's ("r3", needs `rollout.router_replay`), the trainer's own of the
     pass before the update ("r2", needs a preset with a recomputed anchor), or what the live router says ("none").
     Without effect on models without experts."""
+    load_balancing_loss: float = Field(default=0.0, ge=0.0)
+    """Coefficient of the Switch Transformer's load-balancing loss of every MoE layer; 0 is off, as in the paper."""
+    router_z_loss: float = Field(default=0.0, ge=0.0)
+    """Coefficient of ST-MoE's loss on the size of the router's logits; 0 is off, as in the paper."""
     max_skipped_steps: int = Field(default=3, ge=0)
     """Gradient steps in a row that may be skipped because loss or gradients are not finite; one more stops the run."""
 
@@ -54,6 +58,11 @@ class OptimizerConfig(ConfigModel):
     """Decoupled (AdamW); norms and biases are not decayed."""
     clip_grad: float = Field(default=1.0, ge=0.0)
     """Global gradient norm above which gradients are scaled down; 0 switches clipping off."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over data-parallel ranks bucket by bucket while the last microbatch's backward runs."""
+    overlap_param_gather: bool = False
+    """Gather updated weights from data-parallel ranks while the next mini-batch's forward runs, in place of before it
+    (after the last mini-batch of an update there is nothing to overlap with). Needs `overlap_grad_reduce`."""
     initial_loss_scale: float = Field(default=65536.0, gt=0.0)
     """float16 only: factor of the loss in the first backward, so that small gradients do not vanish. A step whose
     gradients overflow is skipped."""
@@ -63,6 +72,12 @@ class OptimizerConfig(ConfigModel):
     """float16 only: overflows (not necessarily in a row) after which the loss scale is halved."""
     loss_scale_window: int = Field(default=1000, ge=1)
     """float16 only: steps in a row without overflow after which the loss scale is doubled."""
+
+    @model_validator(mode="after")
+    def _overlaps_fit(self) -> OptimizerConfig:
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ValueError("optimizer.overlap_param_gather=true needs optimizer.overlap_grad_reduce=true; set both")
+        return self
 
     @model_validator(mode="after")
     def _loss_scale_has_room(self) -> OptimizerConfig:

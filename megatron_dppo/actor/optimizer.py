@@ -66,6 +66,7 @@ def build_optimizer(
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
         params_dtype=dtype,
+        overlap_param_gather=config.overlap_param_gather,
         initial_loss_scale=config.initial_loss_scale,
         min_loss_scale=config.min_loss_scale,
         hysteresis=config.loss_scale_hysteresis,

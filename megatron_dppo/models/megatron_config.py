@@ -23,6 +23,8 @@ def transformer_config(
     recompute: Recompute = "none",
     router_dtype: Literal["fp32", "fp64"] | None = "fp32",
     token_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall",
+    load_balancing_loss: float = 0.0,
+    router_z_loss: float = 0.0,
     **overrides: Any,
 ) -> TransformerConfig:
     """Megatron-Core's config of `model` under `parallel`, for the device at hand.
@@ -31,6 +33,7 @@ def transformer_config(
     recompute         activations kept: all, all but the attention core (selective), layer inputs only (full)
     router_dtype      of the router's logits and probabilities; None is params_dtype
     token_dispatcher  how tokens reach their experts; with allgather a pipeline's microbatches must be equally long
+    load_balancing_loss, router_z_loss  coefficients; 0 leaves the loss out
     overrides         any field of `TransformerConfig`, set last
 
     Losses are summed, not averaged (`calculate_per_token_loss`): the caller divides by the global denominator.
@@ -91,8 +94,9 @@ def transformer_config(
             "moe_router_topk": model.moe.topk,
             # Renormalised top-k probabilities are the softmax of the top-k logits alone.
             "moe_router_pre_softmax": not model.moe.normalise,
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
+            "moe_router_load_balancing_type": "aux_loss" if load_balancing_loss else "none",
+            "moe_aux_loss_coeff": load_balancing_loss,
+            "moe_z_loss_coeff": router_z_loss or None,
             "moe_router_dtype": router_dtype,
             "moe_router_fusion": False,  # the fused router returns before the replay hook
             "moe_grouped_gemm": gpu,

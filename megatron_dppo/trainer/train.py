@@ -124,6 +124,8 @@ def build_actor(runtime: Runtime, config: Config, hf_config: HFConfig) -> Megatr
         params_dtype=getattr(torch, config.actor.dtype),
         recompute=config.actor.recompute,
         token_dispatcher=config.actor.token_dispatcher,
+        load_balancing_loss=config.actor.load_balancing_loss,
+        router_z_loss=config.actor.router_z_loss,
     )
     chunks = build_model(hf_config, megatron_config, runtime.groups)
     load_hf_weights(chunks, hf_config, runtime.groups)

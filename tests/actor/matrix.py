@@ -101,7 +101,9 @@ def train_cases(rank: int, path: str, layout: dict, lesson: Lesson, cases: list[
     return results
 
 
-def build_actor(path: str, layout: dict, case: Case, *, dtype: str = "float32", **optimizer: Any):
+def build_actor(
+    path: str, layout: dict, case: Case, *, dtype: str = "float32", aux: tuple[float, float] = (0, 0), **optimizer: Any
+):
     """A `MegatronActor` with the weights of `path` on this rank."""
     from megatron_dppo.actor.actor import MegatronActor
     from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
@@ -124,6 +126,8 @@ def build_actor(path: str, layout: dict, case: Case, *, dtype: str = "float32", 
         router_replay="r3" if case.replay else "none",
         recompute=case.recompute,
         token_dispatcher=case.dispatcher,
+        load_balancing_loss=aux[0],
+        router_z_loss=aux[1],
     )
     settings = transformer_config(
         model,
@@ -131,6 +135,8 @@ def build_actor(path: str, layout: dict, case: Case, *, dtype: str = "float32", 
         params_dtype=getattr(torch, dtype),
         recompute=config.recompute,
         token_dispatcher=config.token_dispatcher,
+        load_balancing_loss=config.load_balancing_loss,
+        router_z_loss=config.router_z_loss,
     )
     chunks = build_model(model, settings, runtime.groups)
     load_hf_weights(chunks, model, runtime.groups, path)

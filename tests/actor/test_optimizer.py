@@ -1,0 +1,68 @@
+"""Overlapped gradient reduction and weight gathering change when ranks talk, not what they compute; bad settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from megatron_dppo.actor.config import OptimizerConfig
+from tests.actor.matrix import LAYOUTS, SHAPE, TEMPERATURE, Case, advantages, build_actor, exported
+from tests.distributed import run_ranks
+from tests.tiny import tiny_qwen3_moe
+
+OVERLAPS = [{}, {"overlap_grad_reduce": True}, {"overlap_grad_reduce": True, "overlap_param_gather": True}]
+
+
+def train(rank: int, path: str, layouts: list[str], batch: Any) -> list[list[Any]]:
+    """For every layout and overlap: metrics of three updates and the weights after them."""
+    from megatron.core import parallel_state
+
+    from megatron_dppo.actor.actor import TrainingSignal
+    from megatron_dppo.batch import InMemorySource
+
+    found = []
+    for layout in layouts:
+        outcomes = []
+        for overlap in OVERLAPS:
+            actor = build_actor(path, LAYOUTS[layout][1], Case(), **overlap)
+            source = InMemorySource.of(batch)
+            signal = TrainingSignal(advantages(), advantages(), [np.arange(0, 6), np.arange(6, 12)])
+            metrics = [actor.update(source, signal) for _ in range(2)]
+            parity = actor.parity(source, replay=True)
+            outcomes.append((metrics, parity, exported(actor)))
+            parallel_state.destroy_model_parallel()
+        found.append(outcomes)
+    return found
+
+
+def test_overlap_changes_nothing(tmp_path) -> None:
+    from tests.actor.reference import make_rollout
+
+    model = tiny_qwen3_moe(tmp_path, seed=3)
+    batch = make_rollout(model, seed=4, temperature=TEMPERATURE, **SHAPE)
+    layouts = ["EP2", "PP2 VPP2"]
+    results = run_ranks(train, 2, str(tmp_path), layouts, batch)
+    for layout, (plain, *overlapped) in zip(layouts, results[0], strict=True):
+        metrics, parity, weights = plain
+        assert metrics[0]["optimizer/loss"] != metrics[1]["optimizer/loss"]
+        for number, other in enumerate(overlapped):
+            for got, expected in zip([*other[0], other[1]], [*metrics, parity], strict=True):
+                assert got == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True), (layout, number)
+            for name, tensor in weights.items():
+                np.testing.assert_allclose(other[2][name], tensor, atol=1e-6, rtol=0, err_msg=f"{layout} {name}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"overlap_param_gather": True}, "overlap_grad_reduce"),
+        ({"initial_loss_scale": 2.0, "min_loss_scale": 4.0}, "min_loss_scale"),
+        ({"schedule": "cosine", "warmup_steps": 5, "decay_steps": 5}, "decay_steps"),
+    ],
+)
+def test_settings_that_do_not_fit(settings: dict, named: str) -> None:
+    with pytest.raises(ValidationError, match=f"optimizer.{named}"):
+        OptimizerConfig(**settings)
