@@ -98,7 +98,8 @@ def plot_mismatch(runs: Mapping[str, Mismatch], path: Path, *, title: str = "") 
 def _cloud(axis: Axes, mu: np.ndarray, values: np.ndarray, colour: str, label: str) -> None:
     """Dots, the median by bin of mu, and the band from the 1st to the 99th percentile."""
     axis.set_xscale("log")
-    axis.scatter(mu, values, s=3, color=colour, alpha=0.15, linewidths=0, rasterized=True)
+    few = len(mu) < 5000  # larger and darker, so that single dots are seen
+    axis.scatter(mu, values, s=9 if few else 3, color=colour, alpha=0.5 if few else 0.15, linewidths=0)
     edges = np.logspace(np.log10(max(mu.min(), 1e-8)), 0.0, _BINS + 1)
     number = np.clip(np.digitize(mu, edges) - 1, 0, _BINS - 1)
     middle, bands = [], []
