@@ -9,40 +9,40 @@ from dataclasses import dataclass
 class Efficiency:
     """Shares of a GPU's peak, and what the host needs however fast the GPU is.
 
-    Calibrated on one H100 80GB: the head on docs/benchmarks.md (63.7 ms for four products of 10.2 TFLOP), NVLink on its
-    all-reduce of 134 MB (0.51 ms on two GPUs, 0.65 ms on four); layers and host times on 0.264 s (one GPU) and 0.164 s
-    (TP2 x EP2) for forward and backward of 4 layers of Qwen3-30B-A3B at 16,384 tokens, with the head's 64 and 32 ms;
-    decoding on vLLM's 15,700 and 10,200 tokens/s at 16 layers and 256 sequences, without and with routes and top-20.
-    Network and attention are typical values, not measured here.
+    Fitted to eight measured steps of one to four H100 80GB (docs/planner.md), starting from what is known apart: the
+    head from docs/benchmarks.md (63.7 ms for four products of 10.2 TFLOP), NVLink from its all-reduce of 134 MB
+    (0.51 ms on two GPUs, 0.65 ms on four), decoding from vLLM's 15,700 and 10,200 tokens/s at 16 layers and 256
+    sequences, without and with routes and top-20. Network, dense products and attention are typical values, not fitted.
     """
 
     dense: float = 0.65
     """Dense matrix products."""
-    head: float = 0.65
+    head: float = 0.70
     """The LM head's four products, statistics included."""
-    grouped: float = 0.45
+    grouped: float = 0.50
     """Products of one expert's rows."""
     attention_forward: float = 0.40
     attention_backward: float = 0.35
-    memory: float = 0.50
+    memory: float = 0.70
     """Norms, rotary, permutations, SwiGLU: kernels that read and write once."""
     stream: float = 0.75
     """Adam, norms of gradients, zeroing: one long kernel."""
-    link: float = 0.60
+    link: float = 0.44
+    """NVLink, ranks waiting for each other included."""
     network: float = 0.70
     decode: float = 0.36
     """Bytes an engine's step must read (weights of the experts hit, KV cache) over what it takes."""
 
-    expert_forward_s: float = 45e-6
+    expert_forward_s: float = 57e-6
     """Host seconds per local expert and layer: two launches and their descriptors."""
-    expert_backward_s: float = 135e-6
+    expert_backward_s: float = 90e-6
     """The same for four launches and two gradient hooks."""
     expert_unfused_s: float = 50e-6
     """More where weight gradients are added to the float32 buffer by kernels of their own."""
-    layer_forward_s: float = 4e-3
+    layer_forward_s: float = 9e-3
     """Host seconds per layer beside experts: the router's synchronisation, replay, and some hundred launches."""
-    layer_backward_s: float = 7e-3
-    microbatch_s: float = 0.015
+    layer_backward_s: float = 13e-3
+    microbatch_s: float = 0.014
     """Packing, routes to the device, objective and metrics."""
     parameter_s: float = 40e-6
     """Host seconds per parameter tensor in the optimizer step."""

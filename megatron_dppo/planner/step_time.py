@@ -86,12 +86,26 @@ def head_time(layout: Layout, e: Efficiency = EFFICIENCY) -> PassTime:
 def layer_time(layout: Layout, layer: int, e: Efficiency = EFFICIENCY) -> PassTime:
     """One decoder layer, recomputation in the backward included."""
     attention, mlp = _attention(layout, e), _mlp(layout, layer, e)
-    forward, backward = attention.forward + mlp.forward, attention.backward + mlp.backward
+    host = _host(layout, layer, e)
+    forward = max(attention.forward + mlp.forward, host.forward)
+    backward = max(attention.backward + mlp.backward, host.backward)
     if layout.recompute == "full":
         backward += forward
     elif layout.recompute == "selective":
         backward += _core_attention(layout) / (layout.gpu.bf16_flops * e.attention_forward)
     return PassTime(forward, backward)
+
+
+def _host(layout: Layout, layer: int, e: Efficiency) -> PassTime:
+    """What Python and the launches of one layer take; the GPU waits where it is faster."""
+    experts = 0
+    if layout.model.moe is not None and layout.model.is_moe_layer(layer):
+        experts = layout.model.moe.experts // layout.parallel.expert
+    unfused = 0.0 if layout.wgrad_fusion else e.expert_unfused_s
+    return PassTime(
+        e.layer_forward_s + experts * e.expert_forward_s,
+        e.layer_backward_s + experts * (e.expert_backward_s + unfused),
+    )
 
 
 def _core_attention(layout: Layout) -> float:
@@ -136,7 +150,6 @@ def _mlp(layout: Layout, layer: int, e: Efficiency) -> PassTime:
     assert model.moe is not None
     moe, rows, received = model.moe, layout.rows_per_rank, layout.expert_rows
     width = moe.intermediate_size / parallel.expert_tensor
-    local = moe.experts // parallel.expert
     products = 6 * received * hidden * width / (gpu.bf16_flops * e.grouped)
     sent = rows * moe.topk * hidden
     moved = 2 * (7 * rows * hidden + 2 * sent + 4 * received * hidden + 3 * received * width)
@@ -144,10 +157,7 @@ def _mlp(layout: Layout, layer: int, e: Efficiency) -> PassTime:
     comm = 2 * _all_to_all(layout, 2 * sent, e)
     if parallel.expert_tensor > 1:
         comm += 2 * _all_gather(layout, 2 * received * hidden, parallel.expert_tensor, parallel.expert_tensor, e)
-    forward = max(products, local * e.expert_forward_s) + elementwise + comm + e.layer_forward_s
-    launches = local * (e.expert_backward_s + (0.0 if layout.wgrad_fusion else e.expert_unfused_s))
-    backward = max(2 * products, launches) + 1.2 * elementwise + comm + e.layer_backward_s
-    return PassTime(forward, backward)
+    return PassTime(products + elementwise + comm, 2 * products + 1.2 * elementwise + comm)
 
 
 def bandwidth(layout: Layout, span: int, e: Efficiency) -> float:

@@ -58,7 +58,7 @@ KillWait=30
 SchedulerParameters=bf_interval=2,sched_interval=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-PreemptParameters=send_user_signal
+SlurmctldParameters=preempt_send_user_signal
 NodeName=n1 NodeHostname=$host NodeAddr=127.0.0.1 Port=$first CPUs=1 State=UNKNOWN
 NodeName=n2 NodeHostname=$host NodeAddr=127.0.0.1 Port=$second CPUs=1 State=UNKNOWN
 PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime=120 MaxTime=60 State=UP
