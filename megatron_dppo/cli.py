@@ -1,4 +1,4 @@
-"""The command line: `megatron-dppo train | convert | plot | plan | doctor`.
+"""The command line: `megatron-dppo train | evaluate | convert | plot | plan | doctor`.
 
 Heavy imports happen inside the commands.
 """
@@ -6,6 +6,7 @@ Heavy imports happen inside the commands.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -16,6 +17,9 @@ from megatron_dppo.checkpoint.convert_arguments import add_convert_arguments, ru
 from megatron_dppo.doctor.command import add_doctor_arguments, run_doctor
 from megatron_dppo.launch import exit_status
 from megatron_dppo.planner.command import add_plan_arguments, run_plan
+
+_OVERRIDE = re.compile(r"(seed|(rollout|task|evaluation)\.[^=]+)=")
+"""What tells `evaluation.samples=4` from the data `aime24=aime24.jsonl`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +43,23 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("config", type=Path, help="YAML file")
     train.add_argument("overrides", nargs="*", metavar="a.b=c", help="config keys to change")
     train.set_defaults(run=_train)
+
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="avg@n and pass@k of a model on files of questions",
+        description="Sample answers and judge them: megatron-dppo evaluate MODEL [NAME=]FILE ... [a.b=c ...]. "
+        "Without --config the sampling is temperature 0.7, top-p 0.95, 32 answers per question. Started again with the "
+        "same --out, it goes on where it was.",
+    )
+    evaluate.add_argument("model", type=Path, help="folder of a Hugging Face checkpoint")
+    evaluate.add_argument(
+        "data", nargs="*", metavar="DATA", help="file, folder or hub dataset, as task.data.path; and a.b=c overrides"
+    )
+    evaluate.add_argument("--config", type=Path, help="YAML file of a run: its rollout, task and evaluation sections")
+    evaluate.add_argument(
+        "-o", "--out", type=Path, help="folder for the answers (default: evaluation/ and MODEL's name)"
+    )
+    evaluate.set_defaults(run=_evaluate)
 
     convert = commands.add_parser("convert", help="convert a checkpoint between Hugging Face and Megatron-Core")
     add_convert_arguments(convert)
@@ -64,6 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
     plot.add_argument("-o", "--output", type=Path, default=Path("curves.png"), help="PNG to write (%(default)s)")
     plot.add_argument("--title", default="")
+    plot.add_argument(
+        "--mismatch", action="store_true", help="trainer against engine before any update (Figure 2) instead of curves"
+    )
     plot.set_defaults(run=_plot)
     return parser
 
@@ -78,14 +102,32 @@ def _train(arguments: argparse.Namespace) -> int:
     return train(load_config(arguments.config, arguments.overrides))
 
 
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from megatron_dppo.trainer.evaluate_model import evaluate_config, evaluate_model
+
+    overrides = [one for one in arguments.data if _OVERRIDE.match(one)]
+    data = [one for one in arguments.data if not _OVERRIDE.match(one)]
+    out = arguments.out or Path("evaluation") / arguments.model.resolve().name
+    return evaluate_model(arguments.model, evaluate_config(data, arguments.config, overrides), out)
+
+
 def _plot(arguments: argparse.Namespace) -> int:
     from megatron_dppo.trainer.history import History
+    from megatron_dppo.trainer.mismatch import Mismatch, plot_mismatch
     from megatron_dppo.trainer.plots import plot_runs
 
     labels = [run.parent.name if run.is_file() else run.resolve().name for run in arguments.runs]
     if len(set(labels)) < len(labels):
         labels = [str(run) for run in arguments.runs]
-    runs = {label: History.read(run) for label, run in zip(labels, arguments.runs, strict=True)}
+    named = dict(zip(labels, arguments.runs, strict=True))
+    if arguments.mismatch:
+        folders = {label: run.parent if run.is_file() else run for label, run in named.items()}
+        plot_mismatch(
+            {label: Mismatch.read(run) for label, run in folders.items()}, arguments.output, title=arguments.title
+        )
+        print(arguments.output)
+        return 0
+    runs = {label: History.read(run) for label, run in named.items()}
     plot_runs(runs, arguments.output, title=arguments.title)
     print(arguments.output)
     return 0

@@ -107,7 +107,9 @@ if [ "$extra" = cpu ]; then overrides=(--override constraints/cpu-overrides.txt)
 install() {
   retry "$venv/bin/python" -m pip install --quiet -r constraints/bootstrap.txt || return 1
   retry "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "${overrides[@]}" -c "constraints/$extra.txt" \
-    -e ".[$extra,dev]"
+    -e ".[$extra,dev]" || return 1
+  # Packages that work with what is installed, although their metadata asks for other versions.
+  retry "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps -r constraints/no-deps.txt
 }
 install || die "installing the packages failed, for the reason above. Is the package index reachable (pip's and uv's own" \
   "settings apply)? Are 8 GB of disk free? Then try again"

@@ -25,7 +25,7 @@ from megatron_dppo.actor.optimizer import build_optimizer, guarded_step
 from megatron_dppo.actor.pack_shape import Split
 from megatron_dppo.actor.packing import PackPlan, plan_packs
 from megatron_dppo.actor.profiling import Phases
-from megatron_dppo.actor.reduce import reduce_bytes, reduce_losses
+from megatron_dppo.actor.reduce import gather_rows, reduce_bytes, reduce_losses, reduce_masked
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.actor.totals import StepTotals
 from megatron_dppo.actor.weight_gradients import fuse_weight_gradients
@@ -106,6 +106,10 @@ class MegatronActor:
         self._config, self._preset = config, preset
         self._vocab_size, self._temperature, self._normaliser = hf_config.vocab_size, temperature, normaliser
         self._skipped_in_a_row = 0
+        self.masked_counts: Tensor | None = None
+        """Of the last `update` that counted: int64 `[2, V]`, see `masked_token_counts`; equal on all ranks."""
+        self.parity_tokens = np.zeros((0, 2), dtype=np.float32)
+        """Of the last `parity` that kept some: (log mu, log pi) of tokens, float32 `[n, 2]`; equal on all ranks."""
         self.phases = Phases()
         """Names the parts of a step for profiles (`megatron_dppo.actor.profiling`)."""
 
@@ -169,8 +173,9 @@ class MegatronActor:
         """Whose routes an update replays."""
         return self._config.router_replay if self._moe_layers else "none"
 
-    def update(self, source: SequenceSource, signal: TrainingSignal) -> dict[str, float]:
-        """One gradient step per mini-batch. Returns metrics, the same on all ranks.
+    def update(self, source: SequenceSource, signal: TrainingSignal, *, count_masked: bool = False) -> dict[str, float]:
+        """One gradient step per mini-batch. Returns metrics, the same on all ranks. With `count_masked`,
+        `masked_counts` afterwards says which tokens the trust region blocked.
 
         Raises NonFiniteTraining after too many skipped steps in a row, RuntimeError where routes went missing.
         """
@@ -188,6 +193,7 @@ class MegatronActor:
 
         metrics = TokenMetrics.empty(device)
         totals = StepTotals()
+        blocked: Tensor | None = None
         for number, (sequences, plan) in enumerate(zip(signal.mini_batches, plans, strict=True)):
             objective = MiniBatchObjective(
                 preset=self._preset,
@@ -201,6 +207,7 @@ class MegatronActor:
                 trained=trained,
                 recomputed=None if before is None else before[number].statistics,
                 context_group=self.runtime.groups.cp if self._split.context > 1 else None,
+                count_masked=self._vocab_size if count_masked else 0,
             )
             own_routes = None if before is None else before[number].routes
             with self.phases("microbatches"):
@@ -224,6 +231,11 @@ class MegatronActor:
                     totals.add_replay(self._account(controller, plan, source, recorded))
                 loss, part = reduce_losses(reports, contributes=self._contributes, device=device)
                 metrics = metrics.merge(part)
+                if count_masked:
+                    counts = reduce_masked(
+                        reports, contributes=self._contributes, vocab_size=self._vocab_size, device=device
+                    )
+                    blocked = counts if blocked is None else blocked + counts
             with self.phases("optimizer"):
                 finite = bool(np.isfinite(loss))
                 outcome = guarded_step(self.optimizer, self.scheduler, loss_is_finite=finite)
@@ -232,6 +244,7 @@ class MegatronActor:
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)  # no forward comes that would wait for the last step's weights
+        self.masked_counts = blocked if count_masked else self.masked_counts
         sequences_in_all = sum(len(sequences) for sequences in signal.mini_batches)
         finals = metrics.finalize(sequences_in_all)
         policy = {f"policy/{_SHORT_NAMES.get(name, name)}": value for name, value in finals.items()}
@@ -242,13 +255,14 @@ class MegatronActor:
             | reduce_bytes(source.pulled_bytes - pulled_before, device)
         )
 
-    def parity(self, source: SequenceSource, *, replay: bool) -> dict[str, float]:
+    def parity(self, source: SequenceSource, *, replay: bool, keep: int = 0) -> dict[str, float]:
         """How far this model's log-probabilities are from the engine's, over all trained rows (forward passes only).
 
         Returns `max_abs_logp_gap` in nats, `mean_abs_prob_gap` and, for MoE models with recorded routes,
         `differing_routings`, the (row, layer) pairs whose live top-k differs from the engine's, and
         `differing_tokens`, the rows where any layer's does. With `replay=False`
-        the live routers decide, and the record is only compared with.
+        the live routers decide, and the record is only compared with. `parity_tokens` afterwards holds up to `keep`
+        tokens of each rank that has log-probabilities.
         """
         self._require("weights")
         watch = self._moe_layers > 0 and bool(source.routed.sum())
@@ -259,6 +273,7 @@ class MegatronActor:
             if controller is not None:
                 stack.enter_context(controller.installed())
             passed = self._run(microbatches, collect, replay=controller, forward_only=True)
+        kept: list[Tensor] = []
         gap = torch.zeros(1, dtype=torch.float64, device=self.runtime.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
         if self._contributes:
@@ -268,9 +283,12 @@ class MegatronActor:
                 pi, mu = stats.logp[rows.loss_mask].double(), rows.mu_logp[rows.loss_mask].double()
                 if len(pi):
                     gap = torch.maximum(gap, (pi - mu).abs().max())
+                kept.append(torch.stack([mu, pi], dim=1).detach())
                 sums += torch.stack([(pi.exp() - mu.exp()).abs().sum(), rows.loss_mask.sum().double()])
         dist.all_reduce(gap, op=dist.ReduceOp.MAX)
         dist.all_reduce(sums)
+        if keep:
+            self.parity_tokens = gather_rows(kept, keep)
         result = {"max_abs_logp_gap": float(gap), "mean_abs_prob_gap": float(sums[0] / sums[1].clamp(min=1))}
         if controller is not None:
             account = self._account(controller, plan, source, source.routed)

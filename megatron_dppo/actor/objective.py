@@ -16,6 +16,7 @@ from megatron_dppo.algorithm import (
     TokenMetrics,
     aggregate,
     divergence_for,
+    masked_token_counts,
     policy_loss,
     token_weights,
 )
@@ -38,6 +39,8 @@ class MicrobatchReport:
     metrics: TokenMetrics
     nonfinite: tuple[Tensor, Tensor, Tensor]
     """(row is not finite `[S]`, sequence `[S]`, position `[S]`) to name the tokens of a non-finite loss."""
+    masked: Tensor | None
+    """int64 `[2, V]`, see `masked_token_counts`; None where nobody asked."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class MiniBatchObjective:
     recomputed: list[Recomputed] | None
     context_group: dist.ProcessGroup | None = None
     """Ranks that hold parts of the same sequences, for ratios of whole sequences; None for one rank."""
+    count_masked: int = 0
+    """Count blocked tokens by id over a vocabulary of this size; 0 does not count."""
 
     def __call__(self, index: int, microbatch: Microbatch, stats: TokenStats) -> tuple[Tensor, MicrobatchReport]:
         """This microbatch's share of the mini-batch loss; gradient through `stats.logp` (and entropy bonus) only."""
@@ -93,7 +98,12 @@ class MiniBatchObjective:
         )
         value = aggregate(loss.per_token, weights)
         bad = rows.loss_mask & ~torch.isfinite(loss.per_token.detach())
-        return value, MicrobatchReport(value.detach(), loss.metrics, (bad, rows.sequence, rows.position))
+        masked = None
+        if self.count_masked:
+            masked = masked_token_counts(
+                rows.targets, self.advantages[sequence], rows.loss_mask, loss.mask, self.count_masked
+            )
+        return value, MicrobatchReport(value.detach(), loss.metrics, (bad, rows.sequence, rows.position), masked)
 
     def _sum_over_context(self, totals: Tensor) -> Tensor:
         dist.all_reduce(totals, group=self.context_group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -30,6 +31,28 @@ def reduce_losses(
     dist.all_reduce(sums)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
     return float(sums[0]), TokenMetrics(sums[1:], maxima)
+
+
+def reduce_masked(
+    reports: Sequence[MicrobatchReport], *, contributes: bool, vocab_size: int, device: torch.device
+) -> torch.Tensor:
+    """Blocked tokens of a mini-batch by id, int64 `[2, V]`, the same on every rank; `contributes` as above."""
+    counts = torch.zeros(2, vocab_size, dtype=torch.int64, device=device)
+    if contributes:
+        for report in reports:
+            assert report.masked is not None
+            counts += report.masked
+    dist.all_reduce(counts)
+    return counts
+
+
+def gather_rows(parts: Sequence[torch.Tensor], limit: int) -> np.ndarray:
+    """The first `limit` rows of each rank's `parts` (`[n, 2]` each, none on ranks that hold none), rank after rank,
+    float32. Collective over the job."""
+    mine = torch.cat(list(parts))[:limit].float().cpu().numpy() if parts else np.zeros((0, 2), dtype=np.float32)
+    everybody: list[np.ndarray] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    return np.concatenate(everybody)
 
 
 def reduce_bytes(pulled: int, device: torch.device) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from megatron_dppo.batch.aligned import AlignedBatch, Columns, PolicyColumns, TopKColumns, align
 from megatron_dppo.batch.rollout_batch import RolloutBatch
 from megatron_dppo.batch.source import InMemorySource, SequenceSource
+from megatron_dppo.batch.turns import join_turns
 
 __all__ = [
     "AlignedBatch",
@@ -13,4 +14,5 @@ __all__ = [
     "SequenceSource",
     "TopKColumns",
     "align",
+    "join_turns",
 ]

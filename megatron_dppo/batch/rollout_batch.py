@@ -84,6 +84,11 @@ class RolloutBatch:
         return self.lengths - self.prompt_lengths
 
     @property
+    def sampled_per_sequence(self) -> np.ndarray:
+        """Tokens per sequence that the policy sampled, int64 `[B]`."""
+        return np.add.reduceat(self.loss_mask.astype(np.int64), self.offsets[:-1])
+
+    @property
     def routed_per_sequence(self) -> np.ndarray:
         """Tokens per sequence whose experts the engine recorded, int64 `[B]`; 0 where it recorded none."""
         if self.routes is None:

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
+from megatron_dppo.config.base import ConfigModel
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 
@@ -21,6 +22,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises UserError naming the key, what is wrong with it and, for unknown keys, the nearest known one.
     """
+    return build_config(Config, read_tree(path), overrides, where=str(path))
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """The sections of a YAML file, unchecked. Raises UserError where it cannot be read."""
     if not path.is_file():
         raise UserError(f"config file {path} does not exist")
     try:
@@ -29,18 +35,25 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise UserError(f"config file {path} is not valid YAML: {_first_line(error)}") from error
     if not OmegaConf.is_dict(tree):
         raise UserError(f"config file {path} must hold sections (run:, model:, ...), found a {type(tree).__name__}")
+    return OmegaConf.to_container(tree)  # type: ignore[return-value]  # a dict, checked above
+
+
+def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides: Sequence[str], *, where: str) -> C:
+    """A `kind` of the sections in `tree` with `overrides` applied. `where` names the tree in errors, UserErrors all."""
     for override in overrides:
         if "=" not in override or override.startswith(("=", "-")):
             raise UserError(f"override {override!r} must look like section.key=value")
     try:
-        merged = OmegaConf.merge(tree, OmegaConf.from_dotlist(list(overrides)))
+        merged = OmegaConf.merge(OmegaConf.create(tree), OmegaConf.from_dotlist(list(overrides)))
         plain = OmegaConf.to_container(merged, resolve=True)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"overrides {' '.join(overrides)} cannot be applied to {path}: {_first_line(error)}") from error
+        raise UserError(
+            f"overrides {' '.join(overrides)} cannot be applied to {where}: {_first_line(error)}"
+        ) from error
     try:
-        return Config.model_validate(plain)
+        return kind.model_validate(plain)
     except ValidationError as error:
-        raise UserError("; ".join(_explain(item) for item in error.errors())) from error
+        raise UserError("; ".join(_explain(kind, item) for item in error.errors())) from error
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -48,19 +61,19 @@ def save_config(config: Config, path: Path) -> None:
     path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
 
 
-def _explain(error: Any) -> str:
+def _explain(kind: type[BaseModel], error: Any) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return f"unknown config key {key}{_nearest(error['loc'])}"
+        return f"unknown config key {key}{_nearest(kind, error['loc'])}"
     if error["type"] == "missing":
         return f"config key {key} is required; set {key}=... or put it in the config file"
     message = error["msg"].removeprefix("Value error, ")
     return f"config key {key}={error['input']!r}: {message}" if key else message
 
 
-def _nearest(location: tuple[Any, ...]) -> str:
+def _nearest(kind: type[BaseModel], location: tuple[Any, ...]) -> str:
     """The known key most like the last part of `location`, in the section it was written in."""
-    section: Any = Config
+    section: Any = kind
     for part in location[:-1]:
         field = section.model_fields.get(part) if _is_model(section) else None
         section = (

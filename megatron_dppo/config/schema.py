@@ -12,7 +12,7 @@ from megatron_dppo.config.base import ConfigModel
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.tasks.config import TaskConfig
-from megatron_dppo.trainer.config import EvaluationConfig, TrainerConfig
+from megatron_dppo.trainer.config import EvaluationConfig, TrackingConfig, TrainerConfig
 
 
 class RunConfig(ConfigModel):
@@ -51,6 +51,7 @@ class Config(ConfigModel):
     task: TaskConfig = TaskConfig()
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="after")
     def _cross_check(self) -> Config:

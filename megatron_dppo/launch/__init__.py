@@ -1,7 +1,8 @@
 """Starting ranks, and ending them all with one clear line when something goes wrong."""
 
-from megatron_dppo.launch.example import MadeOnce, job_stamp, run_example
+from megatron_dppo.launch.example import Downloaded, MadeOnce, job_stamp, run_example
+from megatron_dppo.launch.experiment import run_experiment
 from megatron_dppo.launch.local import launch_local
 from megatron_dppo.launch.rank import exit_status
 
-__all__ = ["MadeOnce", "exit_status", "job_stamp", "launch_local", "run_example"]
+__all__ = ["Downloaded", "MadeOnce", "exit_status", "job_stamp", "launch_local", "run_example", "run_experiment"]

@@ -57,13 +57,29 @@ class MadeOnce:
             raise UserError(f"cannot write {self.folder}: {error.strerror}; choose another folder") from error
 
 
+@dataclass(frozen=True)
+class Downloaded:
+    """A checkpoint of the Hugging Face hub that has to be there already: no large model is fetched unasked."""
+
+    folder: Path
+    repository: str
+
+    def ensure(self) -> None:
+        """Errors: `UserError` with the command that fetches it."""
+        if not (self.folder / "config.json").is_file():
+            raise UserError(
+                f"{self.folder} holds no model; get it by `hf download {self.repository} --local-dir {self.folder}`, "
+                "or name the folder that has it: MODEL_DIR=..."
+            )
+
+
 def run_example(
     main: Callable[[Sequence[str]], int],
     arguments: Sequence[str],
     *,
     script: str,
     processes: str,
-    model: MadeOnce,
+    model: MadeOnce | Downloaded,
     settings: Mapping[str, object],
 ) -> None:
     """Run `main([*arguments, *extra])` on all ranks and exit; `extra` is what follows the script's name.

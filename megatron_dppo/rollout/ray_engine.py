@@ -39,7 +39,10 @@ class EngineActor:
         self, requests: list[GenerationRequest], law: SamplingLaw, layer_groups: LayerGroups | None
     ) -> RolloutHandle:
         """Sample, write the sequences into the object store once, and return what the controller needs."""
-        batch = self._engine.generate(requests, law, training=True)
+        return self.keep(self._engine.generate(requests, law, training=True), layer_groups)
+
+    def keep(self, batch: RolloutBatch, layer_groups: LayerGroups | None) -> RolloutHandle:
+        """Write sequences into the object store once, and return what the controller needs."""
         stored, handle = StoredRollout.put(
             batch,
             actor=self._name,
@@ -136,6 +139,11 @@ class RayRolloutEngine:
         (`MegatronActor.moe_layer_groups`); None is one group of all.
         """
         return self._call("generate_refs", list(requests), law, layer_groups)
+
+    def keep(self, batch: RolloutBatch, layer_groups: LayerGroups | None = None) -> RolloutHandle:
+        """Leave sequences that were put together from several calls of `generate` in the object store; see
+        `generate_refs`."""
+        return self._call("keep", batch, layer_groups)
 
     def release(self, handle: RolloutHandle) -> None:
         """Let the store forget a rollout as soon as nobody holds arrays of it."""

@@ -5,12 +5,23 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.tasks.config import TaskConfig
+from megatron_dppo.tasks.data_task import DataTask
+from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.reasoning_gym import ReasoningGymTask
 from megatron_dppo.tasks.task import Task
 
 
-def build_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """The task that `config` describes, its prompts encoded by `tokenizer`. Raises UserError for a name or parameter
-    that does not exist."""
-    # `config.kind` is a closed choice, checked on loading; further families dispatch here.
-    return ReasoningGymTask(config, tokenizer)
+def build_task(
+    config: TaskConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_tokens: int = 1024,
+    max_response_tokens: int = 16384,
+) -> Task | EnvironmentTask:
+    """The task that `config` describes, its prompts encoded by `tokenizer`; the limits are those of the rollout.
+    Raises UserError for a name or parameter that does not exist, and for data that cannot be used."""
+    if config.kind == "data":
+        return DataTask(config, tokenizer, max_prompt_tokens=max_prompt_tokens, max_response_tokens=max_response_tokens)
+    if config.kind == "environment":
+        return EnvironmentTask(config, tokenizer, max_prompt_tokens=max_prompt_tokens)
+    return ReasoningGymTask(config, tokenizer, max_response_tokens=max_response_tokens)

@@ -5,33 +5,42 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatron_dppo.config.base import ConfigModel
+from megatron_dppo.tasks.data.config import DataConfig
+from megatron_dppo.tasks.environments.config import EnvironmentConfig
+from megatron_dppo.tasks.rewards.config import RewardConfig
 
 
 class TaskConfig(ConfigModel):
     """Where prompts come from, how they are put to the model, and how a response becomes an answer."""
 
-    kind: Literal["reasoning-gym"] = "reasoning-gym"
-    """Family of tasks. `reasoning-gym`: a procedural dataset of that library, with its own verifier as the reward."""
+    kind: Literal["reasoning-gym", "data", "environment"] = "reasoning-gym"
+    """Family of tasks. `reasoning-gym`: a procedural dataset of that library, with its own verifier as the reward.
+    `data`: the questions of `task.data`. `environment`: episodes of several turns in `task.environment`."""
     dataset: str = "chain_sum"
-    """Name of the dataset within the family."""
+    """Name of a reasoning-gym dataset."""
     parameters: dict[str, Any] = Field(default_factory=dict)
-    """The dataset's own parameters, for example `{min_terms: 3, max_terms: 3}`; what is absent has the dataset's
-    default."""
+    """The reasoning-gym dataset's own parameters, for example `{min_terms: 3, max_terms: 3}`; what is absent has the
+    dataset's default."""
+    data: DataConfig | None = None
+    """Questions from files or from the Hugging Face hub, for the kind `data`."""
+    environment: EnvironmentConfig | None = None
+    """Where the policy acts, for the kind `environment`."""
     seed: int = Field(default=0, ge=0)
     """Draws the questions and their order; it also decides which questions are held out, so a model that was trained
     on this task under another seed may have seen them."""
-    train_size: int = Field(default=2048, ge=1)
-    """Distinct training questions; one epoch."""
-    held_out_size: int = Field(default=256, ge=1)
-    """Distinct questions for evaluation; none of them is ever a training question."""
+    train_size: int | None = Field(default=None, ge=1)
+    """Distinct training questions; one epoch. When absent 2,048, or for `data` all that are not held out."""
+    held_out_size: int | None = Field(default=None, ge=0)
+    """Distinct questions for evaluation; none of them is ever a training question. When absent 256, or for `data` none:
+    `evaluation.sets` names files of their own."""
     prompt: str = "{question}"
-    """The user's message, a Python format string over the dataset's `question` and `metadata`; for example
-    `{metadata[expression]}`."""
+    """The user's message, a Python format string over the dataset's `question` and `metadata` (of `data`: the whole
+    row); for example `{metadata[expression]}`."""
     system_prompt: str | None = None
-    """A system message before the user's; none by default."""
+    """A system message before the user's, in place of one that the data brings; none by default."""
     chat_template: bool = True
     """Wrap the messages by the tokenizer's chat template, with the opening of the assistant's turn. If false, the
     system prompt and the message are tokenized as plain text (for base models)."""
@@ -39,6 +48,14 @@ class TaskConfig(ConfigModel):
     """Regular expression that a whole response must match (`.` matches line breaks too). Its group `answer` goes to the
     verifier; a response that does not match is malformed and earns 0. By default any non-blank response is an answer;
     `.*<answer>(?P<answer>.*?)</answer>\\s*` wants tags."""
+    rewards: tuple[RewardConfig, ...] = ()
+    """What an answer is worth: the weighted sum is trained on, and each is logged apart. The first decides what counts
+    as correct. When absent the task's own verifier, or for `data` math-verify. Not for `environment`, which gives
+    its own rewards."""
+    reward_workers: int = Field(default=2, ge=1)
+    """Processes that judge answers for `math-verify` and `python` rewards."""
+    reward_memory_mib: int = Field(default=4096, ge=256)
+    """Address space of each of them; an answer that needs more earns 0."""
 
     @field_validator("parameters")
     @classmethod
@@ -47,6 +64,15 @@ class TaskConfig(ConfigModel):
             if name in parameters:
                 raise ValueError(f"{name!r} is not a parameter of the dataset here; set task.seed, task.train_size")
         return parameters
+
+    @model_validator(mode="after")
+    def _has_its_section(self) -> TaskConfig:
+        for kind in ("data", "environment"):
+            if (self.kind == kind) != (getattr(self, kind) is not None):
+                raise ValueError(f"task.kind={kind} and the section task.{kind} go together; set both or neither")
+        if self.kind == "environment" and self.rewards:
+            raise ValueError("an environment gives its own rewards; task.rewards must be empty")
+        return self
 
     @field_validator("answer_pattern")
     @classmethod

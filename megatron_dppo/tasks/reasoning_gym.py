@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import hashlib
-import logging
 import math
-import re
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.config import TaskConfig
+from megatron_dppo.tasks.prompt_set import PromptSet
 from megatron_dppo.tasks.prompting import encode_prompt, user_message
-from megatron_dppo.tasks.task import Prompt, Rewards
+from megatron_dppo.tasks.rewards.config import VerifierReward
+from megatron_dppo.tasks.rewards.grader import build_grader
+from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
+from megatron_dppo.tasks.task import Prompt
 
-logger = logging.getLogger(__name__)
+TRAIN_SIZE, HELD_OUT_SIZE = 2048, 256
+"""Questions, where the configuration does not say."""
 
 
 class ReasoningGymTask:
@@ -31,13 +31,13 @@ class ReasoningGymTask:
     prompt is ever trained on. Nothing here depends on the process, so every rank builds the same task.
     """
 
-    def __init__(self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int) -> None:
         self._config = config
-        wanted = config.held_out_size + config.train_size
+        held_out = HELD_OUT_SIZE if config.held_out_size is None else config.held_out_size
+        wanted = held_out + (config.train_size or TRAIN_SIZE)
         # A space of questions hardly larger than `wanted` repeats itself often before the last new one turns up.
         draws = 10 * wanted + 1000
         self._dataset = _create_dataset(config, size=draws)
-        self._pattern = re.compile(config.answer_pattern, re.DOTALL)
         items = _distinct_items(self._dataset, config, wanted, draws)
         prompts = []
         for index, (message, entry) in enumerate(items):
@@ -52,74 +52,36 @@ class ReasoningGymTask:
                     metadata=entry["metadata"],
                 )
             )
-        self._held_out = prompts[: config.held_out_size]
-        self._train = prompts[config.held_out_size :]
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
-        digest = hashlib.sha256(repr(config.seed).encode())
-        for prompt in self._train:
-            digest.update(prompt.prompt_ids.tobytes() + b"|")
-        self._fingerprint = digest.hexdigest()
+        self._set = PromptSet(prompts[:held_out], prompts[held_out:], config.seed)
+        self.epoch_size, self.held_out_size = self._set.epoch_size, self._set.held_out_size
+        self.fingerprint = self._set.fingerprint
+        self.prompts, self.held_out = self._set.prompts, self._set.held_out
+        self._grader = build_grader(
+            config.rewards or (VerifierReward(),),
+            answer_pattern=config.answer_pattern,
+            workers=config.reward_workers,
+            memory_mib=config.reward_memory_mib,
+            max_response_tokens=max_response_tokens,
+            verifier=self._verify,
+        )
+        self.score, self.close = self._grader.score, self._grader.close
 
-    @property
-    def epoch_size(self) -> int:
-        return len(self._train)
+    def report(self) -> list[str]:
+        return []
 
-    @property
-    def held_out_size(self) -> int:
-        return len(self._held_out)
-
-    @property
-    def fingerprint(self) -> str:
-        return self._fingerprint
-
-    def prompts(self, start: int, count: int) -> list[Prompt]:
-        if start < 0 or count < 0:
-            raise ValueError(f"prompts({start}, {count}): positions and counts are not negative")
-        size = self.epoch_size
-        return [self._train[self._permutation(place // size)[place % size]] for place in range(start, start + count)]
-
-    def held_out(self, count: int) -> list[Prompt]:
-        if count > self.held_out_size:
-            raise UserError(f"{count} held-out prompts are wanted, task.held_out_size={self.held_out_size}; raise it")
-        return self._held_out[:count]
-
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Rewards:
-        if len(prompts) != len(responses):
-            raise ValueError(f"{len(prompts)} prompts but {len(responses)} responses")
-        reward = np.zeros(len(prompts), dtype=np.float32)
-        well_formed = np.zeros(len(prompts), dtype=bool)
-        errors = 0
-        for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-            match = self._pattern.fullmatch(response)
-            if match is None or match["answer"] is None:
-                continue
-            well_formed[i] = True
-            score = self._verify(prompt, match["answer"])
-            if score is None:
-                errors += 1
-            else:
-                reward[i] = score
-        return Rewards(reward=reward, correct=reward >= 1, well_formed=well_formed, verifier_errors=errors)
-
-    def _verify(self, prompt: Prompt, answer: str) -> float | None:
-        """The dataset's own score in [0, 1]; None where its verifier fails, which depends on what the policy writes and
-        must not end a run."""
-        entry = {"question": prompt.question, "answer": prompt.answer, "metadata": prompt.metadata}
+    def _verify(self, item: Answered) -> Verdict:
+        """The dataset's own score in [0, 1]. That its verifier may fail depends on what the policy writes and must not
+        end a run."""
+        if item.answer is None:
+            return Verdict(score=0.0, well_formed=False)
+        entry = {"question": item.question, "answer": item.reference, "metadata": item.metadata}
         try:
-            score = float(self._dataset.score_answer(answer, entry))
+            score = float(self._dataset.score_answer(item.answer, entry))
         except Exception as error:
-            logger.warning("the verifier of %s failed on %r: %r", self._config.dataset, answer, error)
-            return None
+            return Verdict(score=0.0, error=f"the verifier of {self._config.dataset} on {item.answer!r}: {error!r}")
         if not math.isfinite(score):
-            logger.warning("the verifier of %s scored %r with %s", self._config.dataset, answer, score)
-            return None
-        return score
-
-    def _permutation(self, epoch: int) -> np.ndarray:
-        if self._order[0] != epoch:
-            order = np.random.default_rng((self._config.seed, epoch)).permutation(self.epoch_size)
-            self._order = (epoch, order)
-        return self._order[1]
+            return Verdict(score=0.0, error=f"the verifier of {self._config.dataset} scored {item.answer!r} {score}")
+        return Verdict(score=score)
 
 
 def _create_dataset(config: TaskConfig, *, size: int) -> Any:

@@ -33,21 +33,27 @@ class Rewards:
     """The verdicts on `N` responses, in their order."""
 
     reward: np.ndarray
-    """float32 `[N]`, the verifier's score; 0 for malformed responses."""
+    """float32 `[N]`, what is trained on: the weighted sum of the task's rewards."""
     correct: np.ndarray
-    """bool `[N]`: full score."""
+    """bool `[N]`: full score of the task's first reward."""
     well_formed: np.ndarray
     """bool `[N]`: the response has the wanted form, so that an answer could be read from it."""
     verifier_errors: int = 0
-    """Responses on which the verifier itself failed (raised, or gave no finite number); their reward is 0."""
+    """Responses on which a reward itself failed (raised, gave no finite number, took too long); it gave them 0."""
+    parts: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """float32 `[N]` of each reward by name, before its weight."""
+    errors: Mapping[str, int] = field(default_factory=dict)
+    """Responses each reward could not judge."""
+    timeouts: Mapping[str, int] = field(default_factory=dict)
+    """Those of them that took too long."""
 
     def __len__(self) -> int:
         return len(self.reward)
 
 
-class Task(Protocol):
-    """Prompts and their verifier. Everything is a function of the configuration and the tokenizer, so any process that
-    builds the task sees the same prompts under the same numbers."""
+class Prompts(Protocol):
+    """What is trained on and what is held out. Everything is a function of the configuration and the tokenizer, so any
+    process that builds it sees the same prompts under the same numbers."""
 
     @property
     def epoch_size(self) -> int:
@@ -73,6 +79,21 @@ class Task(Protocol):
         """The first `count` held-out prompts. Raises UserError if there are fewer."""
         ...
 
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Rewards:
-        """Judge `responses[i]` as a response to `prompts[i]`; the text has no special tokens."""
+    def report(self) -> list[str]:
+        """Lines for people: where the prompts came from, and what was left out. Empty where there is nothing to say."""
+        ...
+
+    def close(self) -> None:
+        """End whatever was started to judge responses."""
+        ...
+
+
+class Task(Prompts, Protocol):
+    """Prompts whose responses are judged by themselves."""
+
+    def score(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], lengths: Sequence[int] | np.ndarray | None = None
+    ) -> Rewards:
+        """Judge `responses[i]`, of `lengths[i]` tokens, as a response to `prompts[i]`; the text has no special tokens.
+        Rewards that look at lengths need them."""
         ...

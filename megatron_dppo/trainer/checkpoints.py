@@ -9,9 +9,7 @@ from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.checkpoint.training_state import TrainingStates
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
-
-FOLDER = "checkpoints"
-"""Of the run's folder."""
+from megatron_dppo.trainer.history import CHECKPOINTS
 
 _FIXED = ("algorithm", "optimizer", "rollout.temperature", "trainer.prompts_per_step", "trainer.samples_per_prompt",
           "trainer.prompts_per_mini_batch", "run.seed")  # fmt: skip
@@ -20,7 +18,7 @@ _FIXED = ("algorithm", "optimizer", "rollout.temperature", "trainer.prompts_per_
 
 def checkpoint_root(config: Config) -> Path:
     """Where the training states of a run are."""
-    return config.run.dir / FOLDER
+    return config.run.dir / CHECKPOINTS
 
 
 class Checkpoints:

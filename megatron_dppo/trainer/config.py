@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron_dppo.config.base import ConfigModel
+from megatron_dppo.tasks.data.config import DataConfig
 
 
 class TrainerConfig(ConfigModel):
@@ -29,9 +30,44 @@ class TrainerConfig(ConfigModel):
     profile_step: int | None = Field(default=None, ge=1)
     """Profile the training of this step: a table of time and memory by phase and by kind of work, and a Chrome trace of
     every rank in `run.dir`/profile. The step takes longer; null profiles none."""
+    engine_weight_noise: float = Field(default=0.0, ge=0.0)
+    """For studies of the training-inference mismatch: the engine gets every weight with Gaussian noise of this fraction
+    of its tensor's root mean square. 0 otherwise."""
     parity_check: bool = True
     """Before the first step, recompute the first rollout's log-probabilities with router replay on and off and log
     how far they are from the engine's (two forward passes)."""
+
+
+class TrackingConfig(ConfigModel):
+    """Where metrics and samples go beside `metrics.jsonl` and TensorBoard, which are always written."""
+
+    wandb: bool = False
+    """Log to Weights & Biases as well (`uv pip install wandb`; WANDB_MODE=offline keeps it here)."""
+    trackio: bool = False
+    """Log to a trackio dashboard as well (`uv pip install trackio`)."""
+    project: str = "megatron-dppo"
+    """Project there; the run has the name `run.name`."""
+    samples_every: int = Field(default=10, ge=0)
+    """Write sample answers with their rewards, and the tokens that the trust region blocks most, every so many steps;
+    0 never does."""
+    samples: int = Field(default=4, ge=0)
+    """Answers written each time, to `samples.jsonl`."""
+    masked_tokens: int = Field(default=50, ge=0)
+    """Tokens listed each time for either sign of the advantage, in `masked_tokens.jsonl` (Appendix E lists 50)."""
+
+
+class EvaluationSetConfig(ConfigModel):
+    """A file of questions that is evaluated, for example AIME 2024."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    """Under which it is logged: `eval/NAME/...`."""
+    data: DataConfig
+    """Its questions. They are put to the model as `task.system_prompt` and `task.chat_template` say and judged as
+    `task.rewards` says (by math-verify unless `task.kind` is `data`)."""
+    prompt: str | None = None
+    """Format of the user's message, where it is not `task.prompt`: training data may hold its instructions already."""
+    samples: int | None = Field(default=None, ge=1)
+    """Answers per question; `evaluation.samples` when absent."""
 
 
 class EvaluationConfig(ConfigModel):
@@ -39,11 +75,20 @@ class EvaluationConfig(ConfigModel):
 
     every: int = Field(default=10, ge=0)
     """Evaluate every so many steps, before the first and after the last; 0 never evaluates."""
-    prompts: int = Field(default=64, ge=1)
-    """Held-out prompts."""
+    prompts: int = Field(default=64, ge=0)
+    """Held-out prompts of the task; a task that holds none out is evaluated on `sets` alone."""
     samples: int = Field(default=4, ge=1)
-    """k: answers per prompt."""
+    """n: answers per prompt. The mean accuracy is avg@n; pass@k is estimated for k = 1, 2, 4, ... up to n."""
+    sets: tuple[EvaluationSetConfig, ...] = ()
+    """Further questions, each set logged apart."""
     temperature: float = Field(default=1.0, ge=0.0)
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Nucleus of the evaluation's sampling."""
+
+    @model_validator(mode="after")
+    def _names_are_distinct(self) -> EvaluationConfig:
+        names = [one.name for one in self.sets]
+        if len(set(names)) < len(names):
+            raise ValueError(f"evaluation.sets: two are named alike ({', '.join(names)})")
+        return self

@@ -8,17 +8,104 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.tasks.build import build_task
+from megatron_dppo.tasks.config import TaskConfig
+from megatron_dppo.tasks.data_task import DataTask, data_grader, load_prompts
+from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
+from megatron_dppo.tasks.rewards.grader import Grader
 from megatron_dppo.tasks.task import Prompt, Rewards, Task
+from megatron_dppo.trainer.config import EvaluationConfig
+
+Scorer = Task | Grader
+"""Whatever judges responses one by one."""
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Questions that are evaluated beside the task's own held-out ones."""
+
+    name: str
+    prompts: Sequence[Prompt]
+    samples: int
+    scorer: Scorer
 
 
 @dataclass(frozen=True)
 class Examiner:
     """Only the controller has one: prompts and verdicts are made once."""
 
-    task: Task
+    task: Task | EnvironmentTask
     tokenizer: PreTrainedTokenizerBase
+    sets: Sequence[EvaluationSet] = ()
+    report: Sequence[str] = ()
+    """Lines for people: what the prompts are and what was left out."""
 
-    def score(self, prompts: Sequence[Prompt], samples: int, responses: Sequence[np.ndarray]) -> Rewards:
-        """The verdicts on the token ids of `samples` answers to each prompt in turn."""
-        texts = self.tokenizer.batch_decode(list(responses), skip_special_tokens=True)
-        return self.task.score([prompt for prompt in prompts for _ in range(samples)], texts)
+    def close(self) -> None:
+        """End the processes that judge."""
+        self.task.close()
+        for one in self.sets:
+            one.scorer.close()
+
+
+def judge(
+    scorer: Scorer,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    samples: int,
+    responses: Sequence[np.ndarray],
+) -> Rewards:
+    """The verdicts on `responses`, the token ids of `samples` answers to each prompt in turn."""
+    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    asked = [prompt for prompt in prompts for _ in range(samples)]
+    return scorer.score(asked, texts, [len(ids) for ids in responses])
+
+
+def build_examiner(config: Config, tokenizer: PreTrainedTokenizerBase) -> Examiner:
+    """The task and the evaluation sets of a run. Raises UserError where there is nothing to evaluate on."""
+    rollout, evaluation = config.rollout, config.evaluation
+    task = build_task(
+        config.task,
+        tokenizer,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_response_tokens=rollout.max_response_tokens,
+    )
+    sets, report = build_sets(
+        evaluation,
+        config.task,
+        tokenizer,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_response_tokens=rollout.max_response_tokens,
+        scorer=task if isinstance(task, DataTask) else None,
+    )
+    if evaluation.every and not sets and not (evaluation.prompts and task.held_out_size):
+        raise UserError(
+            f"evaluation.every={evaluation.every}, but there is nothing to evaluate: set task.held_out_size and "
+            "evaluation.prompts, or evaluation.sets, or evaluation.every=0"
+        )
+    return Examiner(task, tokenizer, sets, [*task.report(), *report])
+
+
+def build_sets(
+    evaluation: EvaluationConfig,
+    task: TaskConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+    scorer: Scorer | None,
+) -> tuple[list[EvaluationSet], list[str]]:
+    """The sets of `evaluation`, judged by `scorer` or, without one, by a grader of their own; and their report."""
+    if not evaluation.sets:
+        return [], []
+    if scorer is None:
+        rewards = task.rewards if task.kind == "data" else ()
+        scorer = data_grader(task.model_copy(update={"rewards": rewards}), max_response_tokens)
+    sets, lines = [], []
+    for one in evaluation.sets:
+        put = task if one.prompt is None else task.model_copy(update={"prompt": one.prompt})
+        prompts, report = load_prompts(put, one.data, tokenizer, max_prompt_tokens)
+        lines += [f"evaluation set {one.name}: {line}" for line in report.lines()]
+        sets.append(EvaluationSet(one.name, prompts, one.samples or evaluation.samples, scorer))
+    return sets, lines

@@ -14,6 +14,8 @@ import numpy as np
 from megatron_dppo.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+"""Folder of a run's training states."""
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,25 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.actor.profiling import profiled
 from megatron_dppo.actor.runtime import Runtime
+from megatron_dppo.algorithm import most_masked_tokens
 from megatron_dppo.config.schema import Config
 from megatron_dppo.launch.heartbeat import Heartbeat
 from megatron_dppo.launch.stop import StopRequest
 from megatron_dppo.models.flops import peak_flops, training_flops
 from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.trainer.checkpoints import Checkpoints
-from megatron_dppo.trainer.evaluation import evaluate
+from megatron_dppo.trainer.evaluation import Evaluator
 from megatron_dppo.trainer.examiner import Examiner
+from megatron_dppo.trainer.mismatch import MISMATCH_TOKENS, Mismatch
+from megatron_dppo.trainer.perturb import perturbed
 from megatron_dppo.trainer.progress import Progress
 from megatron_dppo.trainer.rollouts import Experience, RolloutCollector
+from megatron_dppo.trainer.samples import spelled
 from megatron_dppo.trainer.tracking import Tracker
 
 
@@ -33,6 +38,7 @@ class Controller:
 
     engine: RayRolloutEngine
     examiner: Examiner
+    evaluator: Evaluator
     tracker: Tracker
     progress: Progress
 
@@ -89,11 +95,12 @@ class Trainer:
 
     def _run(self, first_step: int) -> bool:
         self._step_now = first_step
-        if first_step > 0:
+        if first_step > 0 or self._config.trainer.engine_weight_noise:
             with self._watch("sync"):
                 self._sync(first_step)
-        elif self._config.evaluation.every:
-            self._evaluate(0)
+        # A run that was stopped during an evaluation has the checkpoint of that step, but not its result.
+        if self._evaluation_is_due(first_step) and not self._evaluated(first_step):
+            self._evaluate(first_step)
         for step in range(first_step + 1, self._config.trainer.steps + 1):
             self._step_now = step
             saved = self._step(step)
@@ -129,7 +136,8 @@ class Trainer:
             with self._watch("parity check"):
                 metrics |= self._parity(experience)
         with self._watch("training"), clock.phase("train"):
-            metrics |= self._update(step, experience)
+            look = self._looks_at(step)
+            metrics |= self._update(step, experience, count_masked=look)
         self._collector.release(experience)
         with self._watch("weight sync"), clock.phase("sync"):
             self._sync(step)
@@ -138,22 +146,23 @@ class Trainer:
         if self._controller:
             self._controller.tracker.log(step, metrics)
             self._controller.progress.step(step, metrics)
-        last = step == config.trainer.steps
-        if config.evaluation.every and (step % config.evaluation.every == 0 or last):
-            self._evaluate(step)
+            if look:
+                self._show(step, self._controller)
         every = config.trainer.checkpoint_every
-        due = bool(every) and (step % every == 0 or last)
+        due = bool(every) and (step % every == 0 or step == config.trainer.steps)
         if due:
             self._save(step)
+        if self._evaluation_is_due(step):
+            self._evaluate(step)
         return due
 
-    def _update(self, step: int, experience: Experience) -> dict[str, float]:
+    def _update(self, step: int, experience: Experience, *, count_masked: bool) -> dict[str, float]:
         source, signal = experience.source(), experience.signal(self._config)
         if step != self._config.trainer.profile_step:
-            return self._actor.update(source, signal)
+            return self._actor.update(source, signal, count_masked=count_masked)
         trace = self._config.run.dir / "profile" / f"step{step}_rank{self._runtime.rank}.json.gz"
         with profiled(self._actor.phases, trace=trace) as profile:
-            metrics = self._actor.update(source, signal)
+            metrics = self._actor.update(source, signal, count_masked=count_masked)
         if self._controller:
             lengths = source.lengths[np.concatenate(signal.mini_batches)]
             flops = training_flops(self._actor.trainee.model, lengths) / self._runtime.world_size
@@ -163,11 +172,34 @@ class Trainer:
             self._controller.progress.note(f"step {step}: traces of all ranks in {trace.parent}")
         return metrics
 
+    def _looks_at(self, step: int) -> bool:
+        every = self._config.tracking.samples_every
+        return every > 0 and step % every == 0
+
+    def _show(self, step: int, controller: Controller) -> None:
+        """Answers and blocked tokens of this step, for people."""
+        controller.tracker.samples(step, self._collector.samples)
+        counts, limit = self._actor.masked_counts, self._config.tracking.masked_tokens
+        if counts is not None and limit:
+            masked = most_masked_tokens(counts, limit)
+            controller.tracker.masked_tokens(step, spelled(masked, controller.examiner.tokenizer))
+
+    def _evaluation_is_due(self, step: int) -> bool:
+        every = self._config.evaluation.every
+        return every > 0 and (step % every == 0 or step == self._config.trainer.steps)
+
+    def _evaluated(self, step: int) -> bool:
+        """Whether the run's folder has an evaluation of `step` already; only the controller knows."""
+        return self._controller is not None and self._controller.tracker.has(step, "time/eval_s")
+
     def _parity(self, experience: Experience) -> dict[str, float]:
         """The first rollout, recomputed before any update: with the engine's routes, and with the live routers."""
         source = experience.source()
-        with_replay = self._actor.parity(source, replay=True)
-        without = self._actor.parity(source, replay=False)
+        with_replay = self._actor.parity(source, replay=True, keep=MISMATCH_TOKENS)
+        replayed = self._actor.parity_tokens
+        without = self._actor.parity(source, replay=False, keep=MISMATCH_TOKENS)
+        if self._controller:
+            Mismatch.of(replayed, self._actor.parity_tokens).write(self._config.run.dir)
         return {f"parity/{name}": value for name, value in with_replay.items()} | {
             f"parity_without_replay/{name}": value for name, value in without.items()
         }
@@ -176,7 +208,11 @@ class Trainer:
         """The actor's weights to the engine. Collective: every rank drains the export."""
         weights = self._actor.export_weights()
         if self._controller:
+            whole: Iterator[tuple[str, Tensor]]
             whole = ((name, tensor) for name, tensor in weights if tensor is not None)  # on rank 0 every one is
+            noise = self._config.trainer.engine_weight_noise
+            if noise:
+                whole = perturbed(whole, noise, self._config.run.seed)
             self._controller.engine.update_weights(version, whole)
         else:
             for _ in weights:
@@ -187,19 +223,19 @@ class Trainer:
             return
         start = time.perf_counter()
         with self._watch("evaluation"):
-            metrics = evaluate(
-                self._controller.engine,
-                self._controller.examiner,
-                self._config.evaluation,
-                max_response_tokens=self._config.rollout.max_response_tokens,
-                run_seed=self._config.run.seed,
-                step=step,
-            )
+            metrics = self._controller.evaluator(step)
         self._controller.tracker.log(step, metrics | {"time/eval_s": time.perf_counter() - start})
-        self._controller.progress.note(
-            f"step {step}: held-out accuracy {metrics['eval/accuracy']:.3f}, "
-            f"well-formed {metrics['eval/well_formed']:.3f}"
-        )
+        if "eval/accuracy" in metrics:
+            self._controller.progress.note(
+                f"step {step}: held-out accuracy {metrics['eval/accuracy']:.3f}, "
+                f"well-formed {metrics['eval/well_formed']:.3f}"
+            )
+        for one in self._controller.examiner.sets:
+            accuracy, low, high = (metrics[f"eval/{one.name}/accuracy{end}"] for end in ("", "_low", "_high"))
+            self._controller.progress.note(
+                f"step {step}: {one.name} avg@{one.samples} {accuracy:.3f} (95 % of resampled prompts: "
+                f"{low:.3f} to {high:.3f})"
+            )
 
     @contextmanager
     def _watch(self, phase: str) -> Iterator[None]:

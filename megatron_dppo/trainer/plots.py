@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,13 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import History, Series
+
+_SET = re.compile(r"eval/[^/]+/accuracy")
 
 SMOOTHING_SIGMA = 2.0
 """Standard deviation, in steps, of the Gaussian filter of Appendix G.1."""
@@ -40,21 +44,36 @@ PANELS = (
 )
 
 
-def plot_runs(runs: Mapping[str, History], path: Path, *, title: str = "", panels: Sequence[Panel] = PANELS) -> None:
-    """Write a PNG with one panel per metric and one colour per run (label -> history).
+def panels_for(runs: Mapping[str, History]) -> list[Panel]:
+    """`PANELS`, and after the accuracy one for every evaluation set of a run, as Figure 11 has AIME24 and AIME25."""
+    names = sorted({name.split("/")[1] for history in runs.values() for name in history.series if _SET.fullmatch(name)})
+    sets = [Panel(f"{name} avg@n", "answers that are right", "", held_out=f"eval/{name}/accuracy", fraction=True)
+            for name in names]  # fmt: skip
+    return [*PANELS[:2], *sets, *PANELS[2:]]
+
+
+def plot_runs(
+    runs: Mapping[str, History], path: Path, *, title: str = "", panels: Sequence[Panel] | None = None
+) -> None:
+    """Write a PNG with one panel per metric (`panels_for` the runs when absent), one colour per run (label -> history).
 
     As in the paper, training curves are smoothed by a Gaussian filter with a standard deviation of 2 steps, over the
-    unsmoothed curve in a paler shade; held-out evaluations are shown as measured. Panels of metrics that no run logged
+    unsmoothed curve in a paler shade; held-out evaluations are shown as measured, those of evaluation sets with their
+    bootstrap interval. Panels of metrics that no run logged
     say so.
 
     Errors: `UserError` when there is no run or the file cannot be written.
     """
     if not runs:
         raise UserError("plot: name at least one run")
-    figure = Figure(figsize=(13.5, 7.4), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+    chosen = panels_for(runs) if panels is None else panels
+    rows = -(-len(chosen) // 3)
+    figure = Figure(figsize=(13.5, 3.7 * rows), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     FigureCanvasAgg(figure)  # no pyplot: its global state and its choice of a display have no place in a trainer
-    axes = figure.subplots(2, 3).ravel()
-    for axis, panel in zip(axes, panels, strict=True):
+    axes = figure.subplots(rows, 3, squeeze=False).ravel()
+    for axis in axes[len(chosen) :]:
+        axis.set_axis_off()
+    for axis, panel in zip(axes, chosen, strict=False):
         empty = True
         for number, (label, history) in enumerate(runs.items()):
             colour = f"C{number}"
@@ -66,7 +85,11 @@ def plot_runs(runs: Mapping[str, History], path: Path, *, title: str = "", panel
                 axis.plot(curve.steps, smooth(curve), color=colour, linewidth=2.0, label=name)
             if len(held_out):
                 style = {"linestyle": "--", "marker": "o", "markersize": 4.5, "linewidth": 1.3}
-                axis.plot(held_out.steps, held_out.values, color=colour, label=f"{label}, held-out", **style)
+                name = f"{label}, held-out" if panel.metric else label
+                axis.plot(held_out.steps, held_out.values, color=colour, label=name, **style)
+                low, high = history[f"{panel.held_out}_low"], history[f"{panel.held_out}_high"]
+                if not panel.metric and len(low) == len(high) == len(held_out):
+                    axis.fill_between(low.steps, low.values, high.values, color=colour, alpha=0.15, linewidth=0)
         if empty:
             axis.text(0.5, 0.5, "not logged", ha="center", va="center", transform=axis.transAxes, color="grey")
         axis.set_title(panel.title, fontsize=13)
@@ -76,8 +99,13 @@ def plot_runs(runs: Mapping[str, History], path: Path, *, title: str = "", panel
         axis.grid(alpha=0.3)
         if panel.fraction:
             axis.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
-        if panel.held_out and not empty:
-            axis.legend(fontsize=9)
+        if panel.held_out and panel.metric and not empty:
+            if len(runs) == 1:
+                axis.legend(fontsize=9)
+            else:  # the colours are explained below the panels
+                kinds = [Line2D([], [], color="grey", label="training"),
+                         Line2D([], [], color="grey", label="held-out", linestyle="--", marker="o")]  # fmt: skip
+                axis.legend(handles=kinds, fontsize=9)
     if len(runs) > 1:
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(runs), 5))
     figure.suptitle(title, fontsize=15)

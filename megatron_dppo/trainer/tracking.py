@@ -1,18 +1,23 @@
-"""Where metrics go: a JSONL file that scripts read and TensorBoard events that people watch."""
+"""Where metrics go: a JSONL file that scripts read, TensorBoard events that people watch, and services by choice."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import METRICS_FILE, read_rows
+from megatron_dppo.trainer.samples import Sample
+from megatron_dppo.trainer.sinks import Sink
+
+SAMPLES_FILE, MASKED_TOKENS_FILE = "samples.jsonl", "masked_tokens.jsonl"
 
 
 class Tracker:
@@ -27,12 +32,14 @@ class Tracker:
     Errors: `UserError` when the folder cannot be written or already holds another run's metrics.
     """
 
-    def __init__(self, folder: Path, *, resume_step: int | None = None) -> None:
+    def __init__(self, folder: Path, *, resume_step: int | None = None, sinks: Sequence[Sink] = ()) -> None:
         self.path = folder / METRICS_FILE
+        self._folder, self._sinks = folder, list(sinks)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if resume_step is not None:
-                _drop_rows_after(self.path, resume_step)
+                for name in (METRICS_FILE, SAMPLES_FILE, MASKED_TOKENS_FILE):
+                    _drop_rows_after(folder / name, resume_step)
             else:
                 require_unused(folder)
             self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (closed by `close`)
@@ -54,10 +61,48 @@ class Tracker:
             raise UserError(f"{self.path}: cannot write: {error.strerror}") from error
         for name, value in values.items():
             self._events.add_scalar(name, value, global_step=step)
+        for sink in self._sinks:
+            sink.log(step, finite)
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Append answers to `samples.jsonl`; TensorBoard has them as text."""
+        self._append(SAMPLES_FILE, [{"step": step, **sample.row()} for sample in samples])
+        text = "\n\n".join(
+            f"**reward {s.reward:g}** ({s.tokens} tokens, {s.finish_reason}, reference {s.reference!r})\n\n"
+            f"    {_indented(s.prompt)}\n\n    {_indented(s.response)}"
+            for s in samples
+        )
+        self._events.add_text("samples", text, global_step=step)
+        rows = [[step, s.prompt, s.response, s.reference, s.reward, s.correct, s.tokens] for s in samples]
+        for sink in self._sinks:
+            sink.table(
+                step, "samples", ["step", "prompt", "response", "reference", "reward", "correct", "tokens"], rows
+            )
+
+    def masked_tokens(self, step: int, tokens: Mapping[str, Sequence[tuple[str, int]]]) -> None:
+        """Append the tokens blocked most, with their counts, to `masked_tokens.jsonl`."""
+        self._append(MASKED_TOKENS_FILE, [{"step": step, **{sign: list(pairs) for sign, pairs in tokens.items()}}])
+        lines = [
+            f"{sign}: " + ", ".join(f"{text!r} {count}" for text, count in pairs) for sign, pairs in tokens.items()
+        ]
+        self._events.add_text("masked_tokens", "\n\n".join(lines), global_step=step)
+
+    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        try:
+            with open(self._folder / name, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        except OSError as error:
+            raise UserError(f"{self._folder / name}: cannot write: {error.strerror}") from error
+
+    def has(self, step: int, name: str) -> bool:
+        """Whether the file has a value of metric `name` at `step`."""
+        return any(row["step"] == step and name in row for row in read_rows(self.path))
 
     def close(self) -> None:
         self._file.close()
         self._events.close()
+        for sink in self._sinks:
+            sink.close()
 
     def __enter__(self) -> Tracker:
         return self
@@ -76,6 +121,10 @@ def require_unused(folder: Path) -> None:
             f"run.dir={folder} already holds the metrics of a run; choose another run.dir, or continue it with "
             "trainer.resume=true"
         )
+
+
+def _indented(text: str) -> str:
+    return text.replace("\n", "\n    ")
 
 
 def _drop_rows_after(path: Path, step: int) -> None:

@@ -27,13 +27,14 @@ from megatron_dppo.models.hf_config import HFConfig, load_hf_config
 from megatron_dppo.models.megatron_config import transformer_config
 from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.rollout.ray_session import RaySession
-from megatron_dppo.tasks.build import build_task
 from megatron_dppo.trainer.checkpoints import Checkpoints, checkpoint_root
-from megatron_dppo.trainer.examiner import Examiner
+from megatron_dppo.trainer.evaluation import Evaluator
+from megatron_dppo.trainer.examiner import build_examiner
 from megatron_dppo.trainer.history import History
 from megatron_dppo.trainer.loop import Controller, Trainer
 from megatron_dppo.trainer.plots import plot_runs
 from megatron_dppo.trainer.progress import Progress
+from megatron_dppo.trainer.sinks import open_sinks, require_services
 from megatron_dppo.trainer.summary import print_summary
 from megatron_dppo.trainer.tracking import Tracker, require_unused
 
@@ -58,13 +59,18 @@ def train(config: Config) -> int:
         latest_state(checkpoint_root(config))
     else:
         require_unused(config.run.dir)
-    examiner = _build_examiner(config) if actor_runtime.rank() == 0 else None
+    examiner = None
+    if actor_runtime.rank() == 0:
+        require_services(config.tracking)
+        examiner = build_examiner(config, AutoTokenizer.from_pretrained(config.model.path))
 
     with ExitStack() as stack:
         rank = actor_runtime.rank()
         stack.enter_context(logging_to(config.run.dir, rank))
         heartbeat = Heartbeat(config.run.dir, rank, limit=config.run.hang_minutes * 60, watch_peers=rank == 0)
         stack.enter_context(heartbeat.running())
+        if examiner is not None:
+            stack.callback(examiner.close)
         stack.callback(actor_runtime.stop)
         runtime = actor_runtime.start(
             config.parallel, seed=config.run.seed, timeout_minutes=config.run.collective_timeout_minutes
@@ -78,9 +84,19 @@ def train(config: Config) -> int:
         if engine is not None and examiner is not None:
             save_config(config, config.run.dir / "config.yaml")
             resumed_at = first_step if config.trainer.resume else None
-            tracker = stack.enter_context(Tracker(config.run.dir, resume_step=resumed_at))
+            sinks = open_sinks(
+                config.tracking,
+                run=config.run.name,
+                folder=config.run.dir,
+                settings=config.model_dump(mode="json"),
+                resume=config.trainer.resume,
+            )
+            tracker = stack.enter_context(Tracker(config.run.dir, resume_step=resumed_at, sinks=sinks))
             progress = Progress(total_steps=config.trainer.steps, first_step=first_step, title=config.run.name)
-            controller = Controller(engine, examiner, tracker, stack.enter_context(progress))
+            evaluator = Evaluator(engine, examiner, config.evaluation, config.rollout, config.run.seed)
+            controller = Controller(engine, examiner, evaluator, tracker, stack.enter_context(progress))
+            for line in examiner.report:
+                progress.note(line)
         trainer = Trainer(
             runtime,
             config,
@@ -124,11 +140,6 @@ def build_actor(runtime: Runtime, config: Config, hf_config: HFConfig) -> Megatr
         temperature=config.rollout.temperature,
         normaliser=config.algorithm.normaliser or float(config.rollout.max_response_tokens),
     )
-
-
-def _build_examiner(config: Config) -> Examiner:
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    return Examiner(build_task(config.task, tokenizer), tokenizer)
 
 
 def _start_engine(runtime: Runtime, config: Config, stack: ExitStack) -> RayRolloutEngine | None:

@@ -102,11 +102,12 @@ def test_makes_the_environment_once(machine: Machine, name: str) -> None:
     machine.add_interpreter(name, "3.12")
     status, errors = machine.set_up()
     assert status == 0, errors
-    assert machine.calls() == ["venv", "pip", "uv"]
-    install = machine.log.read_text().splitlines()[-1]
+    assert machine.calls() == ["venv", "pip", "uv", "uv"]
+    install, without_dependencies = machine.log.read_text().splitlines()[-2:]
+    assert without_dependencies.endswith("--no-deps -r constraints/no-deps.txt")
     assert "--override constraints/cpu-overrides.txt -c constraints/cpu.txt -e .[cpu,dev]" in install
     assert machine.set_up() == (0, "")
-    assert machine.calls() == ["venv", "pip", "uv"]
+    assert machine.calls() == ["venv", "pip", "uv", "uv"]
 
 
 def test_prefers_the_tested_version(machine: Machine) -> None:
@@ -124,7 +125,7 @@ def test_asks_uv_for_an_interpreter(machine: Machine, tmp_path: Path) -> None:
     (machine.bin / "uv").chmod(0o755)
     status, errors = machine.set_up()
     assert status == 0, errors
-    assert machine.calls() == ["venv", "pip", "uv"]
+    assert machine.calls() == ["venv", "pip", "uv", "uv"]
 
 
 def test_an_interrupted_set_up_is_made_anew(machine: Machine) -> None:
@@ -136,7 +137,7 @@ def test_an_interrupted_set_up_is_made_anew(machine: Machine) -> None:
     assert status == 0
     assert "did not finish; starting anew" in errors
     assert not (machine.venv / "half").exists()
-    assert machine.calls() == ["venv", "pip", "uv"]
+    assert machine.calls() == ["venv", "pip", "uv", "uv"]
 
 
 def test_a_folder_that_is_not_an_environment_is_left_alone(machine: Machine) -> None:
@@ -154,10 +155,10 @@ def test_an_environment_made_for_other_packages_is_brought_up_to_date(machine: M
     machine.set_up()
     (machine.venv / ".setup-stamp").write_text("of an older commit")
     status, errors = machine.set_up()
-    assert (status, machine.calls()) == (0, ["venv", "pip", "uv", "pip", "uv"])
+    assert (status, machine.calls()) == (0, ["venv", "pip", "uv", "uv", "pip", "uv", "uv"])
     assert "up to date" in errors
     machine.set_up(EXTRA="gpu")
-    assert machine.log.read_text().splitlines()[-1].endswith("-c constraints/gpu.txt -e .[gpu,dev]")
+    assert machine.log.read_text().splitlines()[-2].endswith("-c constraints/gpu.txt -e .[gpu,dev]")
 
 
 def test_two_at_once_install_once(machine: Machine) -> None:
@@ -166,7 +167,7 @@ def test_two_at_once_install_once(machine: Machine) -> None:
     for process in together:
         process.communicate(timeout=60)
     assert [process.returncode for process in together] == [0, 0]
-    assert machine.calls() == ["venv", "pip", "uv"]
+    assert machine.calls() == ["venv", "pip", "uv", "uv"]
 
 
 def test_a_network_that_stays_away_is_tried_three_times_then_explained(machine: Machine) -> None:

@@ -1,0 +1,1 @@
+"""Prompts from files and Hugging Face datasets: rows, layouts, examples."""

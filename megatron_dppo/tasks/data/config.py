@@ -1,0 +1,55 @@
+"""Where rows come from, and which of their fields mean what."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from megatron_dppo.config.base import ConfigModel
+
+
+class FieldMap(ConfigModel):
+    """Columns of a row. A path goes into nested values by dots and list positions (`prompt.0.content`), and names
+    alternatives, the first of which that a row has, by `|` (`problem|question`)."""
+
+    question: str | None = None
+    """Text of the question."""
+    messages: str | None = None
+    """Chat messages (`[{role, content}, ...]`) instead of `question`; the last one is the user's question."""
+    answer: str | None = None
+    """Reference answer: a string or a number."""
+    solution: str | None = None
+    """Worked solution, for rows without `answer`; the reference is what its last `\\boxed{...}` holds."""
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> FieldMap:
+        if (self.question is None) == (self.messages is None):
+            raise ValueError("set one of question and messages")
+        if self.answer is None and self.solution is None:
+            raise ValueError("set answer, or solution to read the answer from")
+        return self
+
+
+class DataConfig(ConfigModel):
+    """A set of questions with reference answers."""
+
+    path: str = Field(min_length=1)
+    """A file (`.jsonl`, `.json`, `.parquet`), a folder of such files (read in the order of their names), a folder that
+    `datasets` saved, or the name of a dataset on the Hugging Face hub."""
+    subset: str | None = None
+    """Configuration of a dataset on the hub, for example `main`."""
+    split: str = "train"
+    """Split of a saved dataset or a dataset on the hub."""
+    revision: str | None = None
+    """Commit or tag of a dataset on the hub; its newest when absent."""
+    layout: Literal["auto", "dapo-math", "math", "aime", "question-answer"] = "auto"
+    """Published layout of the rows; `auto` takes the first that the first row fits. See docs/data.md."""
+    fields: FieldMap | None = None
+    """Another layout, spelled out."""
+
+    @model_validator(mode="after")
+    def _one_layout(self) -> DataConfig:
+        if self.fields is not None and self.layout != "auto":
+            raise ValueError("set layout or fields, not both")
+        return self

@@ -1,0 +1,190 @@
+"""From rows to distinct examples, with an account of what was left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.tasks.data.config import DataConfig, FieldMap
+from megatron_dppo.tasks.data.layouts import ABSENT, LAYOUTS, detect_layout, look_up
+from megatron_dppo.tasks.data.rows import Row, read_rows
+
+_NAMED = 3
+"""Places that a report names of each kind."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question. `messages` end with the user's turn that asks it."""
+
+    where: str
+    messages: tuple[Mapping[str, str], ...]
+    answer: str
+    metadata: Mapping[str, Any] = field(repr=False)
+    """The whole row."""
+
+    @property
+    def question(self) -> str:
+        return self.messages[-1]["content"]
+
+
+@dataclass
+class DataReport:
+    """What became of the rows of one source. The places are those of the rows that were left out."""
+
+    source: str
+    layout: str
+    rows: int = 0
+    kept: int = 0
+    empty: list[str] = field(default_factory=list)
+    """Blank lines, and rows whose question or answer is blank."""
+    duplicates: int = 0
+    """Rows that ask what an earlier row asks and give the same answer."""
+    conflicting: list[str] = field(default_factory=list)
+    """Rows that ask what an earlier row asks but give another answer; the first is kept."""
+    too_long: list[str] = field(default_factory=list)
+    """Prompts of more tokens than `rollout.max_prompt_tokens`."""
+
+    def lines(self) -> list[str]:
+        """For people: one line, and one more per kind of row that deserves a look."""
+        left_out = {
+            "duplicates": self.duplicates,
+            "empty": len(self.empty),
+            "contradicting an earlier row": len(self.conflicting),
+            "too long": len(self.too_long),
+        }
+        dropped = ", ".join(f"{count:,} {name}" for name, count in left_out.items() if count)
+        result = [
+            f"{self.source}: {self.kept:,} questions of {self.rows:,} rows (layout {self.layout})"
+            + (f"; left out: {dropped}" if dropped else "")
+        ]
+        for name, places in (
+            ("empty", self.empty),
+            ("contradicting an earlier row", self.conflicting),
+            ("longer than rollout.max_prompt_tokens", self.too_long),
+        ):
+            if places:
+                more = f" and {len(places) - _NAMED:,} more" if len(places) > _NAMED else ""
+                result.append(f"  {name}: {'; '.join(places[:_NAMED])}{more}")
+        return result
+
+
+def read_examples(config: DataConfig) -> tuple[list[Example], DataReport]:
+    """Distinct examples of `config.path` in the order of the rows. See `examples_of` for errors."""
+    return examples_of(read_rows(config), config)
+
+
+def examples_of(rows: Iterable[Row], config: DataConfig) -> tuple[list[Example], DataReport]:
+    """Map the fields, and leave out blank and repeated rows (both counted).
+
+    Raises UserError by place and field for a field that is absent or not of its kind, and where nothing is left.
+    """
+    fields = config.fields
+    report = DataReport(config.path, "custom" if fields else config.layout)
+    examples: list[Example] = []
+    answers: dict[str, str] = {}
+    for row in rows:
+        report.rows += 1
+        if row.values is None:
+            report.empty.append(row.where)
+            continue
+        if fields is None:
+            name = detect_layout(row.values) if config.layout == "auto" else config.layout
+            if name is None:
+                raise UserError(
+                    f"{row.where}: has the fields {', '.join(row.values)}, which no known layout fits "
+                    f"({', '.join(LAYOUTS)}); set fields.question and fields.answer"
+                )
+            fields, report.layout = LAYOUTS[name], name
+        example = _example(row.where, row.values, fields)
+        if not example.question.strip() or not example.answer.strip():
+            report.empty.append(row.where)
+            continue
+        asked = json.dumps([[message["role"], message["content"]] for message in example.messages])
+        if asked in answers:
+            if answers[asked] == example.answer:
+                report.duplicates += 1
+            else:
+                report.conflicting.append(row.where)
+            continue
+        answers[asked] = example.answer
+        examples.append(example)
+    if not examples:
+        raise UserError(f"{config.path}: holds no question with an answer in {report.rows} rows")
+    report.kept = len(examples)
+    return examples, report
+
+
+def boxed_answer(solution: str) -> str | None:
+    """What the last `\\boxed{...}` (or `\\fbox{...}`, `\\boxed 7`) of a solution holds, braces matched; None where
+    there is none or its brace is not closed."""
+    start, command = max((solution.rfind(name), name) for name in ("\\boxed", "\\fbox"))
+    if start < 0:
+        return None
+    rest = solution[start + len(command) :].lstrip()
+    if not rest.startswith("{"):
+        return rest.split("$")[0].split()[0] if rest.split("$")[0].split() else None
+    depth = 0
+    for place, character in enumerate(rest):
+        escaped = place > 0 and rest[place - 1] == "\\"
+        depth += 0 if escaped else (character == "{") - (character == "}")
+        if depth == 0:
+            return rest[1:place]
+    return None
+
+
+def _example(where: str, row: Mapping[str, Any], fields: FieldMap) -> Example:
+    if fields.messages is not None:
+        messages = _messages(_required(row, fields.messages, where), f"{where}: {fields.messages}")
+    else:
+        assert fields.question is not None
+        question = _text(_required(row, fields.question, where, blank=""), f"{where}: {fields.question}")
+        messages = ({"role": "user", "content": question},)
+    return Example(where, messages, _answer(where, row, fields), row)
+
+
+def _answer(where: str, row: Mapping[str, Any], fields: FieldMap) -> str:
+    if fields.answer is not None and look_up(row, fields.answer) is not ABSENT:
+        return _text(look_up(row, fields.answer), f"{where}: {fields.answer}")
+    if fields.solution is None or look_up(row, fields.solution) is ABSENT:
+        return _text(_required(row, fields.answer or fields.solution or "", where, blank=""), where)
+    solution = _text(look_up(row, fields.solution), f"{where}: {fields.solution}")
+    answer = boxed_answer(solution)
+    if answer is None:
+        raise UserError(f"{where}: the {fields.solution} holds no \\boxed{{...}} to read the answer from")
+    return answer
+
+
+def _required(row: Mapping[str, Any], path: str, where: str, blank: Any = None) -> Any:
+    """The value; `blank` where the field is there but null. Raises UserError where the field is not there."""
+    value = look_up(row, path)
+    if value is not ABSENT:
+        return value
+    if blank is not None and any(alternative.split(".")[0] in row for alternative in path.split("|")):
+        return blank
+    raise UserError(f"{where}: has no field {path}; it has {', '.join(row)}")
+
+
+def _messages(value: Any, where: str) -> tuple[Mapping[str, str], ...]:
+    well_formed = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+    if well_formed:
+        well_formed = all(
+            isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+            for m in value
+        )
+    if not well_formed:
+        raise UserError(f"{where}: must be messages [{{role, content}}, ...], not {value!r:.80}")
+    if value[-1]["role"] != "user":
+        raise UserError(f"{where}: the last message must be the user's, not {value[-1]['role']!r}")
+    return tuple({"role": m["role"], "content": m["content"]} for m in value)
+
+
+def _text(value: Any, where: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise UserError(f"{where}: must be text or a number, not {type(value).__name__} {value!r:.60}")
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value)

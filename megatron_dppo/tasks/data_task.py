@@ -1,0 +1,97 @@
+"""Questions from files or datasets as a task."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.tasks.config import TaskConfig
+from megatron_dppo.tasks.data.config import DataConfig
+from megatron_dppo.tasks.data.examples import DataReport, read_examples
+from megatron_dppo.tasks.prompt_set import PromptSet
+from megatron_dppo.tasks.prompting import encode_prompt, user_message
+from megatron_dppo.tasks.rewards.config import MathVerifyReward
+from megatron_dppo.tasks.rewards.grader import Grader, build_grader
+from megatron_dppo.tasks.task import Prompt
+
+
+class DataTask:
+    """The questions of `task.data` as a `Task`. Which are held out, and the order of each epoch, follow from the seed;
+    a question has the number of its place in the source, so that other seeds do not rename it."""
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_prompt_tokens: int,
+        max_response_tokens: int,
+    ) -> None:
+        assert config.data is not None  # the configuration's own check
+        prompts, report = load_prompts(config, config.data, tokenizer, max_prompt_tokens)
+        held_out = config.held_out_size or 0
+        wanted = held_out + (config.train_size or 1)
+        if wanted > len(prompts):
+            raise UserError(
+                f"task.held_out_size={held_out} and task.train_size={config.train_size or 'at least 1'} want {wanted} "
+                f"questions, but {config.data.path} has {len(prompts)}; lower them"
+            )
+        order = np.random.default_rng(config.seed).permutation(len(prompts))
+        stop = None if config.train_size is None else held_out + config.train_size
+        chosen = [prompts[i] for i in order[:stop]]
+        self._set = PromptSet(chosen[:held_out], chosen[held_out:], config.seed)
+        self.epoch_size, self.held_out_size = self._set.epoch_size, self._set.held_out_size
+        self.fingerprint = self._set.fingerprint
+        self.prompts, self.held_out = self._set.prompts, self._set.held_out
+        self._grader = data_grader(config, max_response_tokens)
+        self.score, self.close = self._grader.score, self._grader.close
+        self._report = report
+
+    def report(self) -> list[str]:
+        lines = self._report.lines()
+        lines.append(f"  {self.epoch_size:,} to train on, {self.held_out_size:,} held out (task.seed)")
+        return lines
+
+
+def load_prompts(
+    config: TaskConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
+) -> tuple[list[Prompt], DataReport]:
+    """The prompts of `data` in the order of its rows, put to the model as `config` says; those longer than
+    `max_prompt_tokens` are left out and counted. Raises UserError where none is left, and for rows that are broken."""
+    examples, report = read_examples(data)
+    prompts: list[Prompt] = []
+    for example in examples:
+        message = user_message(config, example.question, example.metadata)
+        ids, text = encode_prompt(config, tokenizer, [*example.messages[:-1], {"role": "user", "content": message}])
+        if len(ids) > max_prompt_tokens:
+            report.too_long.append(f"{example.where} ({len(ids)} tokens)")
+            continue
+        prompts.append(
+            Prompt(
+                index=len(prompts) + len(report.too_long),
+                prompt_ids=ids,
+                text=text,
+                question=example.question,
+                answer=example.answer,
+                metadata=example.metadata,
+            )
+        )
+    if not prompts:
+        raise UserError(
+            f"{data.path}: all {len(examples)} prompts are longer than rollout.max_prompt_tokens={max_prompt_tokens}"
+        )
+    return prompts, replace(report, kept=len(prompts))
+
+
+def data_grader(config: TaskConfig, max_response_tokens: int) -> Grader:
+    """The rewards of `config` for questions that have a reference answer and no verifier of their own."""
+    return build_grader(
+        config.rewards or (MathVerifyReward(),),
+        answer_pattern=config.answer_pattern,
+        workers=config.reward_workers,
+        memory_mib=config.reward_memory_mib,
+        max_response_tokens=max_response_tokens,
+    )

@@ -1,0 +1,1 @@
+"""Tasks of several turns: the policy acts, an environment answers."""

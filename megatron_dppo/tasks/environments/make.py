@@ -1,0 +1,83 @@
+"""From a name to an environment."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import logging
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.tasks.environments.config import EnvironmentConfig
+from megatron_dppo.tasks.environments.protocol import Environment
+
+
+def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
+    """A function that makes the environment of `config`. Raises UserError for a name that leads nowhere."""
+    make: Callable[..., Any] | None
+    arguments: tuple[Any, ...] = ()
+    if config.factory is not None:
+        module_name, _, name = config.factory.rpartition(":")
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            raise UserError(f"task.environment.factory={config.factory!r} cannot be imported: {error}") from error
+        make = getattr(module, name, None)
+        if not callable(make):
+            raise UserError(f"task.environment.factory={config.factory!r}: {module_name} has no callable {name}")
+    else:
+        gem = _import_gem(config.name)
+        known = gem.envs.registration.ENV_REGISTRY
+        if config.name not in known:
+            close = difflib.get_close_matches(config.name, list(known), n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise UserError(f"task.environment.name={config.name!r} is not in GEM's registry{hint}")
+        make, arguments = gem.make, (config.name,)
+
+    def made() -> Environment:
+        with own_random_state():
+            try:
+                environment = make(*arguments, **config.parameters)
+            except TypeError as error:
+                raise UserError(f"task.environment.parameters are refused by {config.name}: {error}") from error
+        for method in ("reset", "step"):
+            if not callable(getattr(environment, method, None)):
+                raise UserError(f"task.environment.name={config.name!r} makes something without {method}()")
+        return environment
+
+    return made
+
+
+@contextmanager
+def own_random_state() -> Iterator[None]:
+    """Environments seed Python's and numpy's global generators; what they do there stays inside."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+
+
+def _import_gem(name: str) -> Any:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            import gem
+    except ImportError as error:
+        raise UserError(
+            f"task.environment.name={name!r} is GEM's, which cannot be imported ({error}); install it by "
+            "uv pip install --no-deps gem-llm==0.1.0"
+        ) from error
+    finally:
+        root.handlers[:] = handlers  # it sets the root logger up on import
+        root.setLevel(level)
+    return gem

@@ -1,0 +1,46 @@
+"""The tokens between two turns of a policy: what closes its turn, what the environment says, what opens the next."""
+
+from __future__ import annotations
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.tasks.config import TaskConfig
+
+_MARK = "THE ASSISTANT SAID THIS"
+
+
+class TurnEncoder:
+    """Encodes observations for a conversation that is never tokenized twice: tokens of earlier turns stay the ones that
+    were sampled, and the environment's are appended."""
+
+    def __init__(self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._chat, self._tokenizer = config.chat_template, tokenizer
+
+    def between(self, observation: str, last_sampled: int) -> np.ndarray:
+        """Token ids int32 to put after a turn that ended with the token `last_sampled`.
+
+        With a chat template: the end of the assistant's turn (without the token that closes it, where the policy wrote
+        it itself), the observation as the user's turn, and the opening of the assistant's. Without: the observation
+        between line breaks.
+        """
+        if not self._chat:
+            return self._encode(f"\n{observation}\n")
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": _MARK},
+            {"role": "user", "content": observation},
+        ]
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        _, mark, after = text.partition(_MARK)
+        if not mark or _MARK in after:
+            raise UserError(
+                "the tokenizer's chat template does not show an assistant's message as it is, so a conversation cannot "
+                "be continued; use another template or task.chat_template=false"
+            )
+        ids = self._encode(after)
+        return ids[1:] if len(ids) and ids[0] == last_sampled else ids
+
+    def _encode(self, text: str) -> np.ndarray:
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)

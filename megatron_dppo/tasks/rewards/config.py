@@ -1,0 +1,95 @@
+"""Rewards by configuration: a list of kinds, each with a weight."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from megatron_dppo.config.base import ConfigModel
+
+
+class _Reward(ConfigModel):
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]+$")
+    """Under which it is logged (`reward/part/NAME`); the kind when absent. Names are distinct."""
+    weight: float = 1.0
+    """Factor in the sum that is trained on."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.kind  # type: ignore[attr-defined]  # every subclass has a kind
+
+
+class VerifierReward(_Reward):
+    """The task's own verdict: a reasoning-gym dataset's verifier."""
+
+    kind: Literal["verifier"] = "verifier"
+
+
+class MathVerifyReward(_Reward):
+    """1 where math-verify finds the answer equal to the reference, else 0. Runs in worker processes."""
+
+    kind: Literal["math-verify"] = "math-verify"
+    boxed_only: bool = False
+    """Accept answers in `\\boxed{...}` only. Otherwise math-verify looks for a box first, then for other LaTeX and
+    plain numbers, the last ones first; a response that was cut off may then be right by an intermediate result."""
+    precision: int = Field(default=6, ge=0)
+    """Decimal places to which numbers are compared."""
+    timeout_s: int = Field(default=5, ge=1)
+    """For each of parsing the reference, parsing the answer and comparing them; what does not stop by itself is killed
+    after three times that and one second more. An answer that runs out of time earns 0."""
+
+
+class ExactMatchReward(_Reward):
+    """1 where the answer is the reference, white space apart, else 0."""
+
+    kind: Literal["exact-match"] = "exact-match"
+    ignore_case: bool = False
+    """Compare without regard to upper and lower case."""
+
+
+class FormatReward(_Reward):
+    """1 where the whole response matches a pattern, else 0."""
+
+    kind: Literal["format"] = "format"
+    pattern: str
+    """Regular expression for the whole response; `.` matches line breaks too."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from error
+        return pattern
+
+
+class OverlongReward(_Reward):
+    """DAPO's soft punishment of long responses (arXiv 2503.14476, Eq. 13): 0 up to `L - buffer` tokens, then falling
+    in a line to -1 at L tokens, and -1 beyond."""
+
+    kind: Literal["overlong"] = "overlong"
+    buffer_tokens: int = Field(ge=1)
+    """Tokens before L over which the punishment grows; below L."""
+    max_response_tokens: int | None = Field(default=None, ge=1)
+    """L; `rollout.max_response_tokens` when absent."""
+
+
+class PythonReward(_Reward):
+    """A callable of yours. Runs in worker processes."""
+
+    kind: Literal["python"] = "python"
+    path: str = Field(pattern=r"^.+:[A-Za-z_][A-Za-z0-9_]*$")
+    """`package.module:callable` or `path/to/file.py:callable`. It is called as `f(question=..., reference=...,
+    response=..., answer=..., metadata=...)`, `answer` being what `task.answer_pattern` found (None where it did not
+    match), and returns a finite number."""
+    timeout_s: float = Field(default=10.0, gt=0)
+    """After this the call is killed, and the answer earns 0."""
+
+
+RewardConfig = Annotated[
+    VerifierReward | MathVerifyReward | ExactMatchReward | FormatReward | OverlongReward | PythonReward,
+    Field(discriminator="kind"),
+]

@@ -1,0 +1,180 @@
+"""Several rewards, weighted, from one configuration."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.tasks.rewards.config import (
+    ExactMatchReward,
+    FormatReward,
+    MathVerifyReward,
+    OverlongReward,
+    PythonReward,
+    RewardConfig,
+)
+from megatron_dppo.tasks.rewards.custom import CustomJudge
+from megatron_dppo.tasks.rewards.math import MathJudge
+from megatron_dppo.tasks.rewards.pool import JudgePool, TimedJudge
+from megatron_dppo.tasks.rewards.simple import ExactMatch, Format, Overlong
+from megatron_dppo.tasks.rewards.verdict import Answered, Reward, Verdict
+from megatron_dppo.tasks.task import Prompt, Rewards
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _OneByOne:
+    """A task's own verifier as a reward."""
+
+    verify: Callable[[Answered], Verdict]
+
+    def judge(self, items: Sequence[Answered]) -> list[Verdict]:
+        return [self.verify(item) for item in items]
+
+
+@dataclass(frozen=True)
+class _Pooled:
+    name: str
+    pool: JudgePool
+
+    def judge(self, items: Sequence[Answered]) -> list[Verdict]:
+        return self.pool.judge([(self.name, item) for item in items])
+
+
+@dataclass(frozen=True)
+class _Part:
+    name: str
+    weight: float
+    reward: Reward
+    custom: bool
+
+
+@dataclass(frozen=True)
+class Grader:
+    """Scores responses by all rewards of a task. The reward that is trained on is the weighted sum; the first reward of
+    the list decides what is correct (a full score of 1) and well-formed.
+
+    A response that a reward could not judge (an exception, no finite number, out of time, a dead worker) has 0 from it
+    and is counted; the first reason of each call is logged as a warning. Where a function of the user's fails on
+    every response of a call there is nothing to learn from, and UserError says why.
+    """
+
+    parts: Sequence[_Part]
+    answer_pattern: re.Pattern[str]
+    pool: JudgePool | None = field(default=None)
+
+    def score(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], lengths: Sequence[int] | np.ndarray | None = None
+    ) -> Rewards:
+        """`responses[i]` as a response to `prompts[i]`, of `lengths[i]` tokens."""
+        if len(prompts) != len(responses):
+            raise ValueError(f"{len(prompts)} prompts but {len(responses)} responses")
+        items = [
+            Answered(
+                question=prompt.question,
+                reference=prompt.answer,
+                response=response,
+                answer=self._answer(response),
+                tokens=None if lengths is None else int(lengths[i]),
+                metadata=prompt.metadata,
+            )
+            for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
+        ]
+        total = np.zeros(len(items), dtype=np.float64)
+        scores, errors, timeouts = {}, {}, {}
+        well_formed = np.zeros(len(items), dtype=bool)
+        for number, part in enumerate(self.parts):
+            verdicts = part.reward.judge(items)
+            failed = [verdict for verdict in verdicts if verdict.error]
+            if failed:
+                if part.custom and len(failed) == len(items):
+                    raise UserError(f"the reward {part.name} failed on all {len(items)} responses: {failed[0].error}")
+                logger.warning(
+                    "reward %s could not judge %d of %d: %s", part.name, len(failed), len(items), failed[0].error
+                )
+            scores[part.name] = np.array([verdict.score for verdict in verdicts], dtype=np.float32)
+            errors[part.name] = len(failed)
+            timeouts[part.name] = sum(verdict.timed_out for verdict in verdicts)
+            total += part.weight * scores[part.name]
+            if number == 0:
+                well_formed = np.array([verdict.well_formed for verdict in verdicts], dtype=bool)
+        return Rewards(
+            reward=total.astype(np.float32),
+            correct=scores[self.parts[0].name] >= 1,
+            well_formed=well_formed,
+            verifier_errors=sum(errors.values()),
+            parts=scores,
+            errors=errors,
+            timeouts=timeouts,
+        )
+
+    def close(self) -> None:
+        """End the worker processes, if there are any."""
+        if self.pool is not None:
+            self.pool.close()
+
+    def _answer(self, response: str) -> str | None:
+        match = self.answer_pattern.fullmatch(response)
+        return None if match is None else match["answer"]
+
+
+def build_grader(
+    configs: Sequence[RewardConfig],
+    *,
+    answer_pattern: str,
+    workers: int,
+    memory_mib: int,
+    max_response_tokens: int,
+    verifier: Callable[[Answered], Verdict] | None = None,
+) -> Grader:
+    """The rewards of `configs`; `verifier` is the task's own. Raises UserError for settings that contradict."""
+    names = [config.label for config in configs]
+    if len(set(names)) < len(names):
+        raise UserError(f"task.rewards: two are named alike ({', '.join(names)}); set name")
+    judges = {config.label: judge for config in configs if (judge := _judge(config)) is not None}
+    pool = JudgePool(judges, workers=workers, memory_mib=memory_mib) if judges else None
+    if configs[0].kind == "overlong":
+        raise UserError("task.rewards: the first reward decides what is correct; overlong cannot, put another first")
+    parts = []
+    for config in configs:
+        reward: Reward
+        if config.label in judges:
+            assert pool is not None
+            reward = _Pooled(config.label, pool)
+        elif isinstance(config, ExactMatchReward):
+            reward = ExactMatch(config.ignore_case)
+        elif isinstance(config, FormatReward):
+            reward = Format(config.pattern)
+        elif isinstance(config, OverlongReward):
+            reward = _overlong(config, max_response_tokens)
+        elif verifier is not None:
+            reward = _OneByOne(verifier)
+        else:
+            raise UserError("task.rewards: this kind of task has no verifier of its own; choose another reward")
+        parts.append(_Part(config.label, config.weight, reward, isinstance(config, PythonReward)))
+    return Grader(parts, re.compile(answer_pattern, re.DOTALL), pool)
+
+
+def _judge(config: RewardConfig) -> TimedJudge | None:
+    """What runs in worker processes; None for rewards that run here."""
+    if isinstance(config, MathVerifyReward):
+        judge = MathJudge(config.boxed_only, config.precision, config.timeout_s)
+        return TimedJudge(judge, 3.0 * config.timeout_s + 1.0)
+    if isinstance(config, PythonReward):
+        return TimedJudge(CustomJudge(config.path), config.timeout_s)
+    return None
+
+
+def _overlong(config: OverlongReward, max_response_tokens: int) -> Overlong:
+    longest = config.max_response_tokens or max_response_tokens
+    if config.buffer_tokens >= longest:
+        raise UserError(
+            f"task.rewards: buffer_tokens={config.buffer_tokens} must be below the {longest} tokens of a response"
+        )
+    return Overlong(longest, config.buffer_tokens)

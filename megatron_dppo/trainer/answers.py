@@ -1,0 +1,107 @@
+"""Answers of an evaluation on disk, so that one that was stopped goes on where it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megatron_dppo.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One answer to one question, judged."""
+
+    prompt: int
+    """Number of the question in its set."""
+    sample: int
+    correct: bool
+    well_formed: bool
+    tokens: int
+    finish_reason: str
+    response: str
+
+
+class AnswerFile:
+    """A JSONL file: the settings under which its answers were sampled, then an answer a line.
+
+    Opening it reads what is there; a torn last line is dropped. `add` has its lines on disk when it returns. Raises
+    UserError where the file holds answers of other settings, or cannot be written.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.path = path
+        self._answers: dict[tuple[int, int], Answer] = {}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            whole = self._read(settings) if path.exists() else 0
+            self._file = open(path, "r+" if path.exists() else "w", encoding="utf-8")  # noqa: SIM115  (see close)
+            self._file.seek(whole)
+            self._file.truncate()
+            if whole == 0:
+                self._write([{"settings": settings}])
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+
+    def has(self, prompt: int, samples: int) -> bool:
+        """Whether all of a question's answers are there."""
+        return all((prompt, sample) in self._answers for sample in range(samples))
+
+    def answers(self, prompt: int, samples: int) -> list[Answer]:
+        """A question's answers, in order."""
+        return [self._answers[prompt, sample] for sample in range(samples)]
+
+    def add(self, answers: Iterable[Answer]) -> None:
+        """Write answers; they count from now on."""
+        made = list(answers)
+        self._write([dataclasses.asdict(answer) for answer in made])
+        self._answers |= {(answer.prompt, answer.sample): answer for answer in made}
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        self._file.writelines(json.dumps(row) + "\n" for row in rows)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _read(self, settings: dict[str, Any]) -> int:
+        """Take in what the file holds; returns the bytes of its complete lines."""
+        whole = 0
+        with open(self.path, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    row = json.loads(line)
+                    if number == 1:
+                        self._check(row["settings"], settings)
+                    else:
+                        answer = Answer(**row)
+                        self._answers[answer.prompt, answer.sample] = answer
+                except (ValueError, TypeError, KeyError) as error:
+                    raise UserError(f"{self.path}, line {number}: not an answer of an evaluation: {error!r}") from error
+                whole += len(line)
+        return whole
+
+    def _check(self, before: dict[str, Any], now: dict[str, Any]) -> None:
+        changed = [name for name in now if before.get(name) != now[name]]
+        if changed:
+            raise UserError(
+                f"{self.path} holds answers of another evaluation ({', '.join(changed)} changed); name another folder "
+                "by --out, or remove it"
+            )
+
+    def __enter__(self) -> AnswerFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

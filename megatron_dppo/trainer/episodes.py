@@ -1,0 +1,119 @@
+"""Episodes of several turns: the engine writes, the environment answers, until it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megatron_dppo.batch import RolloutBatch, join_turns
+from megatron_dppo.rollout.protocol import GenerationRequest
+from megatron_dppo.rollout.seeds import TRAINING, request_seed
+from megatron_dppo.tasks.environments.environment_task import EnvironmentTask, Episode
+from megatron_dppo.tasks.task import Prompt, Rewards
+
+PART = "environment"
+"""Name under which an environment's reward is logged."""
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Finished episodes, in the order of the prompts and their samples."""
+
+    batch: RolloutBatch
+    """One sequence per episode, see `join_turns`."""
+    rewards: Rewards
+    """The reward of an episode is the sum of its steps' (no discount); it is correct when its last step ended it with a
+    positive reward, and well-formed when the policy ended every turn itself."""
+    turns: np.ndarray
+    """int64 `[B]`, turns of the policy."""
+
+
+@dataclass
+class _Running:
+    """An episode under way."""
+
+    prompt: Prompt
+    sample: int
+    episode: Episode
+    ids: np.ndarray
+    """Everything so far: the prompt of the next turn."""
+    turns: list[RolloutBatch] = field(default_factory=list)
+    total: float = 0.0
+    correct: bool = False
+    ended: bool = False
+    """By the environment, not for want of turns or tokens."""
+
+
+def play(
+    task: EnvironmentTask,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    samples: int,
+    generate: Callable[[list[GenerationRequest]], RolloutBatch],
+    *,
+    run_seed: int,
+    step: int,
+    stream: int,
+    max_prompt_tokens: int,
+) -> Episodes:
+    """Play `samples` episodes from each prompt. Turn n of all unfinished episodes is one call of `generate`, with seeds
+    from (run, stream, step, prompt, sample, turn). An episode is cut off after the task's most turns, or where the
+    prompt of its next turn would be longer than `max_prompt_tokens`."""
+    episodes = [
+        _Running(prompt, sample, task.begin(prompt), prompt.prompt_ids)
+        for prompt in prompts
+        for sample in range(samples)
+    ]
+    active = list(episodes)
+    for turn in range(task.max_turns):
+        if not active:
+            break
+        batch = generate([_request(running, run_seed, step, stream, turn) for running in active])
+        unfinished = []
+        for number, running in enumerate(active):
+            part = batch.select([number])
+            running.turns.append(part)
+            action = tokenizer.decode(part.response_ids(0), skip_special_tokens=True)
+            answer = running.episode.step(action)
+            running.total += answer.reward
+            if answer.terminated or answer.truncated:
+                running.ended = True
+                running.correct = answer.terminated and not answer.truncated and answer.reward > 0
+                continue
+            said = task.turns.between(answer.observation, int(part.token_ids[-1]))
+            running.ids = np.concatenate([part.token_ids, said]).astype(np.int32)
+            if len(running.ids) <= max_prompt_tokens:
+                unfinished.append(running)
+        active = unfinished
+    joined = [
+        join_turns(
+            running.turns,
+            request_id=_name(running, step, stream),
+            finish_reason="stop" if running.ended else "length",
+        )
+        for running in episodes
+    ]
+    returns = np.array([running.total for running in episodes], dtype=np.float32)
+    by_themselves = [all(part.finish_reasons[0] == "stop" for part in running.turns) for running in episodes]
+    rewards = Rewards(
+        reward=returns,
+        correct=np.array([running.correct for running in episodes], dtype=bool),
+        well_formed=np.array(by_themselves, dtype=bool),
+        parts={PART: returns},
+    )
+    return Episodes(RolloutBatch.concatenate(joined), rewards, np.array([len(r.turns) for r in episodes]))
+
+
+def _name(running: _Running, step: int, stream: int) -> str:
+    return f"{'train' if stream == TRAINING else 'eval'}/{step}/{running.prompt.index}/{running.sample}"
+
+
+def _request(running: _Running, run_seed: int, step: int, stream: int, turn: int) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=f"{_name(running, step, stream)}/{turn}",
+        prompt_ids=running.ids,
+        seed=request_seed(run_seed, step, running.prompt.index, running.sample, stream=stream, turn=turn),
+    )

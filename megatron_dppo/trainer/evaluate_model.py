@@ -1,0 +1,188 @@
+"""`megatron-dppo evaluate`: a model on files of questions, without training it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from megatron_dppo.config.base import ConfigModel
+from megatron_dppo.config.load import build_config, read_tree
+from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.vllm_engine import VllmEngine
+from megatron_dppo.tasks.config import TaskConfig
+from megatron_dppo.tasks.task import Prompt
+from megatron_dppo.trainer.accuracy import accuracy_metrics
+from megatron_dppo.trainer.answers import Answer, AnswerFile
+from megatron_dppo.trainer.config import EvaluationConfig
+from megatron_dppo.trainer.evaluation import answer, evaluation_law
+from megatron_dppo.trainer.examiner import EvaluationSet, build_sets
+
+PAPERS_SAMPLING = {"temperature": 0.7, "top_p": 0.95, "samples": 32}
+"""Appendix F; anything else is asked for."""
+
+
+class EvaluateConfig(ConfigModel):
+    """What `evaluate` needs of a run's configuration. Of the task, how it puts and judges questions counts."""
+
+    rollout: RolloutConfig = RolloutConfig()
+    task: TaskConfig
+    evaluation: EvaluationConfig
+    seed: int = Field(default=0, ge=0)
+    """Of the sampling."""
+
+
+def evaluate_config(data: Sequence[str], config_file: Path | None, overrides: Sequence[str]) -> EvaluateConfig:
+    """The sections `rollout`, `task` and `evaluation` of a run's YAML file, the sets of `data` (`[NAME=]PATH` each,
+    instead of the file's), then `overrides`. Raises UserError."""
+    tree = {} if config_file is None else read_tree(config_file)
+    sections = {name: dict(tree.get(name) or {}) for name in ("rollout", "task", "evaluation")}
+    if config_file is None:
+        sections["evaluation"] = dict(PAPERS_SAMPLING)
+    if data:
+        sections["evaluation"]["sets"] = [_named(one) for one in data]
+    sets = sections["evaluation"].get("sets") or []
+    if not sets:
+        raise UserError("evaluate: name a file of questions, or a --config that has evaluation.sets")
+    if not sections["task"]:
+        sections["task"] = {"kind": "data", "data": sets[0]["data"]}
+    return build_config(EvaluateConfig, sections, overrides, where=str(config_file or "the defaults"))
+
+
+def evaluate_model(model: Path, config: EvaluateConfig, out: Path) -> int:
+    """Sample answers to every question of every set, judge them and print the table. Returns the exit code.
+
+    Each set's answers go to `out/NAME.jsonl` as they come; what is there already, of the same model and settings, is
+    not sampled again, so an evaluation that was stopped goes on. `out/summary.json` has the metrics.
+    """
+    if not (model / "config.json").is_file():
+        raise UserError(f"{model}: holds no Hugging Face model (config.json)")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    sets, report = build_sets(
+        config.evaluation,
+        config.task,
+        tokenizer,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+        scorer=None,
+    )
+    console = Console(highlight=False)
+    for line in report:
+        console.print(line, markup=False, soft_wrap=True)
+    with ExitStack() as stack:
+        files = [
+            stack.enter_context(AnswerFile(out / f"{one.name}.jsonl", _settings(model, config, one))) for one in sets
+        ]
+        missing = [
+            [prompt for prompt in one.prompts if not file.has(prompt.index, one.samples)]
+            for one, file in zip(sets, files, strict=True)
+        ]
+        for one in sets:
+            stack.callback(one.scorer.close)
+        if any(missing):
+            engine = VllmEngine(model, config.rollout)
+            stack.callback(engine.close)
+            for one, file, prompts in zip(sets, files, missing, strict=True):
+                _answer_all(engine, tokenizer, config, one, file, prompts, console)
+        results = {one.name: _metrics(one, file) for one, file in zip(sets, files, strict=True)}
+    (out / "summary.json").write_text(json.dumps(results, indent=2) + "\n")
+    console.print(_table(model, sets, results))
+    console.print(f"answers and summary: {out}", markup=False, soft_wrap=True)
+    return 0
+
+
+def _answer_all(
+    engine: VllmEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    config: EvaluateConfig,
+    one: EvaluationSet,
+    file: AnswerFile,
+    prompts: Sequence[Prompt],
+    console: Console,
+) -> None:
+    """Sample the answers to `prompts`, as many prompts at a time as the engine decodes together."""
+    at_once = max(1, config.rollout.max_num_seqs // one.samples)
+    law = evaluation_law(config.evaluation, config.rollout)
+    for start in range(0, len(prompts), at_once):
+        part = prompts[start : start + at_once]
+        batch, rewards = answer(engine, law, one.scorer, tokenizer, part, one.samples, run_seed=config.seed, step=0)
+        file.add(
+            Answer(
+                prompt=part[i // one.samples].index,
+                sample=i % one.samples,
+                correct=bool(rewards.correct[i]),
+                well_formed=bool(rewards.well_formed[i]),
+                tokens=int(batch.response_lengths[i]),
+                finish_reason=batch.finish_reasons[i],
+                response=tokenizer.decode(batch.response_ids(i), skip_special_tokens=True),
+            )
+            for i in range(len(batch))
+        )
+        console.print(f"{one.name}: {start + len(part)} of {len(prompts)} questions", markup=False)
+
+
+def _metrics(one: EvaluationSet, file: AnswerFile) -> dict[str, float]:
+    rows = [file.answers(prompt.index, one.samples) for prompt in one.prompts]
+    flat = [given for row in rows for given in row]
+    return accuracy_metrics(np.array([[given.correct for given in row] for row in rows])) | {
+        "questions": float(len(rows)),
+        "samples": float(one.samples),
+        "well_formed": float(np.mean([given.well_formed for given in flat])),
+        "response_length": float(np.mean([given.tokens for given in flat])),
+        "truncated_fraction": float(np.mean([given.finish_reason == "length" for given in flat])),
+    }
+
+
+def _table(model: Path, sets: Sequence[EvaluationSet], results: dict[str, dict[str, float]]) -> Table:
+    table = Table(title=str(model), title_justify="left", caption="95 % bootstrap interval over questions")
+    table.add_column("set")
+    for header in ("questions", "n", "avg@n", "interval", "pass@n", "tokens", "cut off"):
+        table.add_column(header, justify="right")
+    for one in sets:
+        values = results[one.name]
+        table.add_row(
+            one.name,
+            f"{len(one.prompts)}",
+            f"{one.samples}",
+            f"{values['accuracy']:.3f}",
+            f"{values['accuracy_low']:.3f} to {values['accuracy_high']:.3f}",
+            f"{values[f'pass@{one.samples}']:.3f}",
+            f"{values['response_length']:,.0f}",
+            f"{values['truncated_fraction']:.1%}",
+        )
+    return table
+
+
+def _settings(model: Path, config: EvaluateConfig, one: EvaluationSet) -> dict[str, Any]:
+    """What an answer depends on: answers made under other settings are not mixed in."""
+    digest = hashlib.sha256()
+    for prompt in one.prompts:
+        digest.update(prompt.prompt_ids.tobytes() + prompt.answer.encode() + b"|")
+    law = evaluation_law(config.evaluation, config.rollout)
+    return {
+        "model": str(model.resolve()),
+        "prompts": digest.hexdigest(),
+        "temperature": law.temperature,
+        "top_p": law.top_p,
+        "max_response_tokens": law.max_tokens,
+        "seed": config.seed,
+        "answer_pattern": config.task.answer_pattern,
+        "rewards": [reward.model_dump(mode="json") for reward in config.task.rewards],
+    }
+
+
+def _named(data: str) -> dict[str, Any]:
+    """`NAME=PATH` or `PATH`, whose last part without its ending is the name."""
+    name, _, path = data.rpartition("=")
+    return {"name": name or re.sub(r"[^A-Za-z0-9_.-]", "_", Path(path).stem), "data": {"path": path}}

@@ -1,0 +1,63 @@
+"""Answers and tokens for people to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megatron_dppo.tasks.task import Prompt, Rewards
+
+MaskedTokens = Mapping[str, Sequence[tuple[int, int]]]
+"""(token id, count) of the tokens blocked most, under `positive` and `negative` (the sign of the advantage)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One answer of a training step. `response` has its special tokens, and what an environment said in between."""
+
+    prompt: str
+    response: str
+    reference: str
+    reward: float
+    parts: dict[str, float]
+    correct: bool
+    tokens: int
+    finish_reason: str
+
+    def row(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def choose_samples(
+    count: int,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    samples: int,
+    responses: Sequence[np.ndarray],
+    rewards: Rewards,
+    finish_reasons: Sequence[str],
+) -> list[Sample]:
+    """The first answer to each of the first `count` prompts; more answers to them where there are fewer prompts."""
+    order = sorted(range(len(responses)), key=lambda i: (i % samples, i // samples))[:count]
+    return [
+        Sample(
+            prompt=prompts[i // samples].text,
+            response=tokenizer.decode(responses[i], skip_special_tokens=False),
+            reference=prompts[i // samples].answer,
+            reward=float(rewards.reward[i]),
+            parts={name: float(scores[i]) for name, scores in rewards.parts.items()},
+            correct=bool(rewards.correct[i]),
+            tokens=len(responses[i]),
+            finish_reason=finish_reasons[i],
+        )
+        for i in order
+    ]
+
+
+def spelled(masked: MaskedTokens, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[tuple[str, int]]]:
+    """The same with each token as it is written."""
+    return {sign: [(tokenizer.decode([token]), count) for token, count in pairs] for sign, pairs in masked.items()}

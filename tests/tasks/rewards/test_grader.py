@@ -1,0 +1,185 @@
+"""Several rewards at once: weights, names, shaping, and functions that misbehave in every way."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.tasks.rewards.config import (
+    ExactMatchReward,
+    FormatReward,
+    MathVerifyReward,
+    OverlongReward,
+    PythonReward,
+    VerifierReward,
+)
+from megatron_dppo.tasks.rewards.grader import Grader, build_grader
+from megatron_dppo.tasks.task import Prompt
+
+HERE = "tests.tasks.rewards.functions"
+
+
+def prompt(answer: str = "14", **metadata) -> Prompt:
+    return Prompt(
+        index=0, prompt_ids=np.zeros(1, np.int32), text="", question="7 + 7", answer=answer, metadata=metadata
+    )
+
+
+def grader(*configs, pattern: str = r"\s*(?P<answer>\S.*?)\s*", workers: int = 2, memory_mib: int = 8192) -> Grader:
+    return build_grader(
+        configs, answer_pattern=pattern, workers=workers, memory_mib=memory_mib, max_response_tokens=100
+    )
+
+
+@pytest.fixture(scope="module")
+def picky():
+    made = grader(PythonReward(path=f"{HERE}:picky", timeout_s=1.0, name="picky"))
+    yield made
+    made.close()
+
+
+def test_weighted_sum_and_parts():
+    made = grader(
+        MathVerifyReward(),
+        ExactMatchReward(weight=0.5),
+        FormatReward(pattern=r"<think>.*</think>.*", weight=0.25, name="thinks"),
+        OverlongReward(buffer_tokens=40),
+        PythonReward(path=f"{HERE}:length", weight=0.1, name="length"),
+        workers=1,
+    )
+    responses = ["14", "\\boxed{14}", "<think>\nhm</think> 15", "15"]
+    try:
+        rewards = made.score([prompt()] * 4, responses, lengths=[60, 80, 100, 400])
+    finally:
+        made.close()
+    np.testing.assert_array_equal(rewards.parts["math-verify"], [1, 1, 0, 0])
+    np.testing.assert_array_equal(rewards.parts["exact-match"], [1, 0, 0, 0])
+    np.testing.assert_array_equal(rewards.parts["thinks"], [0, 0, 1, 0])
+    np.testing.assert_array_equal(rewards.parts["overlong"], [0, -0.5, -1, -1])
+    np.testing.assert_allclose(rewards.parts["length"], [len(r) / 10 for r in responses], rtol=1e-6)
+    parts = rewards.parts
+    expected = (
+        parts["math-verify"]
+        + 0.5 * parts["exact-match"]
+        + 0.25 * parts["thinks"]
+        + parts["overlong"]
+        + 0.1 * parts["length"]
+    )
+    np.testing.assert_allclose(rewards.reward, expected, rtol=1e-6)
+    assert rewards.correct.tolist() == [True, True, False, False]  # by the first reward
+    assert rewards.reward.dtype == np.float32
+
+
+def test_overlong_is_eq_13_of_dapo():
+    """L = 16384 and c = 4096, as DAPO has it: free up to 12288, then a line to -1."""
+    made = build_grader(
+        [FormatReward(pattern=".*"), OverlongReward(buffer_tokens=4096)],
+        answer_pattern="(?P<answer>.*)", workers=1, memory_mib=4096, max_response_tokens=16384,
+    )  # fmt: skip
+    lengths = [1, 12288, 12289, 14336, 16384, 20000]
+    rewards = made.score([prompt()] * 6, [""] * 6, lengths=lengths)
+    np.testing.assert_allclose(rewards.parts["overlong"], [0, 0, -1 / 4096, -0.5, -1, -1])
+    with pytest.raises(ValueError, match="needs the lengths"):
+        made.score([prompt()], [""])
+
+
+def test_exact_match():
+    made = grader(ExactMatchReward(ignore_case=True), pattern=r".*Answer: (?P<answer>.*)")
+    rewards = made.score([prompt("New  York")] * 3, ["Answer: new\nyork", "Answer: York", "New York"])
+    assert rewards.correct.tolist() == [True, False, False]
+    assert rewards.well_formed.tolist() == [True, True, False]
+    strict = grader(ExactMatchReward())
+    assert strict.score([prompt("a")] * 2, ["a", "A"]).correct.tolist() == [True, False]
+
+
+def test_a_function_from_a_file_and_one_that_returns_numpy(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def worth(*, question, **_):\n    return len(question)\n")
+    made = grader(PythonReward(path=f"{HERE}:numpy_score", name="equal"), PythonReward(path=f"{file}:worth"), workers=1)
+    try:
+        rewards = made.score([prompt()] * 2, ["14", "15"])
+    finally:
+        made.close()
+    np.testing.assert_array_equal(rewards.parts["equal"], [1, 0])
+    np.testing.assert_array_equal(rewards.parts["python"], [5, 5])
+
+
+def test_what_a_function_cannot_judge_is_counted_and_stalls_nobody(picky, caplog):
+    responses = ["raise", "hang", "spin", "nan", "crash", "eat"] + ["fine"] * 20
+    start = time.monotonic()
+    rewards = picky.score([prompt(worth=2.5)] * len(responses), responses)
+    assert time.monotonic() - start < 60
+    assert rewards.parts["picky"].tolist() == [0.0] * 6 + [2.5] * 20
+    assert rewards.errors == {"picky": 6}
+    assert rewards.timeouts == {"picky": 2}
+    assert rewards.verifier_errors == 6
+    assert "reward picky could not judge 6 of 26" in caplog.text
+    assert "raised KeyError: 'no such thing'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("raise", "raised KeyError: 'no such thing'"),
+        ("nan", "returned nan"),
+        ("crash", "its worker process ended with status 3"),
+        ("hang", "killed after 1 s"),
+        ("eat", "MemoryError"),
+    ],
+)
+def test_a_function_that_fails_on_every_response_stops_the_run(picky, response, reason):
+    with pytest.raises(UserError, match=f"the reward picky failed on all 2 responses: .*{reason}"):
+        picky.score([prompt(worth=1)] * 2, [response] * 2)
+
+
+def test_a_function_that_returns_text_is_named():
+    made = grader(PythonReward(path=f"{HERE}:text"), workers=1)
+    with pytest.raises(UserError, match=r"functions:text returned 'good' \(str\).*must return a number"):
+        made.score([prompt()], ["x"])
+    assert made.pool is not None
+    assert not made.pool._workers  # what was under way is gone, so that it cannot answer a later call
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        (f"{HERE}:absent", "has no callable absent"),
+        (f"{HERE}:not_callable", "has no callable not_callable"),
+        ("no.such.module:f", "cannot be imported: ModuleNotFoundError"),
+        ("no/such/file.py:f", "cannot be imported: FileNotFoundError"),
+    ],
+)
+def test_a_function_that_is_not_there(path, reason):
+    made = grader(PythonReward(path=path), workers=1)
+    with pytest.raises(UserError, match=f"the reward .*{reason}"):
+        made.score([prompt()], ["x"])
+
+
+def test_workers_end_with_the_grader():
+    made = grader(PythonReward(path=f"{HERE}:length"))
+    before = {child.pid for child in psutil.Process().children()}
+    made.score([prompt()] * 4, ["a"] * 4)
+    started = [child for child in psutil.Process().children() if child.pid not in before]
+    assert len(started) == 2
+    made.close()
+    assert not [child for child in started if child.is_running()]
+
+
+def test_settings_that_contradict():
+    with pytest.raises(UserError, match="two are named alike"):
+        grader(FormatReward(pattern="a"), FormatReward(pattern="b"))
+    with pytest.raises(UserError, match="overlong cannot, put another first"):
+        grader(OverlongReward(buffer_tokens=10))
+    with pytest.raises(UserError, match="buffer_tokens=100 must be below the 100 tokens"):
+        grader(FormatReward(pattern="a"), OverlongReward(buffer_tokens=100))
+    with pytest.raises(UserError, match="no verifier of its own"):
+        grader(VerifierReward())
+
+
+def test_the_functions_file_is_where_the_tests_say():
+    assert Path(*HERE.split(".")).with_suffix(".py").exists()

@@ -1,0 +1,114 @@
+"""Questions from a file as a task: order, held-out set, prompts, length filter, verdicts by the real math-verify."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.tasks.build import build_task
+from megatron_dppo.tasks.config import TaskConfig
+
+SUMS = [{"problem": f"{i} + {i}", "answer": str(2 * i)} for i in range(30)]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in SUMS))
+    return file
+
+
+def config(path, **settings) -> TaskConfig:
+    return TaskConfig(kind="data", data={"path": str(path)}, **{"held_out_size": 4, **settings})
+
+
+def test_held_out_and_training_questions_are_the_whole_file_and_apart(path, tokenizer):
+    task = build_task(config(path), tokenizer)
+    train = [p.question for p in task.prompts(0, task.epoch_size)]
+    held_out = [p.question for p in task.held_out(4)]
+    assert sorted(train + held_out) == sorted(row["problem"] for row in SUMS)
+
+
+def test_order_depends_on_seed_and_epoch_and_goes_on_at_the_exact_prompt(path, tokenizer):
+    task, again = build_task(config(path), tokenizer), build_task(config(path), tokenizer)
+    stream = [p.index for p in task.prompts(0, 80)]
+    # A run that stopped after 37 prompts asks another process for number 37, in the middle of the second epoch.
+    assert [p.index for p in again.prompts(37, 43)] == stream[37:]
+    assert sorted(stream[:26]) == sorted(stream[26:52])
+    assert stream[:26] != stream[26:52]
+    other = build_task(config(path, seed=1), tokenizer)
+    assert [p.index for p in other.prompts(0, 26)] != stream[:26]
+    assert other.fingerprint != task.fingerprint == again.fingerprint
+
+
+def test_the_length_filter_counts(path, tokenizer):
+    longest = build_task(config(path), tokenizer).prompts(0, 1)[0].prompt_ids.size
+    task = build_task(config(path, held_out_size=0), tokenizer, max_prompt_tokens=7)
+    assert task.epoch_size == 10  # "i + i" with one digit is 5 tokens and the template's 2
+    text = "\n".join(task.report())
+    assert "10 questions of 30 rows" in text
+    assert "left out: 20 too long" in text
+    assert "sums.jsonl, line 11 (9 tokens)" in text
+    assert longest in (7, 9)
+    with pytest.raises(UserError, match=r"all 30 prompts are longer than rollout.max_prompt_tokens=3"):
+        build_task(config(path), tokenizer, max_prompt_tokens=3)
+
+
+def test_prompt_of_messages_by_chat_template_and_raw(tmp_path, tokenizer):
+    messages = [
+        {"role": "system", "content": "Short."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "1 + 1"},
+    ]
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps({"prompt": messages, "reward_model": {"ground_truth": "2"}}) + "\n")
+    settings = {"held_out_size": 0, "prompt": "{question} = ({metadata[reward_model][ground_truth]})?"}
+
+    def text(**more) -> str:
+        prompt = build_task(config(file, **settings, **more), tokenizer).prompts(0, 1)[0]
+        assert tokenizer.decode(prompt.prompt_ids) == prompt.text
+        return prompt.text
+
+    assert text() == "<|system|>Short.<|user|>Hi<|assistant|>Yes?<|end|><|user|>1 + 1 = (2)?<|assistant|>"
+    assert text(system_prompt="Add.").startswith("<|system|>Add.<|user|>Hi")
+    assert text(chat_template=False) == "Short.\nHi\nYes?\n1 + 1 = (2)?"
+
+
+def test_math_verify_judges_by_default(path, tokenizer):
+    task = build_task(config(path, reward_workers=1), tokenizer)
+    prompt = next(p for p in task.prompts(0, 26) if p.question == "7 + 7")
+    try:
+        verdict = task.score([prompt] * 4, ["\\boxed{14}", "so it is $28/2$", "15", "no idea"])
+    finally:
+        task.close()
+    assert verdict.correct.tolist() == [True, True, False, False]
+    assert verdict.well_formed.tolist() == [True, True, True, False]
+    np.testing.assert_array_equal(verdict.parts["math-verify"], verdict.reward)
+    assert verdict.errors == {"math-verify": 0}
+
+
+def test_more_questions_wanted_than_there_are(path, tokenizer):
+    with pytest.raises(UserError, match=r"want 34 questions, but .*sums.jsonl has 30"):
+        build_task(config(path, train_size=30), tokenizer)
+    assert build_task(config(path, train_size=10), tokenizer).epoch_size == 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "data"}, "task.kind=data and the section task.data go together"),
+        ({"data": {"path": "x"}}, "task.kind=data and the section task.data go together"),
+        ({"kind": "data", "data": {"path": "x", "layout": "math", "fields": {"question": "q", "answer": "a"}}},
+         "set layout or fields, not both"),
+        ({"kind": "data", "data": {"path": "x", "fields": {"answer": "a"}}}, "set one of question and messages"),
+        ({"kind": "data", "data": {"path": "x", "fields": {"question": "a"}}}, "set answer, or solution"),
+    ],
+)  # fmt: skip
+def test_config_refuses(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        TaskConfig(**settings)

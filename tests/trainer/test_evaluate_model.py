@@ -1,0 +1,114 @@
+"""`megatron-dppo evaluate` with the real vLLM on a tiny model, and how it goes on after a stop."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from megatron_dppo.cli import main
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.tiny_qwen3_moe import random_tiny_qwen3_moe, write_checkpoint
+from megatron_dppo.models.tiny_tokenizer import byte_tokenizer
+from megatron_dppo.trainer.accuracy import pass_at_k
+from megatron_dppo.trainer.answers import Answer, AnswerFile
+from megatron_dppo.trainer.evaluate_model import evaluate_config
+
+AIME = [{"id": i, "problem": f"Find {i}.", "answer": str(i)} for i in range(5)]
+CONFIG = """
+rollout: {max_prompt_tokens: 32, max_response_tokens: 6, dtype: float32, kv_cache_mib: 64, max_num_seqs: 8,
+          enforce_eager: true}
+task:
+  rewards: [{kind: python, path: "tests.tasks.rewards.functions:even_length"}]
+  reward_workers: 1
+  kind: data
+  data: {path: "not read here"}
+optimizer: {lr: 1.0}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("evaluate")
+    tokenizer = byte_tokenizer()
+    write_checkpoint(path / "model", random_tiny_qwen3_moe(tokenizer, seed=1), tokenizer)
+    (path / "aime.jsonl").write_text("".join(json.dumps(row) + "\n" for row in AIME))
+    (path / "run.yaml").write_text(CONFIG)
+    return path
+
+
+def evaluate(folder, *more: str) -> int:
+    data = [str(folder / "aime.jsonl"), f"again={folder / 'aime.jsonl'}"]
+    options = ["--config", str(folder / "run.yaml"), "--out", str(folder / "out")]
+    return main(["evaluate", str(folder / "model"), *data, "evaluation.samples=4", "evaluation.top_p=0.95",
+                 "evaluation.temperature=0.7", *more, *options])  # fmt: skip
+
+
+def test_two_sets_then_going_on(folder, capsys):
+    assert evaluate(folder) == 0
+    printed = capsys.readouterr().out
+    assert "avg@n" in printed
+    assert "evaluation set aime: " in printed
+    assert "again: 5 of 5 questions" in printed
+    first, again = ((folder / "out" / f"{name}.jsonl").read_text().splitlines() for name in ("aime", "again"))
+    assert len(first) == 1 + 5 * 4
+    assert first == again  # the same seeds: what is sampled anew after a stop is what would have been sampled
+    answers = [json.loads(line) for line in first[1:]]
+    assert [(a["prompt"], a["sample"]) for a in answers] == [(i, j) for i in range(5) for j in range(4)]
+    assert all(a["correct"] == (len(a["response"]) % 2 == 0) for a in answers)
+    correct = np.array([a["correct"] for a in answers]).reshape(5, 4)
+    summary = json.loads((folder / "out/summary.json").read_text())["aime"]
+    assert 0 < summary["accuracy"] == correct.mean() < 1
+    assert summary["pass@2"] == pass_at_k(correct, 2).mean()
+    assert summary["accuracy_low"] <= summary["accuracy"] <= summary["accuracy_high"]
+
+    # Nothing is missing, so no engine is started the second time; another sampling is not mixed in.
+    assert evaluate(folder) == 0
+    assert "questions\n" not in capsys.readouterr().out.replace("of 5 rows", "")
+    assert evaluate(folder, "evaluation.temperature=1.0") == 2
+    assert "holds answers of another evaluation (temperature changed)" in capsys.readouterr().err
+
+
+def answer(prompt: int, sample: int) -> Answer:
+    return Answer(
+        prompt=prompt, sample=sample, correct=True, well_formed=True, tokens=3, finish_reason="stop", response="ä\n"
+    )
+
+
+def test_a_torn_line_is_dropped_and_written_again(tmp_path):
+    path = tmp_path / "set.jsonl"
+    with AnswerFile(path, {"seed": 0}) as file:
+        file.add(answer(0, j) for j in range(2))
+        file.add(answer(1, j) for j in range(2))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    with AnswerFile(path, {"seed": 0}) as file:
+        assert file.has(0, 2)
+        assert not file.has(1, 2)
+        file.add([answer(1, 1)])
+        assert file.answers(1, 2) == [answer(1, 0), answer(1, 1)]
+    assert path.read_bytes() == whole
+
+
+def test_files_that_are_something_else(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(UserError, match=r"x\.jsonl, line 1: not an answer of an evaluation"):
+        AnswerFile(tmp_path / "x.jsonl", {})
+
+
+def test_the_papers_sampling_is_the_default(tmp_path):
+    config = evaluate_config(["aime24=a.jsonl", "some/AIME 2025.parquet"], None, ["seed=3"])
+    assert (config.evaluation.temperature, config.evaluation.top_p, config.evaluation.samples) == (0.7, 0.95, 32)
+    assert [(one.name, one.data.path) for one in config.evaluation.sets] == [
+        ("aime24", "a.jsonl"),
+        ("AIME_2025", "some/AIME 2025.parquet"),
+    ]
+    assert config.seed == 3
+    with pytest.raises(UserError, match="name a file of questions"):
+        evaluate_config([], None, [])
+
+
+def test_a_model_that_is_not_there(tmp_path, capsys):
+    assert main(["evaluate", str(tmp_path), "x.jsonl"]) == 2
+    assert "holds no Hugging Face model" in capsys.readouterr().err

@@ -1,0 +1,144 @@
+"""The stability study: what runs, what goes on, what the picture and the table say."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from megatron_dppo.config.load import load_config
+from megatron_dppo.errors import UserError
+from megatron_dppo.trainer.history import History, Series
+from megatron_dppo.trainer.perturb import perturbed
+from megatron_dppo.trainer.study import BAD, LABELS, MISMATCH, REWARD, Outcome, _main, options, report, table
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "examples/stability_study.yaml"
+
+
+def write_run(run: Path, rewards: np.ndarray, *, bad: float = 0.001, checkpoint: bool = False) -> None:
+    run.mkdir(parents=True)
+    rows = [
+        {"step": i + 1, REWARD: float(r), MISMATCH: (1e-3 + bad) * (i + 1), BAD: bad} for i, r in enumerate(rewards)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if checkpoint:
+        (run / "checkpoints/step_00000004").mkdir(parents=True)
+        (run / "checkpoints/step_00000004/state.json").write_text("{}")
+
+
+def test_shape_of_the_sanity_test() -> None:
+    """Section 5 and Appendix D: 1,460 questions, 64 x 8, four gradient steps; a real mismatch of precision."""
+    config = load_config(CONFIG)
+    assert (config.task.train_size, config.trainer.prompts_per_step, config.trainer.samples_per_prompt) == (1460, 64, 8)
+    assert config.trainer.prompts_per_step / config.trainer.prompts_per_mini_batch == 4
+    assert (config.actor.dtype, config.rollout.dtype) == ("float32", "bfloat16")
+
+
+@pytest.mark.parametrize("algorithm", LABELS)
+def test_every_algorithm_is_a_valid_configuration(algorithm: str, tmp_path: Path) -> None:
+    chosen = options(tmp_path / "run", algorithm, 3).split()
+    config = load_config(CONFIG, chosen)
+    assert config.algorithm.preset == algorithm
+    assert config.algorithm.resolve().constants == ("section-5.3" if "mask" in algorithm else "appendix-d")
+
+
+def test_where_a_run_stands(tmp_path: Path) -> None:
+    def ask(run: str, steps: int) -> str:
+        return options(tmp_path / run, "pg-is", steps)
+
+    write_run(tmp_path / "a", np.ones(5), checkpoint=True)
+    assert ask("a", 5) == "complete"
+    assert ask("a", 9).endswith("trainer.resume=true")
+    write_run(tmp_path / "b", np.ones(5))
+    assert "resume" not in ask("b", 9)
+    assert not (tmp_path / "b").exists()  # begun anew
+    write_run(tmp_path / "c", np.ones(0))  # stopped before its first step
+    assert "resume" not in ask("c", 9)
+    with pytest.raises(UserError, match="ALGORITHMS: ppo is not in the study: pg-is"):
+        options(tmp_path, "ppo", 5)
+
+
+def test_the_plan_of_a_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "pg-is/seed-1", np.ones(5))
+    assert _main(["plan", str(CONFIG), str(tmp_path), "0 1", "pg-is mask-0.5", "trainer.steps=5"]) == 0
+    first = "algorithm.preset=pg-is algorithm.constants=appendix-d"
+    second = "algorithm.preset=mask-0.5 algorithm.constants=section-5.3"
+    assert capsys.readouterr().out.splitlines() == [
+        f"0 pg-is {first}",
+        f"0 mask-0.5 {second}",
+        "1 pg-is complete",
+        f"1 mask-0.5 {second}",
+    ]
+    assert _main(["plan", str(CONFIG), str(tmp_path), "0", ""]) == 0
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == list(LABELS)
+    with pytest.raises(UserError, match="SEEDS=a b: must be whole numbers"):
+        _main(["plan", str(CONFIG), str(tmp_path), "a b", ""])
+
+
+def test_collapse_is_told_from_learning(tmp_path: Path) -> None:
+    steps = np.arange(1, 61)
+    rising = np.linspace(0.4, 0.9, 60)
+    fallen = np.where(steps < 40, rising, 0.05)
+
+    def outcome(rewards: np.ndarray) -> Outcome:
+        flat = Series(steps, np.full(60, 0.01))
+        return Outcome.of(History({REWARD: Series(steps, rewards), MISMATCH: flat, BAD: flat}))
+
+    assert not outcome(rising).collapsed
+    assert outcome(rising).final_reward == pytest.approx(rising[-6:].mean())
+    assert outcome(fallen).collapsed
+
+
+def test_picture_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, algorithm in enumerate(LABELS):
+        for seed in range(2):
+            write_run(
+                tmp_path / algorithm / f"seed-{seed}",
+                np.linspace(0.3, 0.5 + 0.03 * number, 12 + seed),
+                bad=0.001 * number,
+            )
+    assert report(tmp_path) == 0
+    assert (tmp_path / "study.md").read_text() in capsys.readouterr().out
+    image = np.asarray(Image.open(tmp_path / "study.png").convert("RGB")).astype(int)
+    coloured = image.max(axis=2) - image.min(axis=2) > 40
+    panels = [part for row in np.array_split(coloured, 3) for part in np.array_split(row, 2, axis=1)]
+    assert min(panel.mean() for panel in panels) > 0.002
+    rows = (tmp_path / "study.md").read_text().splitlines()
+    assert len(rows) == 2 + len(LABELS)
+    assert re.search(r"PG-IS \| 2 \| 12 to 13 \| 0\.500 \(0\.500 to 0\.500\)", rows[2])
+    with pytest.raises(UserError, match="holds no run of the study"):
+        report(tmp_path / "nothing")
+
+
+def test_one_seed_has_no_spread(tmp_path: Path) -> None:
+    steps = np.arange(1, 4)
+    one = History({name: Series(steps, np.ones(3)) for name in (REWARD, MISMATCH, BAD)})
+    assert "| 1.000 |" in table({"pg-is": [one]})
+
+
+def test_the_script_is_valid() -> None:
+    script = ROOT / "examples/stability_study.sh"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    subprocess.run([str(Path(sys.executable).with_name("shellcheck")), str(script)], check=True)
+    named = set(script.read_text().replace("\n#", " ").split())
+    assert set(LABELS) <= {word.rstrip(",()") for word in named}
+
+
+def test_noise_is_relative_repeatable_and_leans_one_way() -> None:
+    weights = {"a": 3.0 * torch.randn(200, 50), "b": torch.ones(40, dtype=torch.bfloat16)}
+    first = dict(perturbed(weights.items(), 0.1, seed=1))
+    again = dict(perturbed(((name, tensor) for name, tensor in weights.items()), 0.1, seed=1))
+    other = dict(perturbed(weights.items(), 0.1, seed=2))
+    assert torch.equal(first["a"], again["a"])
+    assert not torch.equal(first["a"], other["a"])
+    assert first["b"].dtype == torch.bfloat16
+    assert (first["a"] - weights["a"]).std().item() == pytest.approx(0.3, rel=0.05)
+    assert (first["b"].float() - 1).std().item() == pytest.approx(0.1, rel=0.4)
