@@ -241,10 +241,10 @@ class MegatronActor:
                 outcome = guarded_step(self.optimizer, self.scheduler, loss_is_finite=finite)
             self._watch_finite(outcome.applied or outcome.overflowed, reports)
             totals.add_step(loss, outcome)
-        self.masked_counts = blocked if count_masked else self.masked_counts
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)  # no forward comes that would wait for the last step's weights
+        self.masked_counts = blocked if count_masked else self.masked_counts
         sequences_in_all = sum(len(sequences) for sequences in signal.mini_batches)
         finals = metrics.finalize(sequences_in_all)
         policy = {f"policy/{_SHORT_NAMES.get(name, name)}": value for name, value in finals.items()}
