@@ -183,7 +183,7 @@ class MegatronActor:
         device = self.runtime.device
         advantages = torch.from_numpy(signal.advantages.astype(np.float32)).to(device)
         returns = torch.from_numpy(signal.returns.astype(np.float32)).to(device)
-        trained = torch.from_numpy(source.trained).to(device)
+        trained = torch.tensor(source.trained, device=device)
         pulled_before = source.pulled_bytes
         plans = [self._plan(source, sequences) for sequences in signal.mini_batches]
         # The anchor is the policy before the first of these steps, so all mini-batches are recomputed up front.

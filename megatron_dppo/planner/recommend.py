@@ -43,6 +43,6 @@ def recommended_config(plan: Plan, model_path: Path, *, prompts_per_step: int) -
         },
     }
     if layout.model.moe is None:
-        tree["actor"]["router_replay"] = tree["rollout"]["router_replay"] = False
+        tree["actor"]["router_replay"], tree["rollout"]["router_replay"] = "none", False
     Config.model_validate(tree)
     return yaml.safe_dump({k: v for k, v in tree.items() if v}, sort_keys=False)

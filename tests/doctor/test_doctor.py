@@ -150,7 +150,7 @@ FAULTS: list[tuple[Callable[[Path, Tree], None], str]] = [
     (fewer_sequences_than_ranks, "1 sequences for 2 data-parallel ranks"),
     (long_answers, "set actor.max_tokens_per_microbatch=532"),
     (longer_than_the_model, "lower rollout.max_response_tokens"),
-    (replay_without_record, "actor.router_replay=true needs rollout.router_replay=true"),
+    (replay_without_record, "actor.router_replay=r3 needs rollout.router_replay=true"),
     (other_topk, "rollout.top_k_logprobs=7"),
     (nothing_to_resume, "error: resume: cannot resume"),
     (lost_checkpoint, "names step_00000007"),

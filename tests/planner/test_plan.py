@@ -165,6 +165,17 @@ def test_the_command_prints_a_configuration_that_loads(
     config.parallel.check_fits(model(), 64)
 
 
+def test_a_dense_model_gets_a_configuration_without_router_replay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3-8B"]))
+    assert main(["plan", str(tmp_path), "--gpus", "16", "--json"]) == 0
+    (tmp_path / "run.yaml").write_text(json.loads(capsys.readouterr().out)["config"])
+    config = load_config(tmp_path / "run.yaml")
+    assert config.actor.router_replay == "none"
+    assert not config.rollout.router_replay
+
+
 def test_the_command_as_json(config_json: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", str(config_json / "config.json"), "--gpus", "64", "--json", "--rollout-gpus", "32", "--cp", "2"]
     assert main(command) == 0
