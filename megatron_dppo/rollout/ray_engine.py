@@ -185,6 +185,8 @@ class RayRolloutEngine:
         if self._closed:
             return
         self._closed = True
+        if not ray.is_initialized():
+            return  # the session is over, and the actor with it; a call would start another Ray
         try:
             # An engine that is still loading cannot answer; killing its worker takes the core with it.
             if ray.wait([self._started], timeout=0)[0]:

@@ -78,6 +78,8 @@ class RaySession:
                     f"RAY_ADDRESS={joined}: no Ray cluster answers there ({error}); start one or unset RAY_ADDRESS"
                 ) from error
             return RaySession(RayAddress(joined if joined != "auto" else context["address"], namespace), None, {})
+        if ray.is_initialized():
+            raise RuntimeError("this process is connected to Ray already; closing a second session would end the first")
         _sweep()
         token = None if "RAY_AUTH_MODE" in os.environ else secrets.token_hex(32)
         environment = _authenticate(token)

@@ -62,20 +62,26 @@ class Served:
 
 
 @pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def ray_session() -> Iterator[RaySession]:
+    """The one Ray of this process: a second one would end the first when it is closed. Leaves no process behind."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    with RaySession.start(namespace="tests", object_store_mib=CONFIG.object_store_mib) as session:
+        yield session
+    left = [c for c in psutil.Process().children(recursive=True) if c.pid not in before and c.name() != "python"]
+    assert not [c for c in left if c.status() != psutil.STATUS_ZOMBIE], f"processes left behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def served(ray_session: RaySession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The controller's engine in a Ray actor; every layer is a mixture of experts."""
     model = tmp_path_factory.mktemp("moe")
     tiny_qwen3_moe(model, seed=1)
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
-    with RaySession.start(namespace="tests", object_store_mib=CONFIG.object_store_mib):
-        engine = RayRolloutEngine(model, CONFIG)
-        try:
-            engine.wait_until_ready()
-            yield Served(engine, model, engine.generate(requests(200, "first"), LAW, training=True))
-        finally:
-            engine.close()
-    left = [c for c in psutil.Process().children(recursive=True) if c.pid not in before and c.name() != "python"]
-    assert not [c for c in left if c.status() != psutil.STATUS_ZOMBIE], f"processes left behind: {left}"
+    engine = RayRolloutEngine(model, CONFIG)
+    try:
+        engine.wait_until_ready()
+        yield Served(engine, model, engine.generate(requests(200, "first"), LAW, training=True))
+    finally:
+        engine.close()
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import ray
@@ -38,19 +36,13 @@ class Keeper:
         return asked
 
 
-@pytest.fixture(scope="module")
-def session() -> Iterator[None]:
-    with RaySession.start(namespace="stored", object_store_mib=80):
-        yield
-
-
 def keep(batch: RolloutBatch, layer_groups: list[list[int]] | None):
     keeper = ray.remote(Keeper).options(name="keeper", num_cpus=0).remote(batch, layer_groups)
     return keeper, ray.get(keeper.where.remote())
 
 
 @pytest.mark.parametrize("groups", [None, [[0], [1, 2]], [[2, 0], [1]]])
-def test_each_rank_pulls_its_columns_and_layers_only(session: None, groups: list[list[int]] | None) -> None:
+def test_each_rank_pulls_its_columns_and_layers_only(ray_session: RaySession, groups: list[list[int]] | None) -> None:
     batch = random_batch(5, PROMPTS, RESPONSES, 4)
     expected = align(batch)
     keeper, handle = keep(batch, groups)
