@@ -156,7 +156,10 @@ def plot_study(study: Mapping[str, Sequence[History]], path: Path) -> None:
         left.legend(handles=handles, fontsize=8, loc="best")
     seeds = sorted({len(runs) for runs in study.values()})
     count = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
-    figure.suptitle(f"Mean of {count} seeds; bands from the lowest to the highest", fontsize=13)
+    one = "One seed: no spread is known"
+    figure.suptitle(
+        one if count == "1" else f"Mean of {count} seeds; bands from the lowest to the highest", fontsize=13
+    )
     figure.savefig(path, format="png")
 
 
