@@ -32,16 +32,18 @@ def pairwise_cover(*axes: list) -> list[tuple]:
     return chosen
 
 
-COVER = pairwise_cover(list(LAYOUTS), PRESETS, [True, False], RECOMPUTE, DISPATCHERS)
+ONLY_IN_FULL = {"DP2 ETP2", "TP2 CP2 EP4", "PP2 VPP2 EP2", "TP2 EP2 ETP2"}
+IN_EVERY_RUN = [layout for layout in LAYOUTS if layout not in ONLY_IN_FULL]
+COVER = pairwise_cover(IN_EVERY_RUN, PRESETS, [True, False], RECOMPUTE, DISPATCHERS)
 
 
 def test_the_cover_covers_every_pair():
-    axes = [list(LAYOUTS), PRESETS, [True, False], RECOMPUTE, DISPATCHERS]
+    axes = [IN_EVERY_RUN, PRESETS, [True, False], RECOMPUTE, DISPATCHERS]
     for i, j in itertools.combinations(range(len(axes)), 2):
         assert {(row[i], row[j]) for row in COVER} == set(itertools.product(axes[i], axes[j]))
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", IN_EVERY_RUN)
 def test_three_steps_equal_transformers(world: World, layout: str) -> None:
     cases = [
         Case(preset, replay, recompute, dispatcher)
