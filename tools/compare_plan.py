@@ -14,9 +14,13 @@ import argparse
 import json
 import statistics
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from actor_step.cases import CASES as MEASURED
+from actor_step.cases import FULL, QWEN3_30B_A3B, Case
 
 from megatron_dppo.models.hf_config import resolve_hf_config
 from megatron_dppo.models.parallel import ParallelConfig
@@ -24,70 +28,28 @@ from megatron_dppo.planner.gpus import GIB, GPUS
 from megatron_dppo.planner.memory import stage_memory
 from megatron_dppo.planner.report import layout_name, memory_parts
 from megatron_dppo.planner.step_time import step_time
-from megatron_dppo.planner.workload import Layout, Recompute
+from megatron_dppo.planner.workload import Layout
 
-QWEN3_30B_A3B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 40960,
-    "hidden_act": "silu",
-}
-PACK, SEQUENCE = 16384, 2048
+CASES = [case for name in ("a1", "b2", "c2", "d2", "e4", "f4", "g4") for case in MEASURED if case.name == name]
+"""Those of tools/bench_actor_step.py that were predicted before they were measured."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """A layout of Qwen3-30B-A3B's shapes with fewer layers: packs of eight sequences of 2,048 tokens."""
-
-    name: str
-    gpus: int
-    layers: int
-    recompute: Recompute
-    microbatches: int
-    layout: dict[str, Any] = field(default_factory=dict)
-
-    def plan(self) -> Layout:
-        return Layout(
-            model=resolve_hf_config(QWEN3_30B_A3B | {"num_hidden_layers": self.layers}),
-            gpu=GPUS["h100-80g"],
-            gpus=self.gpus,
-            parallel=ParallelConfig(**self.layout),
-            recompute=self.recompute,
-            microbatch_tokens=PACK,
-            attention_span=SEQUENCE,
-        )
-
-
-CASES = [
-    Case("a1", 1, 4, "none", 2),
-    Case("b2", 2, 8, "selective", 2, {"tensor": 2, "expert": 2, "sequence_parallel": True}),
-    Case("c2", 2, 6, "full", 2, {"expert": 2}),
-    Case("d2", 2, 6, "full", 2, {"context": 2, "expert": 2}),
-    Case("e4", 4, 12, "full", 4, {"pipeline": 2, "expert": 2}),
-    Case("f4", 4, 12, "full", 2, {"expert": 4}),
-    Case("g4", 4, 12, "full", 2, {"tensor": 2, "expert": 4, "sequence_parallel": True}),
-]
-"""The names are those of tools/bench_actor_step.py."""
+def plan(case: Case) -> Layout:
+    """The case as the planner sees it."""
+    return Layout(
+        model=resolve_hf_config(QWEN3_30B_A3B | {"num_hidden_layers": case.layers}),
+        gpu=GPUS["h100-80g"],
+        gpus=case.gpus,
+        parallel=ParallelConfig(**case.layout),
+        recompute=case.recompute,
+        microbatch_tokens=FULL.pack,
+        attention_span=FULL.length,
+    )
 
 
 def predict(case: Case) -> dict[str, Any]:
     """`peak_gib` of the fullest rank, its parts, and `step_s` of one gradient step."""
-    layout = case.plan()
+    layout = plan(case)
     stages = [stage_memory(layout, stage, case.microbatches) for stage in range(layout.parallel.pipeline)]
     fullest = max(stages, key=lambda stage: stage.peak)
     time = step_time(layout, case.microbatches)

@@ -11,8 +11,17 @@ from megatron_dppo.batch.rollout_batch import RolloutBatch, rows_of
 from megatron_dppo.router_replay.routes import Routes
 
 
+class _Arrays:
+    """A dataclass of arrays only."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in vars(self).values())
+
+
 @dataclass(frozen=True)
-class PolicyColumns:
+class PolicyColumns(_Arrays):
     """What the objective needs of each row, `N` rows.
 
     target_ids  int32 `[N]`    token that follows the row's input token
@@ -26,7 +35,7 @@ class PolicyColumns:
 
 
 @dataclass(frozen=True)
-class TopKColumns:
+class TopKColumns(_Arrays):
     """The engine's likeliest tokens of each row and their law, `N` rows of `K + 1` columns.
 
     ids      int32 `[N, K + 1]`   the engine's K ids in rank order, then the target; -1 = absent
@@ -95,9 +104,8 @@ class AlignedBatch:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        columns = [getattr(part, f.name) for part in (self.policy, self.topk) if part for f in fields(part)]
-        arrays = [self.input_ids, self.offsets, *columns]
-        return sum(a.nbytes for a in arrays) + (self.routes.nbytes if self.routes else 0)
+        parts = (self.input_ids, self.offsets, self.policy, self.topk, self.routes)
+        return sum(part.nbytes for part in parts if part is not None)
 
     def select(self, sequences: np.ndarray, columns: Columns | None = None) -> AlignedBatch:
         """The named sequences, in the order named, with the columns wanted (all when None). Copies their rows."""

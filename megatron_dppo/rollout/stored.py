@@ -109,14 +109,14 @@ class StoredRollout:
         bounds = np.append(np.arange(0, len(batch), sequences_per_object), len(batch))
         parts: dict[Part, ray.ObjectRef] = {}
         for number, (first, last) in enumerate(pairwise(bounds)):
-            chunk = aligned.select(np.arange(first, last))
+            chunk = aligned.select(np.arange(first, last), Columns(moe_layers=()))
             parts["tokens", number] = ray.put(chunk.input_ids)
             parts["policy", number] = ray.put(chunk.policy)
             parts["topk", number] = ray.put(chunk.topk)
             for g, layers in enumerate(groups):
-                assert chunk.routes is not None
-                experts = np.ascontiguousarray(chunk.routes.experts[:, list(layers)])
-                parts[f"routes.{g}", number] = ray.put(replace(chunk.routes, experts=experts))
+                assert routes is not None
+                rows = np.arange(batch.offsets[first], batch.offsets[last])
+                parts[f"routes.{g}", number] = ray.put(routes.take(rows, layers))
         topk = aligned.topk
         assert topk is not None
         handle = RolloutHandle(
@@ -132,7 +132,7 @@ class StoredRollout:
             trained=aligned.trained_per_sequence,
             routed=aligned.routed_per_sequence,
             route_bytes=0 if routes is None else routes.nbytes,
-            topk_bytes=topk.ids.nbytes + topk.member.nbytes + topk.mu_logp.nbytes,
+            topk_bytes=topk.nbytes,
         )
         return StoredRollout(parts), handle
 
@@ -190,7 +190,7 @@ class RolloutSource:
         for part, value in zip(parts, values, strict=True):
             if part not in self._pulled:
                 self._pulled.add(part)
-                self.pulled_bytes += _nbytes(value)
+                self.pulled_bytes += value.nbytes
         return dict(zip(parts, values, strict=True))
 
     def _chunk(self, number: int, arrays: dict[Part, Any], columns: Columns) -> AlignedBatch:
@@ -220,9 +220,3 @@ class RolloutSource:
 def _sequences_of(handle: RolloutHandle, numbers: Iterable[int]) -> np.ndarray:
     """Sequences held by the named objects, ascending."""
     return np.concatenate([np.arange(handle.bounds[n], handle.bounds[n + 1]) for n in numbers])
-
-
-def _nbytes(value: Any) -> int:
-    if isinstance(value, np.ndarray):
-        return value.nbytes
-    return value.nbytes if isinstance(value, Routes) else sum(array.nbytes for array in vars(value).values())

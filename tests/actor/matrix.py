@@ -102,9 +102,17 @@ def train_cases(rank: int, path: str, layout: dict, lesson: Lesson, cases: list[
 
 
 def build_actor(
-    path: str, layout: dict, case: Case, *, dtype: str = "float32", aux: tuple[float, float] = (0, 0), **optimizer: Any
+    path: str,
+    layout: dict,
+    case: Case,
+    *,
+    dtype: str = "float32",
+    aux: tuple[float, float] = (0, 0),
+    mode: str | None = None,
+    temperature: float = TEMPERATURE,
+    **optimizer: Any,
 ):
-    """A `MegatronActor` with the weights of `path` on this rank."""
+    """A `MegatronActor` with the weights of `path` on this rank. `mode`: whose routes, where the case does not say."""
     from megatron_dppo.actor.actor import MegatronActor
     from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
     from megatron_dppo.actor.runtime import start
@@ -123,7 +131,7 @@ def build_actor(
         dtype=dtype,
         max_tokens_per_microbatch=case.budget,
         long_sequences=case.long_sequences,
-        router_replay="r3" if case.replay else "none",
+        router_replay=mode or ("r3" if case.replay else "none"),
         recompute=case.recompute,
         token_dispatcher=case.dispatcher,
         load_balancing_loss=aux[0],
@@ -148,7 +156,7 @@ def build_actor(
         optimizer=OptimizerConfig(**({"lr": LR, "clip_grad": CLIP, "epsilon": EPSILON} | optimizer)),
         preset=presets.get(case.preset, **OVERRIDES.get(case.preset, {})),
         hf_config=model,
-        temperature=TEMPERATURE,
+        temperature=temperature,
         normaliser=NORMALISER,
     )
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from megatron_dppo.batch import RolloutBatch
+from tests.actor import matrix
+from tests.actor.matrix import TEMPERATURE
 
 SHAPE = {"groups": 3, "samples": 2, "topk": 5, "moe_layers": 4, "experts": 8, "k": 2}
-NORMALISER, TEMPERATURE = 12.0, 0.25
 ADVANTAGES = np.array([1.0, -1.0, 0.7, -0.7, 0.5, -0.5])
 
 
@@ -27,35 +28,8 @@ def build_actor(
     budget: int = 48,
     temperature: float = TEMPERATURE,
 ) -> Any:
-    import torch
-
-    from megatron_dppo.actor.actor import MegatronActor
-    from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
-    from megatron_dppo.actor.runtime import start
-    from megatron_dppo.algorithm import presets
-    from megatron_dppo.checkpoint.hf_import import load_hf_weights
-    from megatron_dppo.models.build import build_model
-    from megatron_dppo.models.hf_config import load_hf_config
-    from megatron_dppo.models.megatron_config import transformer_config
-    from megatron_dppo.models.parallel import ParallelConfig
-
-    parallel = ParallelConfig(**layout)
-    runtime = start(parallel, seed=0, timeout_minutes=5)
-    model = load_hf_config(path)
-    config = transformer_config(model, parallel, params_dtype=torch.float32, recompute=recompute)
-    chunks = build_model(model, config, runtime.groups)
-    load_hf_weights(chunks, model, runtime.groups, path)
-    return MegatronActor(
-        runtime,
-        chunks,
-        parallel=parallel,
-        config=ActorConfig(dtype="float32", max_tokens_per_microbatch=budget, router_replay=mode),
-        optimizer=OptimizerConfig(lr=lr, clip_grad=1.0, epsilon=1e-3),
-        preset=presets.get(preset),
-        hf_config=model,
-        temperature=temperature,
-        normaliser=NORMALISER,
-    )
+    case = matrix.Case(preset, recompute=recompute, budget=budget)
+    return matrix.build_actor(path, layout, case, mode=mode, temperature=temperature, lr=lr)
 
 
 def signal(mini_batches: list[np.ndarray]) -> Any:
@@ -101,12 +75,13 @@ def other_model(aligned: Any) -> Any:
 
 
 @contextmanager
-def router_without_hook(actor: Any) -> Iterator[None]:
-    """A kernel of MoE layer 2 that never asks the hook."""
-    router = actor._routers[2][1]
+def _unhooked(router: Any, when: Callable[[], bool]) -> Iterator[None]:
+    """The router does not ask its hook where `when` says so."""
     routing = router.routing
 
     def bypassing(*args: Any, **kwargs: Any) -> Any:
+        if not when():
+            return routing(*args, **kwargs)
         hook, router.router_replay = router.router_replay, None
         try:
             return routing(*args, **kwargs)
@@ -120,25 +95,13 @@ def router_without_hook(actor: Any) -> Iterator[None]:
         del router.routing
 
 
-@contextmanager
-def recomputation_without_hook(actor: Any) -> Iterator[None]:
+def router_without_hook(actor: Any) -> AbstractContextManager[None]:
+    """A kernel of MoE layer 2 that never asks the hook."""
+    return _unhooked(actor._routers[2][1], lambda: True)
+
+
+def recomputation_without_hook(actor: Any) -> AbstractContextManager[None]:
     """MoE layer 1 recomputes with the live router, and what was kept for it stays behind."""
     import torch
 
-    router = actor._routers[1][1]
-    routing = router.routing
-
-    def bypassing(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return routing(*args, **kwargs)
-        hook, router.router_replay = router.router_replay, None
-        try:
-            return routing(*args, **kwargs)
-        finally:
-            router.router_replay = hook
-
-    router.routing = bypassing
-    try:
-        yield
-    finally:
-        del router.routing
+    return _unhooked(actor._routers[1][1], torch.is_grad_enabled)

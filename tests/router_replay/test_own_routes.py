@@ -44,8 +44,9 @@ def own_routes(model, batch) -> Routes:
 
 @pytest.mark.parametrize(("layout", "recompute"), [("1 rank", "full"), ("TP2 EP2", "none"), ("PP2 VPP2", "full")])
 def test_the_update_uses_the_routes_of_the_pass_before_it(tmp_path, layout, recompute):
+    from tests.actor.matrix import NORMALISER
     from tests.actor.reference import Reference, make_rollout
-    from tests.router_replay.actor_ranks import ADVANTAGES, NORMALISER, SHAPE, TEMPERATURE
+    from tests.router_replay.actor_ranks import ADVANTAGES, SHAPE, TEMPERATURE
 
     model = tiny_qwen3_moe(tmp_path, seed=3)
     model.model.embed_tokens.padding_idx = None
