@@ -108,8 +108,9 @@ class MegatronActor:
         self._skipped_in_a_row = 0
         self.masked_counts: Tensor | None = None
         """Of the last `update` that counted: int64 `[2, V]`, see `masked_token_counts`; equal on all ranks."""
-        self.parity_tokens = np.zeros((0, 2), dtype=np.float32)
-        """Of the last `parity` that kept some: (log mu, log pi) of tokens, float32 `[n, 2]`; equal on all ranks."""
+        self.parity_tokens = np.zeros((0, 5), dtype=np.float32)
+        """Of the last `parity` that kept some: log mu, log pi, id, number of the sequence and row in it of tokens,
+        float32 `[n, 5]`; equal on all ranks."""
         self.phases = Phases()
         """Names the parts of a step for profiles (`megatron_dppo.actor.profiling`)."""
 
@@ -280,15 +281,16 @@ class MegatronActor:
             for microbatch, stats in passed:
                 rows = microbatch.rows
                 assert rows is not None
-                pi, mu = stats.logp[rows.loss_mask].double(), rows.mu_logp[rows.loss_mask].double()
+                pi, mu = stats.logp[rows.loss_mask].detach().double(), rows.mu_logp[rows.loss_mask].double()
                 if len(pi):
                     gap = torch.maximum(gap, (pi - mu).abs().max())
-                kept.append(torch.stack([mu, pi], dim=1).detach())
+                which = [rows.targets, rows.sequence, rows.position]
+                kept.append(torch.stack([mu, pi, *(one[rows.loss_mask].double() for one in which)], dim=1))
                 sums += torch.stack([(pi.exp() - mu.exp()).abs().sum(), rows.loss_mask.sum().double()])
         dist.all_reduce(gap, op=dist.ReduceOp.MAX)
         dist.all_reduce(sums)
         if keep:
-            self.parity_tokens = gather_rows(kept, keep)
+            self.parity_tokens = gather_rows(kept, keep, self.parity_tokens.shape[1])
         result = {"max_abs_logp_gap": float(gap), "mean_abs_prob_gap": float(sums[0] / sums[1].clamp(min=1))}
         if controller is not None:
             account = self._account(controller, plan, source, source.routed)
