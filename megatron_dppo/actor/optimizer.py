@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_dppo.actor.config import OptimizerConfig
+from megatron_dppo.actor.multi_tensor import MultiTensorOptimizer, clip_gradients, gradient_norm
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ def build_optimizer(
     # The standard overrides keep weight decay off norms and biases.
     overrides = get_standard_config_overrides(settings)
     optimizer = get_megatron_optimizer(settings, list(model_chunks), config_overrides=overrides)
+    MultiTensorOptimizer.adopt(optimizer)
     if settings.fp16:
         _share_loss_scale(optimizer, settings)
     constant = config.schedule == "constant"
@@ -128,12 +129,11 @@ def guarded_step(optimizer: Any, scheduler: OptimizerParamScheduler, *, loss_is_
     curable = scaler is not None and scaler.decide(overflowed)
     if overflowed:
         return replace(skipped, overflowed=curable)
-    norm = optimizer.get_grad_norm()
+    norm = gradient_norm(optimizer)
     if not math.isfinite(norm):
         return skipped
-    clip = optimizer.config.clip_grad
-    if clip > 0:
-        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), max_norm=clip, total_norm=norm)
+    if optimizer.config.clip_grad > 0:
+        clip_gradients(optimizer, norm=norm, limit=optimizer.config.clip_grad)
     optimizer.step_with_ready_grads()
     scheduler.step(increment=1)
-    return StepOutcome(applied=True, grad_norm=float(norm), lr=lr, loss_scale=scale)
+    return StepOutcome(applied=True, grad_norm=norm, lr=lr, loss_scale=scale)
