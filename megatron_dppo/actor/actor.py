@@ -34,6 +34,7 @@ from megatron_dppo.batch import SequenceSource
 from megatron_dppo.checkpoint.hf_export import WeightExporter
 from megatron_dppo.checkpoint.training_state import Trainee
 from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.router_replay.accounting import ReplayAccount, settle
 from megatron_dppo.router_replay.layout import LocalRoutes
@@ -94,11 +95,13 @@ class MegatronActor:
         hf_config: HFConfig,
         temperature: float,
         normaliser: float,
+        lora: LoraConfig | None = None,
     ) -> None:
         """
         hf_config    of the model the chunks are shards of
         temperature  of the rollout: the policy is `softmax(logits / temperature)`
         normaliser   L of the aggregation `seq-mean-token-sum-norm`, in tokens
+        lora         of the adapters that are on the chunks (`attach_adapters`); None trains all weights
         """
         self.runtime = runtime
         self.model = list(chunks)
@@ -136,6 +139,7 @@ class MegatronActor:
             parallel=parallel,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
+            lora=lora,
         )
         """What a training state holds of this actor."""
         if optimizer.overlap_grad_reduce:
