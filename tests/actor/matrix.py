@@ -200,7 +200,7 @@ def exported(actor: Any) -> dict[str, np.ndarray]:
 
 @contextmanager
 def gradients_as_weights(chunks: Any) -> Iterator[None]:
-    """Inside, every trained parameter holds its reduced gradient, so that the exporter names gradients as it does weights.
+    """Inside, every trained parameter holds its reduced gradient, so that exporters name gradients as they do weights.
 
     The distributed optimizer leaves each data-parallel rank its shard of the sum; the shards are gathered first.
     """
