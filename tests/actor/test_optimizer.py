@@ -76,7 +76,9 @@ def train_both_ways(rank: int, path: str, batch: Any) -> list[Any]:
             if stock:
                 stack.enter_context(stock_optimizer(actor.optimizer))
             metrics = [actor.update(InMemorySource.of(batch), signal) for _ in range(2)]
-        masters = [p.detach().numpy().copy() for part in actor.optimizer.chained_optimizers for p in part.get_parameters()]
+        masters = [
+            p.detach().numpy().copy() for part in actor.optimizer.chained_optimizers for p in part.get_parameters()
+        ]
         weights = [p.detach().float().numpy() for chunk in actor.model for p in chunk.parameters()]
         found.append((metrics, masters, weights))
         parallel_state.destroy_model_parallel()
