@@ -70,9 +70,21 @@ class EngineActor:
         with self._engine.update_failure(version):
             self._engine.receive_bucket(version, bucket)
 
-    def end_update(self, version: int) -> None:
+    def init_transfer(self, terms: dict[str, Any]) -> None:
+        """See `VllmEngine.init_transfer`, whose arguments `terms` are."""
+        self._engine.init_transfer(**terms)
+
+    def receive_shared(self, version: int, number: int) -> None:
         with self._engine.update_failure(version):
-            self._engine.end_update(version)
+            self._engine.receive_shared(version, number)
+
+    def receive_group(self, version: int) -> None:
+        with self._engine.update_failure(version):
+            self._engine.receive_group(version)
+
+    def end_update(self, version: int, packed: dict[int, int] | None = None) -> list[dict[str, float]]:
+        with self._engine.update_failure(version):
+            return self._engine.end_update(version, packed)
 
     def fail_update(self, version: int, reason: str) -> None:
         self._engine.fail_update(version, reason)
@@ -195,6 +207,14 @@ class RayRolloutEngine:
             pass  # it is gone already, or will be
         finally:
             ray.kill(self._actor)
+
+    def start(self, method: str, *arguments: Any) -> ray.ObjectRef:
+        """Call a method of the actor; returns at once."""
+        return getattr(self._actor, method).remote(*arguments)
+
+    def call(self, method: str, *arguments: Any, timeout: float | None = None) -> Any:
+        """Call a method of the actor and wait."""
+        return self._call(method, *arguments, timeout=timeout)
 
     def _give_up(self, version: int, reason: str) -> None:
         try:

@@ -28,7 +28,7 @@ from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
 from megatron_dppo.rollout.route_requirements import check_engine, check_version
 from megatron_dppo.rollout.weight_transfer.backend import BACKEND
 from megatron_dppo.rollout.weight_transfer.bucket import Bucket, pack
-from megatron_dppo.rollout.weight_transfer.manifest import IncompleteSync, Manifest, read_shapes
+from megatron_dppo.rollout.weight_transfer.manifest import ChecksumMismatch, IncompleteSync, Manifest, read_shapes
 from megatron_dppo.rollout.weight_transfer.segment import MemorySegment
 from megatron_dppo.router_replay.record import RouteSchema
 
@@ -37,18 +37,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """What an engine's workers say of a weight sync, one entry per worker.
-
-    checksums  by number of the bucket (`weight_transfer.checksum`); empty where buckets had no number
-    seconds    by phase: load (receiving included) and finish
-    """
-
-    checksums: list[dict[int, int]]
-    seconds: list[dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -242,8 +230,13 @@ class VllmEngine:
         self._update({"version": version, "group": True}, timeout=2 * self.config.sync_timeout_s)
         self._came.update(range(self._buckets))
 
-    def end_update(self, version: int) -> SyncReport:
-        """Check that every tensor came, let vLLM finish, empty the prefix cache and open the gate."""
+    def end_update(self, version: int, packed: Mapping[int, int] | None = None) -> list[dict[str, float]]:
+        """Check that every tensor came, let vLLM finish, empty the prefix cache and open the gate.
+
+        packed  checksums by bucket, which every worker's must equal
+
+        Returns where each worker's time went, in seconds by phase: load (receiving included) and finish.
+        """
         if not self._came:
             self._manifest.end()
         elif len(self._came) != self._buckets:
@@ -257,11 +250,18 @@ class VllmEngine:
         if not self._run(self._engine.reset_prefix_cache(), timeout=timeout):
             raise RuntimeError("the prefix cache could not be emptied after a weight sync")
         reports = self._run(self._engine.collective_rpc("weight_sync_report"), timeout=timeout)
+        for worker, (sums, _) in enumerate(reports):
+            wrong = sorted(i for i, value in (packed or {}).items() if dict(sums).get(i) != value)
+            if wrong:
+                raise ChecksumMismatch(
+                    f"weight version {version}: worker {worker} loaded other bytes than the trainer packed in buckets "
+                    f"{wrong[:8]}, {len(wrong)} of {self._buckets}"
+                )
         self.weight_version = version
         self._shut = None
         if not self._asleep:  # vLLM resumes by itself when the last part wakes
             self._run(self._engine.resume_generation(), timeout=timeout)
-        return SyncReport([dict(sums) for sums, _ in reports], [dict(seconds) for _, seconds in reports])
+        return [dict(seconds) for _, seconds in reports]
 
     def fail_update(self, version: int, reason: str) -> None:
         """Give a sync up: the workers drop what they buffered, and the gate stays shut."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,12 @@ import torch.distributed as dist
 _PATIENCE = 10.0
 """torch's own time limit is this many times ours: ours aborts one communicator, torch's ends the process."""
 _POLL_S = 0.0005
+_ASK_S = 0.5
+"""How often a waiting member asks whether others gave up."""
 
 
-class GroupTimeout(RuntimeError):
-    """A broadcast did not finish in time; the communicator was aborted."""
+class GroupClosed(RuntimeError):
+    """A communicator broke or was given up; what was under way on it did not arrive."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class WeightGroup:
         patience = timedelta(seconds=where.timeout_s)
         store = dist.TCPStore(where.host, where.port, is_master=False, timeout=patience)
         meeting = dist.PrefixStore(where.key, store)
-        meeting.set(f"here-{rank}", b"1")
+        meeting.set(f"here-{rank}", "1")
         # NCCL's own set-up has no time limit: it begins when everybody is there.
         meeting.wait([f"here-{member}" for member in range(where.size)], patience)
         self._group: Any
@@ -73,42 +75,55 @@ class WeightGroup:
                 self._group = dist.ProcessGroupNCCL(meeting, rank, where.size, options)
         else:
             self._group = dist.ProcessGroupGloo(meeting, rank, where.size, patience)
+        self._meeting = meeting
         self.closed = False
 
     def broadcast(self, part: torch.Tensor, source: int) -> Any:
-        """Start sending `part` (uint8) from member `source` to all; the returned work's `wait` orders what comes after
-        (on a GPU the current stream, on a CPU this thread)."""
+        """Start sending `part` (uint8) from member `source` to all; hand what this returns to `wait`."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         return self._group.broadcast([part], options)
 
-    def finish(self) -> None:
-        """Wait until the device has done all that was started. Raises `GroupTimeout`."""
+    def wait(self, works: Sequence[Any]) -> None:
+        """Let what comes after be ordered after these (on a GPU the current stream's work, on a CPU this thread's).
+        Raises `GroupClosed` where gloo says that a member is gone or late."""
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            self.abort()
+            raise GroupClosed(f"the weight broadcast broke: {error}") from error
+
+    def finish(self, give_up: Callable[[], bool] = lambda: False) -> None:
+        """Wait until the device has done all that was started. Raises `GroupClosed` when the timeout has passed, when
+        `give_up` (asked now and then) says so, or when another member gave up; the communicator is then aborted."""
         if self._device.type != "cuda":
             return  # gloo's works were waited for
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self._device))
-        deadline = time.monotonic() + self._timeout
+        begun = asked = time.monotonic()
         while not done.query():
-            if time.monotonic() > deadline:
-                self.abort()
-                raise GroupTimeout(
-                    f"a weight broadcast did not finish within rollout.sync_timeout_s={self._timeout:g}; the "
-                    "communicator was aborted"
-                )
+            now = time.monotonic()
+            if now - asked > _ASK_S:
+                asked = now
+                if self._meeting.check(["given up"]):
+                    self._break("another member gave up")
+                if give_up():
+                    self._meeting.set("given up", "1")
+                    self._break("an engine failed")
+            if now - begun > self._timeout:
+                self._break(f"it did not finish within rollout.sync_timeout_s={self._timeout:g}")
             time.sleep(_POLL_S)
+
+    def _break(self, why: str) -> NoReturn:
+        self.abort()
+        raise GroupClosed(f"the weight broadcast was aborted: {why}")
 
     def abort(self) -> None:
         """End the communicator; broadcasts under way fail on every member. Idempotent."""
         if not self.closed:
             self.closed = True
             self._group.abort()
-
-    def close(self) -> None:
-        """Leave a communicator on which nothing is under way. Idempotent."""
-        if not self.closed:
-            self.closed = True
-            self._group.shutdown()
 
 
 def own_address() -> str:

@@ -30,7 +30,7 @@ class BucketLoader:
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._model, self._device = model, device
-        self._experts = {
+        self._experts: dict[str, RoutedExperts] = {
             module.layer_name: module for module in model.modules() if isinstance(module, RoutedExperts)
         }
         self._places = {name: _places(layer) for name, layer in self._experts.items()}

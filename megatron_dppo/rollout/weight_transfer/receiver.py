@@ -179,8 +179,7 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
 
         coming = start(0)
         for index in range(len(self._layouts)):
-            for work in coming:
-                work.wait()
+            group.wait(coming)
             coming = start(index + 1) if index + 1 < len(self._layouts) else []
             self._load(index, buffers[index % 2])
         group.finish()
