@@ -25,6 +25,14 @@ class RolloutConfig(ConfigModel):
     router_replay: bool = True
     """Record the experts of every token (R3). Ignored for models without experts."""
 
+    placement: Literal["fleet", "colocated"] = "fleet"
+    """Where engines run: on cards of their own, or on the trainer's, which then change hands twice a step (needs
+    `enable_sleep`)."""
+    weight_transfer: Literal["auto", "object_store", "ipc", "broadcast"] = "auto"
+    """How weights reach the engines: through Ray's object store by way of rank 0; through memory of the shared card
+    (CUDA IPC, colocated only); by broadcast from the ranks that own them (NCCL, on a CPU gloo). "auto" takes ipc when
+    colocated, broadcast for a fleet on GPUs and the object store on a CPU."""
+
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
     """Of the engine's weights and activations; "auto" takes the checkpoint's."""
     load_format: Literal["auto", "dummy"] = "auto"
@@ -69,12 +77,34 @@ class RolloutConfig(ConfigModel):
         """Longest sequence, prompt included."""
         return self.max_prompt_tokens + self.max_response_tokens
 
+    def transfer_for(self, device: str) -> Literal["object_store", "ipc", "broadcast"]:
+        """The way of `weight_transfer` on a device type."""
+        if self.weight_transfer != "auto":
+            return self.weight_transfer
+        if device != "cuda":
+            return "object_store"
+        return "ipc" if self.placement == "colocated" else "broadcast"
+
     @model_validator(mode="after")
     def _cross_check(self) -> RolloutConfig:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"rollout.max_num_batched_tokens={self.max_num_batched_tokens} cannot hold one token for each of "
                 f"rollout.max_num_seqs={self.max_num_seqs} sequences; raise the first or lower the second"
+            )
+        if self.placement == "colocated" and not self.enable_sleep:
+            raise ValueError(
+                "rollout.placement=colocated shares cards between trainer and engine: set rollout.enable_sleep=true"
+            )
+        if self.weight_transfer == "ipc" and self.placement != "colocated":
+            raise ValueError(
+                "rollout.weight_transfer=ipc needs trainer and engine on the same cards: set "
+                "rollout.placement=colocated, or another weight_transfer"
+            )
+        if self.weight_transfer == "broadcast" and self.placement == "colocated":
+            raise ValueError(
+                "rollout.weight_transfer=broadcast: NCCL refuses two members on one card; with "
+                "rollout.placement=colocated use ipc"
             )
         if self.temperature < 0.01:
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import ray
 
@@ -81,9 +81,24 @@ class EngineActor:
             self._engine.receive_bucket(version, bucket)
 
     @ray.method(concurrency_group=WEIGHTS)
-    def end_update(self, version: int) -> None:
+    def init_transfer(self, terms: dict[str, Any]) -> None:
+        """See `VllmEngine.init_transfer`, whose arguments `terms` are."""
+        self._engine.init_transfer(**terms)
+
+    @ray.method(concurrency_group=WEIGHTS)
+    def receive_shared(self, version: int, number: int) -> None:
         with self._engine.update_failure(version):
-            self._engine.end_update(version)
+            self._engine.receive_shared(version, number)
+
+    @ray.method(concurrency_group=WEIGHTS)
+    def receive_group(self, version: int) -> None:
+        with self._engine.update_failure(version):
+            self._engine.receive_group(version)
+
+    @ray.method(concurrency_group=WEIGHTS)
+    def end_update(self, version: int, packed: dict[int, int] | None = None) -> list[dict[str, float]]:
+        with self._engine.update_failure(version):
+            return self._engine.end_update(version, packed)
 
     @ray.method(concurrency_group=CONTROL)
     def fail_update(self, version: int, reason: str) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 import threading
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from megatron_dppo.batch import RolloutBatch
+from megatron_dppo.checkpoint.weight_layout import BucketLayout
 from megatron_dppo.compat.vllm_cpu import engine_environment, engine_options
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
@@ -26,7 +28,7 @@ from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
 from megatron_dppo.rollout.route_requirements import check_engine, check_version
 from megatron_dppo.rollout.weight_transfer.backend import BACKEND
 from megatron_dppo.rollout.weight_transfer.bucket import Bucket, pack
-from megatron_dppo.rollout.weight_transfer.manifest import Manifest, read_shapes
+from megatron_dppo.rollout.weight_transfer.manifest import ChecksumMismatch, IncompleteSync, Manifest, read_shapes
 from megatron_dppo.rollout.weight_transfer.segment import MemorySegment
 from megatron_dppo.router_replay.record import RouteSchema
 
@@ -96,8 +98,14 @@ class VllmEngine:
         self.weight_version = 0
         """Version that `generate` samples from; 0 is the checkpoint the engine started with."""
         self._shut: str | None = "the engine has random weights until its first weight sync" if dummy else None
+        self._asleep: set[str] = set()
+        """What `sleep` gave back and `wake` has not brought back."""
         self._receiving = False
         """Whether vLLM's workers have a weight-update session open."""
+        self._buckets = 0
+        """How many the layouts of `init_transfer` have."""
+        self._came: set[int] = set()
+        """Those that came in the sync under way."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-engine", daemon=True)
         self._thread.start()
@@ -157,13 +165,15 @@ class VllmEngine:
         with self.update_failure(version):
             self._run(self._engine.pause_generation(mode="wait", clear_cache=True))
             self._manifest.begin()
+            self._came.clear()
             self._run(self._engine.start_weight_update(), timeout=self.config.sync_timeout_s)
             self._receiving = True
 
     def receive_bucket(self, version: int, bucket: Bucket) -> None:
         """Hand one bucket to vLLM's workers."""
         for slot in bucket.slots:
-            self._manifest.check(slot.name, slot.shape)
+            for name in slot.names():
+                self._manifest.check(name, slot.shape)
         with MemorySegment() as segment:
             segment.write(bucket.payload)
             self._update(
@@ -171,13 +181,66 @@ class VllmEngine:
                     "version": version,
                     "segment": segment.path,
                     "size": len(bucket.payload),
-                    "slots": [(s.name, s.dtype, list(s.shape), s.offset) for s in bucket.slots],
+                    "slots": pickle.dumps(bucket.slots),
                 }
             )
 
-    def end_update(self, version: int) -> None:
-        """Check that every tensor came, let vLLM finish, empty the prefix cache and open the gate."""
-        self._manifest.end()
+    def init_transfer(
+        self,
+        *,
+        layouts: Sequence[BucketLayout] | None = None,
+        group: dict[str, Any] | None = None,
+        first_rank: int = 0,
+        source_rank: Mapping[int, int] | None = None,
+        buffers: Mapping[str, bytes] | None = None,
+        close: bool = False,
+    ) -> None:
+        """Agree on how weights will come, see `receiver.TransferInit`: the buckets' layouts (checked against the
+        engine's model), a communicator to join, buffers of a process on the same card. What is absent stays."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        self._check_alive()
+        if layouts is not None:
+            self._manifest.begin()
+            for layout in layouts:
+                for slot in layout.slots:
+                    for name in slot.names():
+                        self._manifest.check(name, slot.shape)
+            self._manifest.end()
+            self._buckets = len(layouts)
+        info = {
+            "layouts": None if layouts is None else pickle.dumps(list(layouts)),
+            "group": group,
+            "first_rank": first_rank,
+            "source_rank": list((source_rank or {}).items()),
+            "buffers": list((buffers or {}).items()),
+            "close": close,
+        }
+        request = WeightTransferInitRequest(init_info=info)
+        self._run(self._engine.init_weight_transfer_engine(request), timeout=2 * self.config.sync_timeout_s)
+
+    def receive_shared(self, version: int, number: int) -> None:
+        """Let the workers load bucket `number` of the layouts out of the shared buffers; they may be written again when
+        this returns."""
+        self._update({"version": version, "shared": number})
+        self._came.add(number)
+
+    def receive_group(self, version: int) -> None:
+        """Let the workers receive every bucket of the layouts from the communicator; returns when they have."""
+        self._update({"version": version, "group": True}, timeout=2 * self.config.sync_timeout_s)
+        self._came.update(range(self._buckets))
+
+    def end_update(self, version: int, packed: Mapping[int, int] | None = None) -> list[dict[str, float]]:
+        """Check that every tensor came, let vLLM finish, empty the prefix cache and open the gate.
+
+        packed  checksums by bucket, which every worker's must equal
+
+        Returns where each worker's time went, in seconds by phase: load (receiving included) and finish.
+        """
+        if not self._came:
+            self._manifest.end()
+        elif len(self._came) != self._buckets:
+            raise IncompleteSync(f"{len(self._came)} of {self._buckets} buckets came")
         timeout = self.config.sync_timeout_s
         self._run(self._engine.finish_weight_update(), timeout=timeout)
         self._receiving = False
@@ -186,9 +249,19 @@ class VllmEngine:
             raise RuntimeError(f"after the sync to weight version {version} the engine's workers hold {held}")
         if not self._run(self._engine.reset_prefix_cache(), timeout=timeout):
             raise RuntimeError("the prefix cache could not be emptied after a weight sync")
+        reports = self._run(self._engine.collective_rpc("weight_sync_report"), timeout=timeout)
+        for worker, (sums, _) in enumerate(reports):
+            wrong = sorted(i for i, value in (packed or {}).items() if dict(sums).get(i) != value)
+            if wrong:
+                raise ChecksumMismatch(
+                    f"weight version {version}: worker {worker} loaded other bytes than the trainer packed in buckets "
+                    f"{wrong[:8]}, {len(wrong)} of {self._buckets}"
+                )
         self.weight_version = version
         self._shut = None
-        self._run(self._engine.resume_generation(), timeout=timeout)
+        if not self._asleep:  # vLLM resumes by itself when the last part wakes
+            self._run(self._engine.resume_generation(), timeout=timeout)
+        return [dict(seconds) for _, seconds in reports]
 
     def fail_update(self, version: int, reason: str) -> None:
         """Give a sync up: the workers drop what they buffered, and the gate stays shut."""
@@ -213,12 +286,14 @@ class VllmEngine:
         """Give the GPU memory of weights and KV cache back. Without effect on a CPU."""
         self._check_alive()
         self._run(self._engine.sleep(level=2))
-        self._shut = "the engine sleeps"
+        self._asleep = {"weights", "kv_cache"}
+        self._shut = "its weights went when it slept; wake them and sync"
 
     def wake(self, what: Literal["weights", "kv_cache"]) -> None:
         """Allocate again; weights must be synced after, before anything is generated."""
         self._check_alive()
         self._run(self._engine.wake_up(tags=[what]))
+        self._asleep.discard(what)
         if what == "weights":
             self._shut = "the engine woke without weights; sync them"
 
@@ -279,7 +354,7 @@ class VllmEngine:
             "generation_config": "vllm",
             "skip_tokenizer_init": True,
             "weight_transfer_config": {"backend": BACKEND},
-            "worker_extension_cls": "megatron_dppo.rollout.weight_transfer.shared_memory.ReportsWeights",
+            "worker_extension_cls": "megatron_dppo.rollout.weight_transfer.receiver.ReportsWeights",
             "disable_log_stats": True,
         }
         arguments = AsyncEngineArgs(**(options | engine_options(config)))
@@ -327,12 +402,12 @@ class VllmEngine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _update(self, info: dict[str, Any]) -> None:
+    def _update(self, info: dict[str, Any], *, timeout: float | None = None) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         request = WeightTransferUpdateRequest(update_info=info)
         try:
-            self._run(self._engine.update_weights(request), timeout=self.config.sync_timeout_s)
+            self._run(self._engine.update_weights(request), timeout=timeout or self.config.sync_timeout_s)
         except BaseException:
             self._receiving = False
             raise
@@ -365,6 +440,8 @@ class VllmEngine:
         self._check_alive()
         if self._shut is not None:
             raise EngineClosed(f"the engine refuses to generate: {self._shut}")
+        if self._asleep:
+            raise EngineClosed(f"the engine refuses to generate: its {' and '.join(sorted(self._asleep))} are asleep")
 
     def _run(self, coroutine: Coroutine[Any, Any, _T], timeout: float | None = None) -> _T:
         """Run on the engine's event loop and wait."""
