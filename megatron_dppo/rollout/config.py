@@ -60,15 +60,38 @@ class RolloutConfig(ConfigModel):
     than they compute, above all on cores shared with others. On a GPU without effect."""
 
     sequences_per_object: int = Field(default=64, ge=1)
-    """Sequences per object in Ray's object store: the grain in which ranks pull rollouts."""
+    """Sequences per object in Ray's object store: the grain in which engines are given work and ranks pull rollouts.
+    An object holds whole groups, at least one."""
     object_store_mib: int = Field(default=512, ge=80)
     """Size of the object store of a Ray that this run starts; reduced where /dev/shm is smaller."""
     weight_sync_bucket_mib: int = Field(default=256, ge=1)
     """Bytes of weights under way at once in a sync. A tensor larger than this travels alone."""
     start_timeout_s: float = Field(default=1800.0, gt=0.0)
     """From creating the engine until it must be ready."""
-    generate_timeout_s: float = Field(default=7200.0, gt=0.0)
-    """For one `generate` call; what is unfinished then is aborted and the call fails."""
+    request_timeout_s: float = Field(default=7200.0, gt=0.0)
+    """For one request, from being given to an engine to its last token. Its group is then sampled once more, on another
+    engine where there is one; the second time the run ends."""
+    stall_timeout_s: float = Field(default=300.0, gt=0.0)
+    """An engine with work whose core does not come back from a step for so long hangs, and is replaced."""
+    max_engine_failures: int = Field(default=8, ge=0)
+    """Engines that may die, hang or answer nonsense in one run. One more saves the state and ends it."""
+
+    engines: int = Field(default=1, ge=1)
+    """Engines of a fleet."""
+    schedule: Literal["synchronous", "one_step_off"] = "synchronous"
+    """"one_step_off" samples the next step's answers while this step's are trained on: they come from weights that are
+    one step older (`log mu` is that of the weights which sampled). See docs/rollouts.md."""
+    max_staleness: int = Field(default=1, ge=1)
+    """Steps that the weights of a token may be older than those it is first trained on ("one_step_off"). So many steps
+    are sampled ahead."""
+    partial_rollouts: bool = False
+    """At a weight sync, cut responses that are under way and go on under the new weights, rather than wait for them."""
+    oversample: float = Field(default=0.0, ge=0.0, le=4.0)
+    """Sample so many prompts more than a step needs, as a fraction of `trainer.prompts_per_step`. The prompts whose
+    answers are complete first are trained on and the others dropped, which favours short answers. 0 drops nothing."""
+    max_tokens_in_flight: int | None = Field(default=None, ge=1)
+    """Most tokens, prompts and `max_response_tokens` together, of the requests that an engine is given at once; further
+    groups wait for the first engine with room. None: twice what it decodes together (`max_num_seqs`)."""
     sync_timeout_s: float = Field(default=600.0, gt=0.0)
     """For each bucket of a weight sync."""
 
@@ -105,6 +128,21 @@ class RolloutConfig(ConfigModel):
             raise ValueError(
                 "rollout.weight_transfer=broadcast: NCCL refuses two members on one card; with "
                 "rollout.placement=colocated use ipc"
+            )
+        if self.placement == "colocated" and self.schedule == "one_step_off":
+            raise ValueError(
+                "rollout.schedule=one_step_off needs engines on cards of their own: with rollout.placement=colocated "
+                "they sleep while the trainer works"
+            )
+        if self.schedule == "synchronous" and self.max_staleness != 1:
+            raise ValueError(
+                f"rollout.max_staleness={self.max_staleness} needs rollout.schedule=one_step_off; the synchronous "
+                "schedule trains on tokens of the newest weights only"
+            )
+        if self.partial_rollouts and self.schedule != "one_step_off":
+            raise ValueError(
+                "rollout.partial_rollouts=true needs rollout.schedule=one_step_off: with the synchronous schedule no "
+                "response is under way at a weight sync"
             )
         if self.temperature < 0.01:
             raise ValueError(

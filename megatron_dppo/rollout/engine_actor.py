@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import ray
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
-from megatron_dppo.rollout.stored import LayerGroups, Part, RolloutHandle, StoredRollout
+from megatron_dppo.rollout.stored import LayerGroups, columns_of
 from megatron_dppo.rollout.weight_transfer.bucket import Bucket
 
 WORK, WEIGHTS, CONTROL = "work", "weights", "control"
@@ -21,14 +22,11 @@ the order in which they were made; what asks, pauses or aborts never waits behin
 
 
 class EngineActor:
-    """Runs in a Ray worker: a `VllmEngine` and the rollouts it made that were not released yet."""
+    """Runs in a Ray worker: a `VllmEngine`. Nothing that it made is lost with it."""
 
-    def __init__(self, name: str, model: str, config: RolloutConfig) -> None:
+    def __init__(self, model: str, config: RolloutConfig) -> None:
         from megatron_dppo.rollout.vllm_engine import VllmEngine  # vLLM is imported in this process only
 
-        self._name = name
-        self._config = config
-        self._stored: dict[str, StoredRollout] = {}
         self._engine = VllmEngine(Path(model), config)
 
     @ray.method(concurrency_group=CONTROL)
@@ -36,40 +34,47 @@ class EngineActor:
         return self._engine.weight_version
 
     @ray.method(concurrency_group=WORK)
-    def generate(self, requests: list[GenerationRequest], law: SamplingLaw, training: bool) -> RolloutBatch:
-        return self._engine.generate(requests, law, training=training)
+    def generate(
+        self, requests: list[GenerationRequest], law: SamplingLaw, training: bool, call: str = ""
+    ) -> RolloutBatch:
+        return self._engine.generate(requests, law, training=training, call=call)
 
     @ray.method(concurrency_group=WORK)
-    def generate_refs(
-        self, requests: list[GenerationRequest], law: SamplingLaw, layer_groups: LayerGroups | None
-    ) -> RolloutHandle:
-        """Sample, write the sequences into the object store once, and return what the controller needs."""
-        return self.keep(self._engine.generate(requests, law, training=True), layer_groups)
-
-    @ray.method(concurrency_group=WORK)
-    def keep(self, batch: RolloutBatch, layer_groups: LayerGroups | None) -> RolloutHandle:
-        """Write sequences into the object store once, and return what the controller needs."""
-        stored, handle = StoredRollout.put(
-            batch,
-            actor=self._name,
-            key=uuid.uuid4().hex,
-            weight_version=self._engine.weight_version,
-            sequences_per_object=self._config.sequences_per_object,
-            layer_groups=layer_groups,
-        )
-        self._stored[handle.key] = stored
-        return handle
+    def generate_columns(
+        self,
+        requests: list[GenerationRequest],
+        law: SamplingLaw,
+        store: str,
+        key: str,
+        layer_groups: LayerGroups | None,
+    ) -> tuple[Any, ...]:
+        """Sample for training; returns the handle and the columns of `columns_of`, each as an object of its own. They
+        belong to the caller and outlive this process."""
+        batch = self._engine.generate(requests, law, training=True, call=key)
+        handle, columns = columns_of(batch, store=store, key=key, layer_groups=layer_groups)
+        return handle, *columns
 
     @ray.method(concurrency_group=CONTROL)
-    def objects(self, key: str, parts: list[Part]) -> list[ray.ObjectRef]:
-        """References to objects of a rollout; the caller becomes a borrower, and no byte moves yet."""
-        if key not in self._stored:
-            raise KeyError(f"rollout {key} was released or never made by this engine")
-        return [self._stored[key].parts[part] for part in parts]
+    def abandon(self, call: str) -> None:
+        self._engine.abandon(call)
 
     @ray.method(concurrency_group=CONTROL)
-    def release(self, key: str) -> None:
-        self._stored.pop(key, None)
+    def alive(self) -> dict[str, int]:
+        """See `VllmEngine.alive`."""
+        return self._engine.alive()
+
+    @ray.method(concurrency_group=CONTROL)
+    def processes(self) -> list[int]:
+        """Process ids: this one's, then those of the core and its workers."""
+        own = psutil.Process()
+        return [own.pid, *(child.pid for child in own.children(recursive=True))]
+
+    @ray.method(concurrency_group=CONTROL)
+    def kill_core(self) -> None:
+        """End every process below this one, also one that is stopped and would not notice that its parent ended."""
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
 
     @ray.method(concurrency_group=WEIGHTS)
     def begin_update(self, version: int) -> None:

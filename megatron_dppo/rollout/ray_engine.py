@@ -14,7 +14,6 @@ from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine_actor import CONCURRENCY_GROUPS, EngineActor
 from megatron_dppo.rollout.errors import EngineDead
 from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
-from megatron_dppo.rollout.stored import LayerGroups, RolloutHandle
 
 
 class RayRolloutEngine:
@@ -41,7 +40,7 @@ class RayRolloutEngine:
         placed = {"num_cpus": 0, "num_gpus": 0} | dict(options or {})
         threaded: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)
         actor = threaded(EngineActor).options(name=name, max_restarts=0, **placed)
-        self._actor: Any = actor.remote(name, str(model), config)
+        self._actor: Any = actor.remote(str(model), config)
         self._started = self._actor.weight_version.remote()
         self._closed = False
 
@@ -65,6 +64,11 @@ class RayRolloutEngine:
             raise EngineDead(f"the rollout engine's process is gone: {error}") from error
 
     @property
+    def started(self) -> ray.ObjectRef:
+        """Resolves when the engine can generate, or fails as its start-up did."""
+        return self._started
+
+    @property
     def ready(self) -> bool:
         """Whether the engine's start-up ended, well or badly."""
         return bool(ray.wait([self._started], timeout=0)[0])
@@ -80,26 +84,6 @@ class RayRolloutEngine:
     def generate(self, requests: Sequence[GenerationRequest], law: SamplingLaw, *, training: bool) -> RolloutBatch:
         """See `RolloutEngine.generate`; the whole batch comes to this process, for rewards and metrics."""
         return self.call("generate", list(requests), law, training)
-
-    def generate_refs(
-        self, requests: Sequence[GenerationRequest], law: SamplingLaw, layer_groups: LayerGroups | None = None
-    ) -> RolloutHandle:
-        """Sample every request for training and leave the sequences in the object store, for `RolloutSource` on any
-        rank. Release the handle when the step is over, or the store fills up.
-
-        layer_groups: MoE layers whose routes are pulled together, one group per model chunk of the trainer's pipeline
-        (`MegatronActor.moe_layer_groups`); None is one group of all.
-        """
-        return self.call("generate_refs", list(requests), law, layer_groups)
-
-    def keep(self, batch: RolloutBatch, layer_groups: LayerGroups | None = None) -> RolloutHandle:
-        """Leave sequences that were put together from several calls of `generate` in the object store; see
-        `generate_refs`."""
-        return self.call("keep", batch, layer_groups)
-
-    def release(self, handle: RolloutHandle) -> None:
-        """Let the store forget a rollout as soon as nobody holds arrays of it."""
-        self.call("release", handle.key)
 
     def sleep(self) -> None:
         self.call("sleep")
@@ -127,3 +111,13 @@ class RayRolloutEngine:
                     ray.get(self._actor.close.remote(), timeout=30)
         finally:
             ray.kill(self._actor)
+
+    def kill(self, grace_s: float = 5.0) -> None:
+        """End an engine that may be dead, hung or stopped; asks nothing of it but to end its core. Never raises."""
+        if self._closed or not ray.is_initialized():
+            return
+        self._closed = True
+        with suppress(ray.exceptions.RayError):
+            if self.ready:
+                ray.get(self._actor.kill_core.remote(), timeout=grace_s)
+        ray.kill(self._actor)

@@ -7,25 +7,27 @@ import json
 import os
 import pickle
 import threading
+import uuid
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import numpy as np
 import torch
 
-from megatron_dppo.batch import RolloutBatch
+from megatron_dppo.batch import RolloutBatch, join_turns
 from megatron_dppo.checkpoint.weight_layout import BucketLayout
 from megatron_dppo.compat.vllm_cpu import engine_environment, engine_options
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.convert import to_batch
-from megatron_dppo.rollout.errors import EngineClosed, EngineDead, GenerationTimeout
+from megatron_dppo.rollout.errors import EngineClosed, EngineDead
+from megatron_dppo.rollout.gate import Gate
 from megatron_dppo.rollout.law import refuse_bent_law, refuse_engine_defaults, sampling_params
 from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
 from megatron_dppo.rollout.route_requirements import check_engine, check_version
+from megatron_dppo.rollout.sampler import Part, Sampler
 from megatron_dppo.rollout.weight_transfer.backend import BACKEND
 from megatron_dppo.rollout.weight_transfer.bucket import Bucket, pack
 from megatron_dppo.rollout.weight_transfer.manifest import ChecksumMismatch, IncompleteSync, Manifest, read_shapes
@@ -33,7 +35,7 @@ from megatron_dppo.rollout.weight_transfer.segment import MemorySegment
 from megatron_dppo.router_replay.record import RouteSchema
 
 if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
+    from vllm import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _T = TypeVar("_T")
@@ -95,9 +97,7 @@ class VllmEngine:
         self._manifest = Manifest(
             None if dummy else read_shapes(self.facts.folder), tied_embeddings=self.facts.tied_embeddings
         )
-        self.weight_version = 0
-        """Version that `generate` samples from; 0 is the checkpoint the engine started with."""
-        self._shut: str | None = "the engine has random weights until its first weight sync" if dummy else None
+        self._gate = Gate("the engine has random weights until its first weight sync" if dummy else None)
         self._asleep: set[str] = set()
         """What `sleep` gave back and `wake` has not brought back."""
         self._receiving = False
@@ -111,12 +111,16 @@ class VllmEngine:
         self._thread.start()
         try:
             self._engine = self._run(self._start(), timeout=config.start_timeout_s)
+            self._sampler = Sampler(self._engine, self._gate, timeout_s=config.request_timeout_s)
         except BaseException:
             self._stop_loop()
             raise
 
-    def generate(self, requests: Sequence[GenerationRequest], law: SamplingLaw, *, training: bool) -> RolloutBatch:
-        """Sample every request; see `RolloutEngine.generate`. `training=False` drops routes.
+    def generate(
+        self, requests: Sequence[GenerationRequest], law: SamplingLaw, *, training: bool, call: str = ""
+    ) -> RolloutBatch:
+        """Sample every request; see `RolloutEngine.generate`. `training=False` drops routes. `call` names it to
+        `abandon`.
 
         Raises `UserError` for a bent law, a prompt that is empty or too long, or twice the same request id;
         `EngineClosed` while the gate is shut; `GenerationTimeout`; `MalformedOutput` and `RouteError` for what the
@@ -126,18 +130,35 @@ class VllmEngine:
         self._check_requests(requests, law)
         recorded = min(law.top_k_logprobs, self.facts.vocab_size)
         stops = sorted({*self.facts.stop_token_ids, *self.config.stop_token_ids, *law.stop_token_ids})
-        params = [sampling_params(law, r.seed, top_k_logprobs=recorded, stop_token_ids=stops) for r in requests]
+
+        def law_of(request: GenerationRequest, max_tokens: int) -> SamplingParams:
+            drawn = replace(law, max_tokens=max_tokens)
+            return sampling_params(drawn, request.seed, top_k_logprobs=recorded, stop_token_ids=stops)
+
         if training:
-            refuse_bent_law(params[0])
-        outputs = self._run(self._generate(requests, params), timeout=None)
-        return to_batch(
-            requests,
-            outputs,
+            refuse_bent_law(law_of(requests[0], law.max_tokens))
+        responses = self._run(self._sampler.sample(requests, law_of, law.max_tokens, call=call or uuid.uuid4().hex))
+        parts = [part for response in responses for part in response]
+        batch = to_batch(
+            [part.request for part in parts],
+            [part.output for part in parts],
             recorded=recorded,
             top_k=law.top_k_logprobs,
             schema=self.facts.routes if training else None,
-            weight_version=self.weight_version,
+            weight_versions=[part.version for part in parts],
         )
+        return batch if len(parts) == len(requests) else _whole(requests, responses, batch)
+
+    def abandon(self, call: str) -> None:
+        """Give up a call of `generate` that another thread waits for."""
+        self._loop.call_soon_threadsafe(self._sampler.abandon, call)
+
+    def alive(self) -> dict[str, int]:
+        """Ask the core, which answers between two steps; a core that hangs never does. Returns the tokens of ended
+        responses by call under way."""
+        self._check_alive()
+        self._run(self._engine.is_paused())
+        return dict(self._sampler.ended)
 
     def update_weights(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights, by Hugging Face name; `generate` then samples from `version`.
@@ -156,14 +177,20 @@ class VllmEngine:
             self.end_update(version)
 
     def begin_update(self, version: int) -> None:
-        """Shut the gate, let running requests finish, and open a sync. Always followed by buckets and `end_update`,
-        or by `fail_update`."""
+        """Shut the gate, let running requests finish (or cut them: `rollout.partial_rollouts`), and open a sync. Always
+        followed by buckets and `end_update`, or by `fail_update`."""
         if version < 0:
             raise ValueError(f"weight version {version} is negative")
         self._check_alive()
         self._shut = f"the sync to weight version {version} has not finished"
+        self._gate.syncing = True
         with self.update_failure(version):
-            self._run(self._engine.pause_generation(mode="wait", clear_cache=True))
+            if self.config.partial_rollouts:
+                self._run(self._engine.pause_generation(mode="abort", clear_cache=True))  # cuts, see record_scheduler
+                self._run(self._gate.emptied())
+            else:
+                self._run(self._gate.emptied())
+                self._run(self._engine.pause_generation(mode="wait", clear_cache=True))
             self._manifest.begin()
             self._came.clear()
             self._run(self._engine.start_weight_update(), timeout=self.config.sync_timeout_s)
@@ -257,15 +284,17 @@ class VllmEngine:
                     f"weight version {version}: worker {worker} loaded other bytes than the trainer packed in buckets "
                     f"{wrong[:8]}, {len(wrong)} of {self._buckets}"
                 )
-        self.weight_version = version
-        self._shut = None
         if not self._asleep:  # vLLM resumes by itself when the last part wakes
             self._run(self._engine.resume_generation(), timeout=timeout)
+        self._gate.version = version
+        self._shut = None
+        self._gate.syncing = False
         return [dict(seconds) for _, seconds in reports]
 
     def fail_update(self, version: int, reason: str) -> None:
         """Give a sync up: the workers drop what they buffered, and the gate stays shut."""
         self._shut = f"the sync to weight version {version} died ({reason}); a full sync opens it again"
+        self._gate.syncing = False
         if not self._receiving:  # vLLM closes a session in which a bucket failed; the next sync clears up after it
             return
         self._receiving = False
@@ -379,29 +408,6 @@ class VllmEngine:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _generate(self, requests: Sequence[GenerationRequest], params: list[Any]) -> list[RequestOutput]:
-        from vllm.inputs.engine import tokens_input
-
-        async def one(request: GenerationRequest, law: Any) -> RequestOutput:
-            prompt = tokens_input(np.asarray(request.prompt_ids).tolist())
-            async for output in self._engine.generate(prompt, law, request.request_id):
-                final = output
-            return final
-
-        tasks = [asyncio.ensure_future(one(r, p)) for r, p in zip(requests, params, strict=True)]
-        try:
-            async with asyncio.timeout(self.config.generate_timeout_s):
-                return await asyncio.gather(*tasks)
-        except TimeoutError as error:
-            raise GenerationTimeout(
-                f"{sum(t.cancelled() or not t.done() for t in tasks)} of {len(tasks)} requests were unfinished after "
-                f"rollout.generate_timeout_s={self.config.generate_timeout_s}"
-            ) from error
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
     def _update(self, info: dict[str, Any], *, timeout: float | None = None) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -432,6 +438,19 @@ class VllmEngine:
                     f"rollout.max_prompt_tokens + rollout.max_response_tokens = {self.config.max_model_len}"
                 )
 
+    @property
+    def weight_version(self) -> int:
+        """Version that `generate` samples from; 0 is the checkpoint the engine started with."""
+        return self._gate.version
+
+    @property
+    def _shut(self) -> str | None:
+        return self._gate.shut
+
+    @_shut.setter
+    def _shut(self, reason: str | None) -> None:
+        self._gate.shut = reason
+
     def _check_alive(self) -> None:
         if self._loop.is_closed():
             raise EngineClosed("the engine is closed")
@@ -460,3 +479,16 @@ class VllmEngine:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _whole(
+    requests: Sequence[GenerationRequest], responses: Sequence[Sequence[Part]], batch: RolloutBatch
+) -> RolloutBatch:
+    """One sequence per request, from the parts of all of them in `batch`."""
+    joined, first = [], 0
+    for request, parts in zip(requests, responses, strict=True):
+        turns = [batch.select([first + number]) for number in range(len(parts))]
+        reason = turns[-1].finish_reasons[0]
+        joined.append(join_turns(turns, request_id=request.request_id, finish_reason=reason, latest_prompt=True))
+        first += len(parts)
+    return RolloutBatch.concatenate(joined)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -16,10 +17,12 @@ from megatron_dppo.actor.profiling import profiled
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.algorithm import most_masked_tokens
 from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import UserError
 from megatron_dppo.launch.heartbeat import Heartbeat
 from megatron_dppo.launch.stop import StopRequest
 from megatron_dppo.models.flops import peak_flops, training_flops
 from megatron_dppo.rollout.fleet import EngineFleet
+from megatron_dppo.trainer.assembly import Assembly, RolloutsStopped
 from megatron_dppo.trainer.checkpoints import Checkpoints
 from megatron_dppo.trainer.evaluation import Evaluator
 from megatron_dppo.trainer.examiner import Examiner
@@ -81,25 +84,39 @@ class Trainer:
         self._step_now = 0
         side = (controller.fleet, controller.examiner) if controller else None
         self._weights = WeightSync(runtime, actor, config)
-        self._collector = RolloutCollector(runtime, config, side, actor.moe_layer_groups)
+        self._assembly = Assembly(runtime, self._weights, controller.fleet if controller else None)
+        self._collector = RolloutCollector(config, self._assembly, side, actor.moe_layer_groups)
+        self._trained = self._saved = 0
 
     def run(self, first_step: int) -> bool:
         """Steps `first_step + 1 .. trainer.steps`; `first_step` steps are done already (0, or what a checkpoint holds).
 
         The weights of the checkpoint the engine was started from are those of step 0; a resumed run syncs first.
         Returns whether the last step was reached: a run that is asked to stop (`StopRequest`) saves its state after the
-        running step and returns False.
+        running step and returns False. Raises UserError, after saving the state, where engines fail too often.
         """
-        with self._stop.listening():
-            return self._run(first_step)
+        self._trained = self._saved = first_step
+        try:
+            with self._stop.listening():
+                return self._run(first_step)
+        except RolloutsStopped as error:
+            if self._trained > self._saved:
+                self._save(self._trained)
+            raise UserError(
+                f"{error}. The state after step {self._trained} is saved; look into the engines' logs, then go on from "
+                "it with trainer.resume=true"
+            ) from error
+        finally:
+            self._collector.close()
+            self._weights.close()
 
     def _run(self, first_step: int) -> bool:
         self._step_now = first_step
         if first_step > 0 or self._config.trainer.engine_weight_noise:
             with self._watch("sync"):
-                self._sync(first_step)
+                self._assembly.sync(first_step)
         # A run that was stopped during an evaluation has the checkpoint of that step, but not its result.
-        if self._evaluation_is_due(first_step) and not self._evaluated(first_step):
+        if self._evaluation_is_due(first_step) and not self._runtime.broadcast(self._evaluated(first_step)):
             self._evaluate(first_step)
         for step in range(first_step + 1, self._config.trainer.steps + 1):
             self._step_now = step
@@ -125,12 +142,14 @@ class Trainer:
     def _save(self, step: int) -> None:
         with self._watch("checkpoint"):
             self._checkpoints.save(step)
+        self._saved = step
 
     def _step(self, step: int) -> bool:
         """Returns whether the state was saved."""
         config, clock = self._config, PhaseClock()
         with self._watch("rollout"), clock.phase("rollout"):
             experience = self._collector.collect(step - 1)
+            self._begin_ahead(step)
         metrics = dict(experience.metrics)
         with self._watch("training"), clock.phase("hand_over"):
             self._weights.before_update(self._controller.fleet.members if self._controller else None)
@@ -140,9 +159,10 @@ class Trainer:
         with self._watch("training"), clock.phase("train"):
             look = self._looks_at(step)
             metrics |= self._update(step, experience, count_masked=look)
+        self._trained = step
         self._collector.release(experience)
         with self._watch("weight sync"), clock.phase("sync"):
-            metrics |= self._sync(step)
+            metrics |= self._assembly.sync(step)
         metrics |= clock.metrics()
         metrics["throughput/tokens_per_second"] = metrics["data/tokens"] / metrics["time/step_s"]
         if self._controller:
@@ -157,6 +177,12 @@ class Trainer:
         if self._evaluation_is_due(step):
             self._evaluate(step)
         return due
+
+    def _begin_ahead(self, step: int) -> None:
+        """While `step` is trained on, engines sample what comes next from the weights they have."""
+        if self._config.rollout.schedule == "one_step_off":
+            for later in range(step, min(step + self._config.rollout.max_staleness, self._config.trainer.steps)):
+                self._collector.begin(later)
 
     def _update(self, step: int, experience: Experience, *, count_masked: bool) -> dict[str, float]:
         source, signal = experience.source(), experience.signal(self._config)
@@ -206,20 +232,12 @@ class Trainer:
             f"parity_without_replay/{name}": value for name, value in without.items()
         }
 
-    def _sync(self, version: int) -> dict[str, float]:
-        """The actor's weights to the engines. Collective."""
-        fleet = self._controller.fleet if self._controller else None
-        report = self._weights.sync(version, fleet.members_to_sync(version) if fleet else None)
-        if fleet:
-            fleet.synced(version, report.failed)
-        return report.metrics
-
     def _evaluate(self, step: int) -> None:
-        if not self._controller:
-            return
         start = time.perf_counter()
         with self._watch("evaluation"):
-            metrics = self._controller.evaluator(step)
+            metrics = self._assembly.wait_for(self._evaluation(step))
+        if not self._controller:
+            return
         self._controller.tracker.log(step, metrics | {"time/eval_s": time.perf_counter() - start})
         if "eval/accuracy" in metrics:
             self._controller.progress.note(
@@ -232,6 +250,15 @@ class Trainer:
                 f"step {step}: {one.name} avg@{one.samples} {accuracy:.3f} (95 % of resampled prompts: "
                 f"{low:.3f} to {high:.3f})"
             )
+
+    def _evaluation(self, step: int) -> Future[dict[str, float]] | None:
+        """The controller's evaluation, under way in a thread of its own."""
+        if not self._controller:
+            return None
+        threads = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
+        found = threads.submit(self._controller.evaluator, step)
+        threads.shutdown(wait=False)
+        return found
 
     @contextmanager
     def _watch(self, phase: str) -> Iterator[None]:

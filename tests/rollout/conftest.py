@@ -13,6 +13,7 @@ import torch
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.fleet import EngineFleet
 from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
 from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.rollout.ray_session import RaySession
@@ -57,6 +58,8 @@ class Served:
     first: RolloutBatch
     """Sampled from the checkpoint that the engine loaded, before any sync."""
     version: int = 0
+    fleet: EngineFleet | None = None
+    """Of the one engine, where it is in a Ray actor."""
 
     def next_version(self) -> int:
         self.version += 1
@@ -92,12 +95,13 @@ def served(ray_session: RaySession, tmp_path_factory: pytest.TempPathFactory) ->
     """The controller's engine in a Ray actor; every layer is a mixture of experts."""
     model = tmp_path_factory.mktemp("moe")
     tiny_qwen3_moe(model, seed=1)
-    engine = RayRolloutEngine(model, CONFIG)
+    fleet = EngineFleet(model, CONFIG)
     try:
-        engine.wait_until_ready()
-        yield Served(engine, model, engine.generate(requests(200, "first"), LAW, training=True))
+        fleet.wait_until_ready()
+        (engine,) = fleet.members
+        yield Served(engine, model, fleet.generate(requests(200, "first"), LAW, training=True), fleet=fleet)
     finally:
-        engine.close()
+        fleet.close()
 
 
 @pytest.fixture(scope="session")
