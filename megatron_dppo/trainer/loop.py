@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.actor.profiling import profiled
@@ -20,23 +19,23 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.launch.heartbeat import Heartbeat
 from megatron_dppo.launch.stop import StopRequest
 from megatron_dppo.models.flops import peak_flops, training_flops
-from megatron_dppo.rollout.ray_engine import RayRolloutEngine
+from megatron_dppo.rollout.fleet import EngineFleet
 from megatron_dppo.trainer.checkpoints import Checkpoints
 from megatron_dppo.trainer.evaluation import Evaluator
 from megatron_dppo.trainer.examiner import Examiner
 from megatron_dppo.trainer.mismatch import MISMATCH_TOKENS, Mismatch
-from megatron_dppo.trainer.perturb import perturbed
 from megatron_dppo.trainer.progress import Progress
 from megatron_dppo.trainer.rollouts import Experience, RolloutCollector
 from megatron_dppo.trainer.samples import spelled
 from megatron_dppo.trainer.tracking import Tracker
+from megatron_dppo.trainer.weight_sync import WeightSync
 
 
 @dataclass(frozen=True)
 class Controller:
     """What only rank 0 has."""
 
-    engine: RayRolloutEngine
+    fleet: EngineFleet
     examiner: Examiner
     evaluator: Evaluator
     tracker: Tracker
@@ -80,7 +79,8 @@ class Trainer:
         self._checkpoints, self._controller = checkpoints, controller
         self._heartbeat, self._stop = heartbeat, stop
         self._step_now = 0
-        side = (controller.engine, controller.examiner) if controller else None
+        side = (controller.fleet, controller.examiner) if controller else None
+        self._weights = WeightSync(runtime, actor, config)
         self._collector = RolloutCollector(runtime, config, side, actor.moe_layer_groups)
 
     def run(self, first_step: int) -> bool:
@@ -132,6 +132,8 @@ class Trainer:
         with self._watch("rollout"), clock.phase("rollout"):
             experience = self._collector.collect(step - 1)
         metrics = dict(experience.metrics)
+        with self._watch("training"), clock.phase("hand_over"):
+            self._weights.before_update(self._controller.fleet.members if self._controller else None)
         if step == 1 and config.trainer.parity_check:
             with self._watch("parity check"):
                 metrics |= self._parity(experience)
@@ -140,7 +142,7 @@ class Trainer:
             metrics |= self._update(step, experience, count_masked=look)
         self._collector.release(experience)
         with self._watch("weight sync"), clock.phase("sync"):
-            self._sync(step)
+            metrics |= self._sync(step)
         metrics |= clock.metrics()
         metrics["throughput/tokens_per_second"] = metrics["data/tokens"] / metrics["time/step_s"]
         if self._controller:
@@ -204,19 +206,13 @@ class Trainer:
             f"parity_without_replay/{name}": value for name, value in without.items()
         }
 
-    def _sync(self, version: int) -> None:
-        """The actor's weights to the engine. Collective: every rank drains the export."""
-        weights = self._actor.export_weights()
-        if self._controller:
-            whole: Iterator[tuple[str, Tensor]]
-            whole = ((name, tensor) for name, tensor in weights if tensor is not None)  # on rank 0 every one is
-            noise = self._config.trainer.engine_weight_noise
-            if noise:
-                whole = perturbed(whole, noise, self._config.run.seed)
-            self._controller.engine.update_weights(version, whole)
-        else:
-            for _ in weights:
-                pass
+    def _sync(self, version: int) -> dict[str, float]:
+        """The actor's weights to the engines. Collective."""
+        fleet = self._controller.fleet if self._controller else None
+        report = self._weights.sync(version, fleet.members_to_sync(version) if fleet else None)
+        if fleet:
+            fleet.synced(version, report.failed)
+        return report.metrics
 
     def _evaluate(self, step: int) -> None:
         if not self._controller:

@@ -12,8 +12,8 @@ from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.algorithm import group_advantages
 from megatron_dppo.config.schema import Config
 from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.fleet import EngineFleet
 from megatron_dppo.rollout.protocol import SamplingLaw
-from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.rollout.seeds import TRAINING
 from megatron_dppo.rollout.stored import LayerGroups, RolloutHandle, RolloutSource
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
@@ -57,7 +57,7 @@ class RolloutCollector:
         self,
         runtime: Runtime,
         config: Config,
-        controller: tuple[RayRolloutEngine, Examiner] | None,
+        controller: tuple[EngineFleet, Examiner] | None,
         layer_groups: LayerGroups,
     ) -> None:
         """
@@ -79,7 +79,7 @@ class RolloutCollector:
             engine, _ = self._controller
             engine.release(experience.handle)
 
-    def _collect(self, engine: RayRolloutEngine, examiner: Examiner, step: int) -> Experience:
+    def _collect(self, engine: EngineFleet, examiner: Examiner, step: int) -> Experience:
         count, samples = self._config.trainer.prompts_per_step, self._config.trainer.samples_per_prompt
         prompts = examiner.task.prompts(step * count, count)
         law = training_law(self._config.rollout)

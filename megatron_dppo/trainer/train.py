@@ -26,7 +26,7 @@ from megatron_dppo.launch.stop import StopRequest
 from megatron_dppo.models.build import build_model
 from megatron_dppo.models.hf_config import HFConfig, load_hf_config
 from megatron_dppo.models.megatron_config import transformer_config
-from megatron_dppo.rollout.ray_engine import RayRolloutEngine
+from megatron_dppo.rollout.fleet import EngineFleet
 from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.trainer.checkpoints import Checkpoints, checkpoint_root
 from megatron_dppo.trainer.evaluation import Evaluator
@@ -147,14 +147,14 @@ def build_actor(runtime: Runtime, config: Config, hf_config: HFConfig) -> Megatr
     )
 
 
-def _start_engine(runtime: Runtime, config: Config, stack: ExitStack) -> RayRolloutEngine | None:
+def _start_engine(runtime: Runtime, config: Config, stack: ExitStack) -> EngineFleet | None:
     """Ray on every rank; the engine on the controller, loading in the background."""
     namespace = f"{config.run.name}-{config.run.seed}"
     if runtime.is_controller:
         session = RaySession.start(namespace=namespace, object_store_mib=config.rollout.object_store_mib)
         stack.callback(session.close)
         runtime.broadcast(session.where)
-        engine = RayRolloutEngine(config.model.path, config.rollout)
+        engine = EngineFleet(config.model.path, config.rollout)
         stack.callback(engine.close)
         return engine
     session = RaySession.connect(runtime.broadcast(None))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.config import RolloutConfig
@@ -16,6 +17,7 @@ from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
 from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.rollout.vllm_engine import VllmEngine
+from megatron_dppo.rollout.weight_transfer.bucket import pack
 from tests.tiny import VOCAB_SIZE, tiny_qwen3_moe
 
 CONFIG = RolloutConfig(
@@ -59,6 +61,20 @@ class Served:
     def next_version(self) -> int:
         self.version += 1
         return self.version
+
+    def update(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """A full sync from named tensors; raises what the engine raised."""
+        if isinstance(self.engine, VllmEngine):
+            self.engine.update_weights(version, named_tensors)
+            return
+        self.engine.call("begin_update", version)
+        try:
+            for bucket in pack(named_tensors, CONFIG.weight_sync_bucket_mib << 20):
+                self.engine.call("receive_bucket", version, bucket)
+            self.engine.call("end_update", version)
+        except BaseException as error:
+            self.engine.call("fail_update", version, f"{type(error).__name__}: {error}")
+            raise
 
 
 @pytest.fixture(scope="session")

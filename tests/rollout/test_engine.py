@@ -135,11 +135,11 @@ def test_a_sync_that_dies_shuts_the_gate_until_a_full_one(served: Served, tmp_pa
     for message, (kind, source) in faults.items():
         version = served.next_version()
         with pytest.raises(kind, match=message):
-            served.engine.update_weights(version, source)
+            served.update(version, source)
         with pytest.raises(EngineClosed, match=f"refuses to generate: the sync to weight version {version} died"):
             served.engine.generate(requests(2, f"shut-{version}"), LAW, training=True)
         assert served.engine.weight_version < version
-    served.engine.update_weights(served.next_version(), weights.items())
+    served.update(served.next_version(), weights.items())
     batch = served.engine.generate(requests(16, "reopened"), LAW, training=True)
     assert compare_law(batch, reference(model_with(served.model, weights, tmp_path / "w"), batch)) <= 1e-4
     assert (batch.weight_versions == served.version).all()
@@ -204,7 +204,7 @@ def test_sleep_is_harmless_on_a_cpu(served_mixed: Served) -> None:
     served_mixed.engine.wake("weights")
     with pytest.raises(EngineClosed, match="woke without weights"):
         served_mixed.engine.generate(requests(1, "asleep"), LAW, training=True)
-    served_mixed.engine.update_weights(served_mixed.next_version(), other_weights(served_mixed.model, 1).items())
+    served_mixed.update(served_mixed.next_version(), other_weights(served_mixed.model, 1).items())
     served_mixed.engine.wake("kv_cache")
     assert len(served_mixed.engine.generate(requests(1, "awake"), LAW, training=True)) == 1
 
