@@ -15,6 +15,7 @@ from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.checkpoint.hf_files import HFFiles
 from megatron_dppo.checkpoint.hf_import import check_tensors, load_hf_weights, stores_stacked_experts
 from megatron_dppo.checkpoint.hf_save import save_hf_checkpoint
+from megatron_dppo.checkpoint.random_weights import fill_random
 from megatron_dppo.checkpoint.state_folder import latest_state
 from megatron_dppo.config.load import save_config
 from megatron_dppo.config.schema import Config
@@ -52,8 +53,9 @@ def train(config: Config) -> int:
     hf_config = load_hf_config(config.model.path)
     config.parallel.check_fits(hf_config, actor_runtime.world_size())
     check_model_against(config, hf_config)
-    files = HFFiles(config.model.path)
-    check_tensors(files, hf_config, stores_stacked_experts(files, hf_config))
+    if not config.model.random_weights:
+        files = HFFiles(config.model.path)
+        check_tensors(files, hf_config, stores_stacked_experts(files, hf_config))
     _make_run_folder(config)
     if config.trainer.resume:
         latest_state(checkpoint_root(config))
@@ -117,7 +119,7 @@ def train(config: Config) -> int:
 
 
 def build_actor(runtime: Runtime, config: Config, hf_config: HFConfig) -> MegatronActor:
-    """The actor of this rank, with the weights of `model.path`."""
+    """The actor of this rank, with the weights of `model.path` or random ones."""
     megatron_config = transformer_config(
         hf_config,
         config.parallel,
@@ -128,7 +130,10 @@ def build_actor(runtime: Runtime, config: Config, hf_config: HFConfig) -> Megatr
         router_z_loss=config.actor.router_z_loss,
     )
     chunks = build_model(hf_config, megatron_config, runtime.groups)
-    load_hf_weights(chunks, hf_config, runtime.groups)
+    if config.model.random_weights:
+        fill_random(chunks, hf_config, runtime.groups, config.run.seed)
+    else:
+        load_hf_weights(chunks, hf_config, runtime.groups)
     return MegatronActor(
         runtime,
         chunks,

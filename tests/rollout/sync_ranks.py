@@ -36,7 +36,7 @@ def sync(
     workers: int = 1,
     bucket_bytes: int = 100_000,
 ) -> dict[str, str]:
-    """Send checkpoints to engines. `syncs`: (folder, version, way). Returns, on rank 0, which engines failed and why."""
+    """Send checkpoints to engines. `syncs`: (folder, version, way). Returns on rank 0 which engines failed, and why."""
     session = RaySession.connect(where) if rank == 0 else None
     models, model, groups = build_from(syncs[0][0], layout)
     exporter = WeightExporter(models, model, groups)

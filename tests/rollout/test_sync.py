@@ -1,9 +1,8 @@
-"""Weights from a sharded trainer into running engines: afterwards the engine's law is transformers' of those weights."""
+"""Weights from a sharded trainer into running engines: then the engine's law is transformers' of those weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
