@@ -33,6 +33,7 @@ from megatron_dppo.algorithm import Denominators, Preset, TokenMetrics
 from megatron_dppo.batch import SequenceSource
 from megatron_dppo.checkpoint.hf_export import WeightExporter
 from megatron_dppo.checkpoint.training_state import Trainee
+from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
@@ -106,6 +107,7 @@ class MegatronActor:
         self.runtime = runtime
         self.model = list(chunks)
         self._exporter = WeightExporter(self.model, hf_config, runtime.groups)
+        self._buckets: WeightBuckets | None = None
         self._config, self._preset = config, preset
         self._vocab_size, self._temperature, self._normaliser = hf_config.vocab_size, temperature, normaliser
         self._skipped_in_a_row = 0
@@ -305,6 +307,13 @@ class MegatronActor:
         """Every weight by its Hugging Face name, streamed: whole on rank 0, None elsewhere (see `WeightExporter`)."""
         self._require("weights")
         return self._exporter.stream()
+
+    def weight_buckets(self, bucket_bytes: int) -> WeightBuckets:
+        """The weights as they go to an engine, planned once."""
+        self._require("weights")
+        if self._buckets is None:
+            self._buckets = self._exporter.buckets(bucket_bytes)
+        return self._buckets
 
     def offload(self, parts: Iterable[Part] = PARTS) -> int:
         """Move these to host memory, so that the engine can have the card (see `Offloader`); the bytes freed here."""

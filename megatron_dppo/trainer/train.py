@@ -16,6 +16,7 @@ from megatron_dppo.checkpoint.hf_files import HFFiles
 from megatron_dppo.checkpoint.hf_import import check_tensors, load_hf_weights, stores_stacked_experts
 from megatron_dppo.checkpoint.hf_save import save_hf_checkpoint
 from megatron_dppo.checkpoint.peft_adapter import check_peft_adapter, load_peft_adapter, save_peft_adapter
+from megatron_dppo.checkpoint.random_weights import fill_random
 from megatron_dppo.checkpoint.state_folder import latest_state
 from megatron_dppo.config.load import save_config
 from megatron_dppo.config.schema import Config
@@ -28,7 +29,7 @@ from megatron_dppo.models.hf_config import HFConfig, load_hf_config
 from megatron_dppo.models.lora.attach import attach_adapters
 from megatron_dppo.models.lora.sites import adapter_tensors
 from megatron_dppo.models.megatron_config import transformer_config
-from megatron_dppo.rollout.ray_engine import RayRolloutEngine
+from megatron_dppo.rollout.fleet import EngineFleet
 from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.trainer.checkpoints import Checkpoints, checkpoint_root
 from megatron_dppo.trainer.evaluation import Evaluator
@@ -55,8 +56,9 @@ def train(config: Config) -> int:
     hf_config = load_hf_config(config.model.path)
     config.parallel.check_fits(hf_config, actor_runtime.world_size())
     check_model_against(config, hf_config)
-    files = HFFiles(config.model.path)
-    check_tensors(files, hf_config, stores_stacked_experts(files, hf_config))
+    if not config.model.random_weights:
+        files = HFFiles(config.model.path)
+        check_tensors(files, hf_config, stores_stacked_experts(files, hf_config))
     if config.lora:
         adapter_tensors(hf_config, config.lora)
         if config.lora.adapter:
@@ -133,7 +135,7 @@ def train(config: Config) -> int:
 
 
 def build_actor(runtime: Runtime, config: Config, hf_config: HFConfig) -> MegatronActor:
-    """The actor of this rank, with the weights of `model.path`."""
+    """The actor of this rank, with the weights of `model.path` or random ones."""
     megatron_config = transformer_config(
         hf_config,
         config.parallel,
@@ -144,7 +146,10 @@ def build_actor(runtime: Runtime, config: Config, hf_config: HFConfig) -> Megatr
         router_z_loss=config.actor.router_z_loss,
     )
     chunks = build_model(hf_config, megatron_config, runtime.groups)
-    load_hf_weights(chunks, hf_config, runtime.groups)
+    if config.model.random_weights:
+        fill_random(chunks, hf_config, runtime.groups, config.run.seed)
+    else:
+        load_hf_weights(chunks, hf_config, runtime.groups)
     if config.lora:
         attach_adapters(chunks, hf_config, runtime.groups, config.lora, seed=config.run.seed)
         if config.lora.adapter:
@@ -163,14 +168,14 @@ def build_actor(runtime: Runtime, config: Config, hf_config: HFConfig) -> Megatr
     )
 
 
-def _start_engine(runtime: Runtime, config: Config, stack: ExitStack) -> RayRolloutEngine | None:
+def _start_engine(runtime: Runtime, config: Config, stack: ExitStack) -> EngineFleet | None:
     """Ray on every rank; the engine on the controller, loading in the background."""
     namespace = f"{config.run.name}-{config.run.seed}"
     if runtime.is_controller:
         session = RaySession.start(namespace=namespace, object_store_mib=config.rollout.object_store_mib)
         stack.callback(session.close)
         runtime.broadcast(session.where)
-        engine = RayRolloutEngine(config.model.path, config.rollout)
+        engine = EngineFleet(config.model.path, config.rollout)
         stack.callback(engine.close)
         return engine
     session = RaySession.connect(runtime.broadcast(None))
