@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +28,7 @@ from megatron_dppo.models.build import build_model
 from megatron_dppo.models.hf_config import HFConfig, load_hf_config
 from megatron_dppo.models.megatron_config import transformer_config
 from megatron_dppo.rollout.fleet import EngineFleet
+from megatron_dppo.rollout.placement import find_places
 from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.trainer.checkpoints import Checkpoints, checkpoint_root
 from megatron_dppo.trainer.evaluation import Evaluator
@@ -77,13 +79,13 @@ def train(config: Config) -> int:
         runtime = actor_runtime.start(
             config.parallel, seed=config.run.seed, timeout_minutes=config.run.collective_timeout_minutes
         )
-        engine = _start_engine(runtime, config, stack)
+        fleet = _start_engines(runtime, config, stack)
         actor = build_actor(runtime, config, hf_config)
         fingerprint = runtime.broadcast(examiner.task.fingerprint if examiner else None)
         checkpoints = Checkpoints(config, fingerprint, actor)
         first_step = checkpoints.restore() if config.trainer.resume else 0
         controller = None
-        if engine is not None and examiner is not None:
+        if fleet is not None and examiner is not None:
             save_config(config, config.run.dir / "config.yaml")
             resumed_at = first_step if config.trainer.resume else None
             sinks = open_sinks(
@@ -95,8 +97,8 @@ def train(config: Config) -> int:
             )
             tracker = stack.enter_context(Tracker(config.run.dir, resume_step=resumed_at, sinks=sinks))
             progress = Progress(total_steps=config.trainer.steps, first_step=first_step, title=config.run.name)
-            evaluator = Evaluator(engine, examiner, config.evaluation, config.rollout, config.run.seed)
-            controller = Controller(engine, examiner, evaluator, tracker, stack.enter_context(progress))
+            evaluator = Evaluator(fleet, examiner, config.evaluation, config.rollout, config.run.seed)
+            controller = Controller(fleet, examiner, evaluator, tracker, stack.enter_context(progress))
             for line in examiner.report:
                 progress.note(line)
         trainer = Trainer(
@@ -147,19 +149,30 @@ def build_actor(runtime: Runtime, config: Config, hf_config: HFConfig) -> Megatr
     )
 
 
-def _start_engine(runtime: Runtime, config: Config, stack: ExitStack) -> EngineFleet | None:
-    """Ray on every rank; the engine on the controller, loading in the background."""
-    namespace = f"{config.run.name}-{config.run.seed}"
+def _start_engines(runtime: Runtime, config: Config, stack: ExitStack) -> EngineFleet | None:
+    """Ray on every rank; the engines on the controller, loading in the background."""
+    namespace, rollout = f"{config.run.name}-{config.run.seed}", config.rollout
     if runtime.is_controller:
-        session = RaySession.start(namespace=namespace, object_store_mib=config.rollout.object_store_mib)
+        session = RaySession.start(namespace=namespace, object_store_mib=rollout.object_store_mib)
         stack.callback(session.close)
         runtime.broadcast(session.where)
-        engine = EngineFleet(config.model.path, config.rollout)
-        stack.callback(engine.close)
-        return engine
-    session = RaySession.connect(runtime.broadcast(None))
-    stack.callback(session.close)
-    return None
+    else:
+        session = RaySession.connect(runtime.broadcast(None))
+        stack.callback(session.close)
+    places = find_places(
+        rollout.placement,
+        engines=rollout.engines,
+        workers=rollout.tensor_parallel,
+        device=runtime.device,
+        joined="RAY_ADDRESS" in os.environ,
+    )
+    if places is None:
+        return None
+    stack.callback(places.close)
+    options = [places.actor_options(number) for number in range(len(places.engines))]
+    fleet = EngineFleet(config.model.path, rollout, options=options)
+    stack.callback(fleet.close)
+    return fleet
 
 
 def check_model_against(config: Config, hf_config: HFConfig) -> None:
