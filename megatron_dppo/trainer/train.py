@@ -79,13 +79,13 @@ def train(config: Config) -> int:
         runtime = actor_runtime.start(
             config.parallel, seed=config.run.seed, timeout_minutes=config.run.collective_timeout_minutes
         )
-        fleet = _start_engines(runtime, config, stack)
+        engine = _start_engines(runtime, config, stack)
         actor = build_actor(runtime, config, hf_config)
         fingerprint = runtime.broadcast(examiner.task.fingerprint if examiner else None)
         checkpoints = Checkpoints(config, fingerprint, actor)
         first_step = checkpoints.restore() if config.trainer.resume else 0
         controller = None
-        if fleet is not None and examiner is not None:
+        if engine is not None and examiner is not None:
             save_config(config, config.run.dir / "config.yaml")
             resumed_at = first_step if config.trainer.resume else None
             sinks = open_sinks(
@@ -97,8 +97,8 @@ def train(config: Config) -> int:
             )
             tracker = stack.enter_context(Tracker(config.run.dir, resume_step=resumed_at, sinks=sinks))
             progress = Progress(total_steps=config.trainer.steps, first_step=first_step, title=config.run.name)
-            evaluator = Evaluator(fleet, examiner, config.evaluation, config.rollout, config.run.seed)
-            controller = Controller(fleet, examiner, evaluator, tracker, stack.enter_context(progress))
+            evaluator = Evaluator(engine, examiner, config.evaluation, config.rollout, config.run.seed)
+            controller = Controller(engine, examiner, evaluator, tracker, stack.enter_context(progress))
             for line in examiner.report:
                 progress.note(line)
         trainer = Trainer(
@@ -150,8 +150,10 @@ def build_actor(runtime: Runtime, config: Config, hf_config: HFConfig) -> Megatr
 
 
 def _start_engines(runtime: Runtime, config: Config, stack: ExitStack) -> EngineFleet | None:
-    """Ray on every rank; the engines on the controller, loading in the background."""
-    namespace, rollout = f"{config.run.name}-{config.run.seed}", config.rollout
+    """Ray on every rank; the engines on the controller, loading in the background. Where they share the trainer's cards
+    they are waited for and put to sleep: a model that is built meanwhile would take what they measure as free."""
+    namespace = f"{config.run.name}-{config.run.seed}"
+    rollout = config.rollout
     if runtime.is_controller:
         session = RaySession.start(namespace=namespace, object_store_mib=rollout.object_store_mib)
         stack.callback(session.close)
@@ -166,12 +168,18 @@ def _start_engines(runtime: Runtime, config: Config, stack: ExitStack) -> Engine
         device=runtime.device,
         joined="RAY_ADDRESS" in os.environ,
     )
-    if places is None:
-        return None
-    stack.callback(places.close)
-    options = [places.actor_options(number) for number in range(len(places.engines))]
-    fleet = EngineFleet(config.model.path, rollout, options=options)
-    stack.callback(fleet.close)
+    fleet = None
+    if places is not None:
+        stack.callback(places.close)
+        if config.model.random_weights:
+            rollout = rollout.model_copy(update={"load_format": "dummy"})
+        fleet = EngineFleet(config.model.path, rollout, options=places.options)
+        stack.callback(fleet.close)
+    if rollout.placement == "colocated":
+        if fleet is not None:
+            fleet.wait_until_ready()
+            fleet.sleep()
+        runtime.barrier()
     return fleet
 
 
