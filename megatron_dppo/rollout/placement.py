@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import ray
@@ -51,32 +51,27 @@ class EnginePlace:
         actor without GPUs of its own none, and a rank may see only some. CUDA, NVML and vLLM all take UUIDs."""
         return {"CUDA_VISIBLE_DEVICES": ",".join(f"GPU-{uuid}" for uuid in self.cards)} if self.cards else {}
 
-    def actor_options(self, groups: list[PlacementGroup] | None = None) -> dict[str, Any]:
-        """Options of the engine's Ray actor. A placement group that is made for it goes into `groups`."""
+    def actor_options(self, group: PlacementGroup | None = None) -> dict[str, Any]:
+        """Options of the engine's Ray actor; `group` is where Ray hands out its cards."""
+        options: dict[str, Any] = {"runtime_env": {"env_vars": self.environment}} if self.environment else {}
         if self.node is not None:
-            return {"num_gpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(self.node, soft=False)}
-        if not self.gpus:
-            return {"num_gpus": 0}
-        # One bundle: the workers of an engine are processes of one node.
-        group = placement_group([{"GPU": self.gpus}], strategy="STRICT_PACK")
-        if groups is not None:
-            groups.append(group)
-        return {"num_gpus": self.gpus, "scheduling_strategy": PlacementGroupSchedulingStrategy(group)}
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.node, soft=False)
+        elif group is not None:
+            options |= {"num_gpus": self.gpus, "scheduling_strategy": PlacementGroupSchedulingStrategy(group)}
+        return options
 
 
-@dataclass
 class Places:
-    """The places of a run's engines, on the controller."""
+    """The places of a run's engines, on the controller: options of their Ray actors, and what Ray set aside."""
 
-    engines: list[EnginePlace]
-    _groups: list[PlacementGroup] = field(default_factory=list)
-
-    def actor_options(self, number: int) -> dict[str, Any]:
-        """Of engine `number`, or of its successor when it is started again."""
-        return self.engines[number].actor_options(self._groups)
+    def __init__(self, engines: Sequence[EnginePlace]) -> None:
+        # One bundle for an engine: its workers are processes of one node.
+        groups = [placement_group([{"GPU": one.gpus}], strategy="STRICT_PACK") if one.gpus else None for one in engines]
+        self._groups = [group for group in groups if group is not None]
+        self.options = [one.actor_options(group) for one, group in zip(engines, groups, strict=True)]
 
     def close(self) -> None:
-        """Give placement groups back."""
+        """Give back what Ray set aside."""
         while self._groups:
             remove_placement_group(self._groups.pop())
 

@@ -312,15 +312,19 @@ class VllmEngine:
             raise
 
     def sleep(self) -> None:
-        """Give the GPU memory of weights and KV cache back. Without effect on a CPU."""
+        """Give the GPU memory of weights and KV cache back. Without effect on a CPU, or asleep."""
         self._check_alive()
+        if self._asleep:
+            return
         self._run(self._engine.sleep(level=2))
         self._asleep = {"weights", "kv_cache"}
         self._shut = "its weights went when it slept; wake them and sync"
 
     def wake(self, what: Literal["weights", "kv_cache"]) -> None:
-        """Allocate again; weights must be synced after, before anything is generated."""
+        """Allocate again what `sleep` gave back; weights must be synced after, before anything is generated."""
         self._check_alive()
+        if what not in self._asleep:
+            return
         self._run(self._engine.wake_up(tags=[what]))
         self._asleep.discard(what)
         if what == "weights":

@@ -91,7 +91,8 @@ class Trainer:
     def run(self, first_step: int) -> bool:
         """Steps `first_step + 1 .. trainer.steps`; `first_step` steps are done already (0, or what a checkpoint holds).
 
-        The weights of the checkpoint the engine was started from are those of step 0; a resumed run syncs first.
+        The weights of the checkpoint the engine was started from are those of step 0; a resumed run syncs first, and so
+        do one with random weights and one whose engines slept while the trainer was built.
         Returns whether the last step was reached: a run that is asked to stop (`StopRequest`) saves its state after the
         running step and returns False. Raises UserError, after saving the state, where engines fail too often.
         """
@@ -112,7 +113,8 @@ class Trainer:
 
     def _run(self, first_step: int) -> bool:
         self._step_now = first_step
-        if first_step > 0 or self._config.trainer.engine_weight_noise:
+        loaded = not self._config.model.random_weights and self._config.rollout.placement != "colocated"
+        if first_step > 0 or self._config.trainer.engine_weight_noise or not loaded:
             with self._watch("sync"):
                 self._assembly.sync(first_step)
         # A run that was stopped during an evaluation has the checkpoint of that step, but not its result.

@@ -68,8 +68,9 @@ class WeightSync:
             return 0.0
         start = time.perf_counter()
         if members is not None:
-            for member in members:
-                member.call("sleep")
+            # A dead engine holds no memory; the fleet finds out about it by itself.
+            engines = Recipients(members, timeout_s=self._rollout.sync_timeout_s)
+            engines.wait(engines.start("sleep"))
         dist.barrier()
         self._awake = False
         self._actor.onload()

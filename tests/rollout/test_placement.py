@@ -27,7 +27,6 @@ def test_colocated_engines_get_the_cards_of_their_ranks() -> None:
         ("node1", ("1.2", "1.3")),
     ]
     assert places[1].environment == {"CUDA_VISIBLE_DEVICES": "GPU-0.2,GPU-0.3"}
-    assert places[1].actor_options()["num_gpus"] == 0
 
 
 def test_a_colocated_engine_fits_on_one_node() -> None:

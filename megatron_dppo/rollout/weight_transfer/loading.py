@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -29,7 +30,8 @@ class BucketLoader:
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
-        self._model, self._device = model, device
+        self._model: Any = model
+        self._device = device
         self._experts: dict[str, RoutedExperts] = {
             module.layer_name: module for module in model.modules() if isinstance(module, RoutedExperts)
         }
