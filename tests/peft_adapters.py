@@ -6,12 +6,15 @@ import copy
 import json
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from peft import PeftModel
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 RANK, ALPHA = 4, 10.0
 LORA = {"rank": RANK, "alpha": ALPHA}
@@ -52,6 +55,8 @@ def with_peft(
     PEFT makes one adapter of gate's and up's: B is block-diagonal and trained, it would not stay so. The gradient of
     what must stay zero is dropped, so that PEFT trains the two adapters that the folder holds.
     """
+    from peft import PeftModel  # ranks import this module too, and need not wait for PEFT
+
     base = copy.deepcopy(model).to(dtype)
     if getattr(base.config, "num_experts", 0):
         base.set_experts_implementation("eager")  # the grouped product has no float64

@@ -30,9 +30,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the results; made when absent")
     parser.add_argument("--tiny", action="store_true", help="tiny model and sequences, for a CPU")
     parser.add_argument("--layers", type=int, default=4, help="layers of the comparison at the same size")
-    parser.add_argument(
-        "--most-full", type=int, nargs="*", default=[6, 5, 4], help="layers to try, the first that fits"
-    )
+    parser.add_argument("--most-full", type=int, nargs="*", default=[6, 5, 4], help="layers to try, most first")
     parser.add_argument("--most-lora", type=int, nargs="*", default=[38, 36, 33, 30, 26], help="the same for LoRA")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a trial")
     parser.add_argument("--rank", type=int, default=32)
