@@ -21,6 +21,7 @@ def is_on_a_gpu(item: pytest.Item) -> bool:
     return item.get_closest_marker("gpu") is not None
 
 
+@pytest.hookimpl(tryfirst=True)  # the plugin reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Group the tests, and begin with the groups that hold a slow one: whatever is long and begins last makes one
     worker wait for the other. Without workers nothing changes."""
