@@ -136,6 +136,7 @@ class MegatronActor:
             parallel=parallel,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
+            require_present=lambda: self._require("weights", "optimizer"),
         )
         """What a training state holds of this actor."""
         if optimizer.overlap_grad_reduce:
