@@ -142,6 +142,7 @@ class MegatronActor:
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             lora=lora,
+            require_present=lambda: self._require("weights", "optimizer"),
         )
         """What a training state holds of this actor."""
         if optimizer.overlap_grad_reduce:

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pydantic import ValidationError
 
 from megatron_dppo.actor.config import OptimizerConfig
+from megatron_dppo.errors import UserError
 from tests.actor.matrix import LAYOUTS, SHAPE, TEMPERATURE, Case, advantages, build_actor, exported
 from tests.distributed import run_ranks
 from tests.tiny import tiny_qwen3_moe
@@ -110,3 +112,10 @@ def test_few_launches_compute_what_many_do(tmp_path) -> None:
 def test_settings_that_do_not_fit(settings: dict, named: str) -> None:
     with pytest.raises(ValidationError, match=f"optimizer.{named}"):
         OptimizerConfig(**settings)
+
+
+def test_state_on_the_host_needs_a_device_to_be_away_from() -> None:
+    from megatron_dppo.actor.optimizer import build_optimizer
+
+    with pytest.raises(UserError, match=r"optimizer.cpu_offload_fraction=0.5 needs a CUDA device"):
+        build_optimizer(OptimizerConfig(cpu_offload_fraction=0.5), [torch.nn.Linear(1, 1)], torch.bfloat16)
