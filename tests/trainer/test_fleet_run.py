@@ -59,14 +59,14 @@ def test_a_killed_and_a_hung_engine_leave_the_curve_as_it_was(folder: Path) -> N
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     calm, disturbed = (History.read(folder / name) for name in ("calm", "disturbed"))
     for name, counts in (("engine_failures", [0, 0, 1, 1, 0, 0]), ("staleness_max", [0] * STEPS)):
-        np.testing.assert_array_equal(disturbed[f"rollout/{name}"][1], counts)
-    requeued = disturbed["rollout/requeued_sequences"][1]
+        np.testing.assert_array_equal(disturbed[f"rollout/{name}"].values, counts)
+    requeued = disturbed["rollout/requeued_sequences"].values
     assert (requeued[2:4] >= 8).all()
-    assert calm["rollout/engine_failures"][1].sum() == calm["rollout/requeued_sequences"][1].sum() == 0
+    assert calm["rollout/engine_failures"].values.sum() == calm["rollout/requeued_sequences"].values.sum() == 0
     # Seeds are the requests' own. What differs is rounding in batches of another make-up, which seldom turns a token.
-    print("reward/mean", calm["reward/mean"][1], disturbed["reward/mean"][1])
-    np.testing.assert_allclose(disturbed["reward/mean"][1], calm["reward/mean"][1], atol=0.03)
-    np.testing.assert_allclose(disturbed["data/tokens"][1], calm["data/tokens"][1], rtol=0.02)
+    print("reward/mean", calm["reward/mean"].values, disturbed["reward/mean"].values)
+    np.testing.assert_allclose(disturbed["reward/mean"].values, calm["reward/mean"].values, atol=0.03)
+    np.testing.assert_allclose(disturbed["data/tokens"].values, calm["data/tokens"].values, rtol=0.02)
 
 
 @pytest.mark.timeout(1200)
@@ -95,11 +95,11 @@ def test_steps_are_sampled_ahead_from_weights_one_step_older(folder: Path, parti
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     history = History.read(folder / name)
-    staleness = history["rollout/staleness_max"][1]
+    staleness = history["rollout/staleness_max"].values
     assert staleness[0] == 0
     assert staleness[1] == 1
     assert (staleness[2:] <= 2).all()
     assert staleness[2:].max() >= 1
-    assert history["rollout/engine_failures"][1].sum() == 1
-    assert (history["rollout/overlap_s"][1][1:] > 0).any()
-    assert "eval/accuracy" in history
+    assert history["rollout/engine_failures"].values.sum() == 1
+    assert (history["rollout/overlap_s"].values[1:] > 0).any()
+    assert history["eval/accuracy"].steps.tolist() == [0, 3, 6]
