@@ -58,11 +58,14 @@ class TrainingSignal:
     advantages    float32 `[B]`
     returns       float32 `[B]`, rewards before the baseline
     mini_batches  sequence numbers of each gradient step, every sequence at most once
+    epochs        passes over the mini-batches. The anchor does not move between them: mu is the rollout's, and what is
+                  recomputed (its statistics and, for R2, its routes) is so once, before the first pass
     """
 
     advantages: np.ndarray
     returns: np.ndarray
     mini_batches: Sequence[np.ndarray]
+    epochs: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +185,7 @@ class MegatronActor:
         return self._config.router_replay if self._moe_layers else "none"
 
     def update(self, source: SequenceSource, signal: TrainingSignal, *, count_masked: bool = False) -> dict[str, float]:
-        """One gradient step per mini-batch. Returns metrics, the same on all ranks. With `count_masked`,
+        """One gradient step per mini-batch and epoch. Returns metrics, the same on all ranks. With `count_masked`,
         `masked_counts` afterwards says which tokens the trust region blocked.
 
         Raises NonFiniteTraining after too many skipped steps in a row, RuntimeError where routes went missing.
@@ -202,7 +205,8 @@ class MegatronActor:
         metrics = TokenMetrics.empty(device)
         totals = StepTotals()
         blocked: Tensor | None = None
-        for number, (sequences, plan) in enumerate(zip(signal.mini_batches, plans, strict=True)):
+        for number in list(range(len(plans))) * signal.epochs:
+            sequences, plan = signal.mini_batches[number], plans[number]
             objective = MiniBatchObjective(
                 preset=self._preset,
                 denominators=Denominators(
@@ -251,7 +255,7 @@ class MegatronActor:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)  # no forward comes that would wait for the last step's weights
         self.masked_counts = blocked if count_masked else self.masked_counts
-        sequences_in_all = sum(len(sequences) for sequences in signal.mini_batches)
+        sequences_in_all = signal.epochs * sum(len(sequences) for sequences in signal.mini_batches)
         finals = metrics.finalize(sequences_in_all)
         policy = {f"policy/{_SHORT_NAMES.get(name, name)}": value for name, value in finals.items()}
         return (
