@@ -54,6 +54,9 @@ class TaskConfig(ConfigModel):
     its own rewards."""
     reward_workers: int = Field(default=2, ge=1)
     """Processes that judge answers for `math-verify` and `python` rewards."""
+    reward_placement: Literal["local", "ray"] = "local"
+    """Where they are: on the controller's machine, or as many on every node of the run's Ray cluster. `evaluate` has no
+    Ray and judges locally."""
     reward_memory_mib: int = Field(default=4096, ge=256)
     """Address space of each of them; an answer that needs more earns 0."""
 

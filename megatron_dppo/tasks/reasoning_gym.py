@@ -16,6 +16,7 @@ from megatron_dppo.tasks.prompt_set import PromptSet
 from megatron_dppo.tasks.prompting import encode_prompt, user_message
 from megatron_dppo.tasks.rewards.config import VerifierReward
 from megatron_dppo.tasks.rewards.grader import build_grader
+from megatron_dppo.tasks.rewards.pool import JudgePool, MakeJudges
 from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
 from megatron_dppo.tasks.task import Prompt
 
@@ -31,7 +32,14 @@ class ReasoningGymTask:
     prompt is ever trained on. Nothing here depends on the process, so every rank builds the same task.
     """
 
-    def __init__(self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int) -> None:
+    def __init__(
+        self,
+        config: TaskConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_response_tokens: int,
+        make_judges: MakeJudges = JudgePool,
+    ) -> None:
         self._config = config
         held_out = HELD_OUT_SIZE if config.held_out_size is None else config.held_out_size
         wanted = held_out + (config.train_size or TRAIN_SIZE)
@@ -63,6 +71,7 @@ class ReasoningGymTask:
             memory_mib=config.reward_memory_mib,
             max_response_tokens=max_response_tokens,
             verifier=self._verify,
+            make_judges=make_judges,
         )
         self.score, self.close = self._grader.score, self._grader.close
 

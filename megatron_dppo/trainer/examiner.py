@@ -15,8 +15,10 @@ from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.data_task import DataTask, data_grader, load_prompts
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.rewards.grader import Grader
+from megatron_dppo.tasks.rewards.pool import JudgePool, MakeJudges
 from megatron_dppo.tasks.task import Prompt, Rewards, Task
 from megatron_dppo.trainer.config import EvaluationConfig
+from megatron_dppo.trainer.ray_judges import RayJudges
 
 Scorer = Task | Grader
 """Whatever judges responses one by one."""
@@ -65,11 +67,13 @@ def judge(
 def build_examiner(config: Config, tokenizer: PreTrainedTokenizerBase) -> Examiner:
     """The task and the evaluation sets of a run. Raises UserError where there is nothing to evaluate on."""
     rollout, evaluation = config.rollout, config.evaluation
+    make_judges: MakeJudges = RayJudges if config.task.reward_placement == "ray" else JudgePool
     task = build_task(
         config.task,
         tokenizer,
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_response_tokens=rollout.max_response_tokens,
+        make_judges=make_judges,
     )
     sets, report = build_sets(
         evaluation,
@@ -78,6 +82,7 @@ def build_examiner(config: Config, tokenizer: PreTrainedTokenizerBase) -> Examin
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_response_tokens=rollout.max_response_tokens,
         scorer=task if isinstance(task, DataTask) else None,
+        make_judges=make_judges,
     )
     if evaluation.every and not sets and not (evaluation.prompts and task.held_out_size):
         raise UserError(
@@ -95,13 +100,14 @@ def build_sets(
     max_prompt_tokens: int,
     max_response_tokens: int,
     scorer: Scorer | None,
+    make_judges: MakeJudges = JudgePool,
 ) -> tuple[list[EvaluationSet], list[str]]:
     """The sets of `evaluation`, judged by `scorer` or, without one, by a grader of their own; and their report."""
     if not evaluation.sets:
         return [], []
     if scorer is None:
         rewards = task.rewards if task.kind == "data" else ()
-        scorer = data_grader(task.model_copy(update={"rewards": rewards}), max_response_tokens)
+        scorer = data_grader(task.model_copy(update={"rewards": rewards}), max_response_tokens, make_judges)
     sets, lines = [], []
     for one in evaluation.sets:
         put = task if one.prompt is None else task.model_copy(update={"prompt": one.prompt})

@@ -20,7 +20,7 @@ from megatron_dppo.tasks.rewards.config import (
 )
 from megatron_dppo.tasks.rewards.custom import CustomJudge
 from megatron_dppo.tasks.rewards.math import MathJudge
-from megatron_dppo.tasks.rewards.pool import JudgePool, TimedJudge
+from megatron_dppo.tasks.rewards.pool import JudgePool, Judges, MakeJudges, TimedJudge
 from megatron_dppo.tasks.rewards.simple import ExactMatch, Format, Overlong
 from megatron_dppo.tasks.rewards.verdict import Answered, Reward, Verdict
 from megatron_dppo.tasks.task import Prompt, Rewards
@@ -41,7 +41,7 @@ class _OneByOne:
 @dataclass(frozen=True)
 class _Pooled:
     name: str
-    pool: JudgePool
+    pool: Judges
 
     def judge(self, items: Sequence[Answered]) -> list[Verdict]:
         return self.pool.judge([(self.name, item) for item in items])
@@ -67,7 +67,7 @@ class Grader:
 
     parts: Sequence[_Part]
     answer_pattern: re.Pattern[str]
-    pool: JudgePool | None = field(default=None)
+    pool: Judges | None = field(default=None)
 
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], lengths: Sequence[int] | np.ndarray | None = None
@@ -132,13 +132,15 @@ def build_grader(
     memory_mib: int,
     max_response_tokens: int,
     verifier: Callable[[Answered], Verdict] | None = None,
+    make_judges: MakeJudges = JudgePool,
 ) -> Grader:
-    """The rewards of `configs`; `verifier` is the task's own. Raises UserError for settings that contradict."""
+    """The rewards of `configs`; `verifier` is the task's own, `make_judges` says where those run that need processes.
+    Raises UserError for settings that contradict."""
     names = [config.label for config in configs]
     if len(set(names)) < len(names):
         raise UserError(f"task.rewards: two are named alike ({', '.join(names)}); set name")
     judges = {config.label: judge for config in configs if (judge := _judge(config)) is not None}
-    pool = JudgePool(judges, workers=workers, memory_mib=memory_mib) if judges else None
+    pool = make_judges(judges, workers=workers, memory_mib=memory_mib) if judges else None
     if configs[0].kind == "overlong":
         raise UserError("task.rewards: the first reward decides what is correct; overlong cannot, put another first")
     parts = []

@@ -37,6 +37,20 @@ class TimedJudge:
     timeout_s: float
 
 
+class Judges(Protocol):
+    """Somewhere judges run: `JudgePool` on this machine, `RayJudges` on the nodes of a Ray cluster."""
+
+    def judge(self, tasks: Sequence[tuple[str, Answered]]) -> list[Verdict]: ...
+
+    def close(self) -> None: ...
+
+
+class MakeJudges(Protocol):
+    """Makes such a place for these judges, by name."""
+
+    def __call__(self, judges: Mapping[str, TimedJudge], *, workers: int, memory_mib: int) -> Judges: ...
+
+
 class JudgePool:
     """Runs judges in `workers` processes. A process that takes too long for one answer is killed and replaced; the
     others go on meanwhile, so `judge` takes at most the time limits divided among the workers.

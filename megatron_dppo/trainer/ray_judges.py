@@ -1,0 +1,113 @@
+"""Reward workers on the nodes of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.tasks.rewards.pool import START_TIMEOUT_S, JudgePool, TimedJudge
+from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
+
+_LOST = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.ActorUnschedulableError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.GetTimeoutError,
+)
+
+
+class JudgeActor:
+    """Runs on a node: a `JudgePool` of that machine, so that what hangs, crashes or leaks is ended there."""
+
+    def __init__(self, judges: Mapping[str, TimedJudge], folder: str, workers: int, memory_mib: int) -> None:
+        self._folder = folder
+        self._pool = JudgePool(judges, workers=workers, memory_mib=memory_mib)
+
+    def judge(self, tasks: list[tuple[str, Answered]]) -> list[Verdict]:
+        try:
+            os.chdir(self._folder)  # the workers look for a user's functions there first
+        except OSError as error:
+            raise UserError(
+                f"task.reward_placement=ray: {self._folder}, where the run was started, is not there on "
+                f"{socket.gethostname()} ({error.strerror}); start it in a shared folder, or judge locally"
+            ) from None
+        return self._pool.judge(tasks)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one node judges: numbers of the tasks, their verdicts to come, and the seconds they may take."""
+
+    node: str
+    numbers: Sequence[int]
+    verdicts: Any
+    patience: float
+
+
+class RayJudges:
+    """`JudgePool` spread over the living nodes of the connected Ray, `workers` processes on each.
+
+    With n nodes each gets every n-th answer. A node that is lost, or has not answered when its share must be over, is
+    left out of the rest of the call and its share is judged by the others. Actors start with the first call, one a
+    node, and end with `close` or with the run's Ray.
+    """
+
+    def __init__(self, judges: Mapping[str, TimedJudge], *, workers: int, memory_mib: int) -> None:
+        self._judges, self._workers, self._memory_mib = dict(judges), workers, memory_mib
+        self._actors: dict[str, Any] = {}
+
+    def judge(self, tasks: Sequence[tuple[str, Answered]]) -> list[Verdict]:
+        """See `JudgePool.judge`. RuntimeError also where every node was lost."""
+        verdicts: dict[int, Verdict] = {}
+        lost: set[str] = set()
+        while waiting := [number for number in range(len(tasks)) if number not in verdicts]:
+            nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in lost]
+            if not nodes:
+                raise RuntimeError(f"no node is left to judge answers on: {len(lost)} did not answer or are gone")
+            for share in list(self._hand_out(tasks, waiting, nodes)):
+                try:
+                    answers = ray.get(share.verdicts, timeout=share.patience)
+                except _LOST:
+                    lost.add(share.node)
+                    self._end(share.node)
+                except ray.exceptions.RayTaskError as error:
+                    self.close()  # what is under way elsewhere is of no use any more
+                    raise error.cause from error if isinstance(error.cause, Exception) else None
+                else:
+                    verdicts |= zip(share.numbers, answers, strict=True)
+        return [verdicts[number] for number in range(len(tasks))]
+
+    def close(self) -> None:
+        """End the actors and their workers. New ones are started if this is used again."""
+        for node in list(self._actors):
+            self._end(node)
+
+    def _hand_out(
+        self, tasks: Sequence[tuple[str, Answered]], waiting: Sequence[int], nodes: Sequence[str]
+    ) -> Iterator[_Share]:
+        for first, node in enumerate(nodes):
+            if numbers := waiting[first :: len(nodes)]:
+                part = [tasks[number] for number in numbers]
+                # If every answer hangs, each costs its limit and a new process.
+                limits = sum(2 * self._judges[name].timeout_s for name, _ in part) / self._workers
+                verdicts = self._actor(node).judge.remote(part)
+                yield _Share(node, numbers, verdicts, 2 * START_TIMEOUT_S + limits)
+
+    def _actor(self, node: str) -> Any:
+        if node not in self._actors:
+            here = NodeAffinitySchedulingStrategy(node, soft=False)
+            placed = ray.remote(JudgeActor).options(num_cpus=0, max_restarts=0, scheduling_strategy=here)
+            self._actors[node] = placed.remote(self._judges, os.getcwd(), self._workers, self._memory_mib)
+        return self._actors[node]
+
+    def _end(self, node: str) -> None:
+        actor = self._actors.pop(node, None)
+        if actor is not None and ray.is_initialized():  # with the session over the actor is gone
+            ray.kill(actor)
