@@ -33,7 +33,9 @@ from megatron_dppo.algorithm import Denominators, Preset, TokenMetrics
 from megatron_dppo.batch import SequenceSource
 from megatron_dppo.checkpoint.hf_export import WeightExporter
 from megatron_dppo.checkpoint.training_state import Trainee
+from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.router_replay.accounting import ReplayAccount, settle
 from megatron_dppo.router_replay.layout import LocalRoutes
@@ -94,15 +96,18 @@ class MegatronActor:
         hf_config: HFConfig,
         temperature: float,
         normaliser: float,
+        lora: LoraConfig | None = None,
     ) -> None:
         """
         hf_config    of the model the chunks are shards of
         temperature  of the rollout: the policy is `softmax(logits / temperature)`
         normaliser   L of the aggregation `seq-mean-token-sum-norm`, in tokens
+        lora         of the adapters that are on the chunks (`attach_adapters`); None trains all weights
         """
         self.runtime = runtime
         self.model = list(chunks)
         self._exporter = WeightExporter(self.model, hf_config, runtime.groups)
+        self._buckets: WeightBuckets | None = None
         self._config, self._preset = config, preset
         self._vocab_size, self._temperature, self._normaliser = hf_config.vocab_size, temperature, normaliser
         self._skipped_in_a_row = 0
@@ -136,6 +141,7 @@ class MegatronActor:
             parallel=parallel,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
+            lora=lora,
             require_present=lambda: self._require("weights", "optimizer"),
         )
         """What a training state holds of this actor."""
@@ -302,6 +308,13 @@ class MegatronActor:
         """Every weight by its Hugging Face name, streamed: whole on rank 0, None elsewhere (see `WeightExporter`)."""
         self._require("weights")
         return self._exporter.stream()
+
+    def weight_buckets(self, bucket_bytes: int) -> WeightBuckets:
+        """The weights as they go to an engine, planned once."""
+        self._require("weights")
+        if self._buckets is None:
+            self._buckets = self._exporter.buckets(bucket_bytes)
+        return self._buckets
 
     def offload(self, parts: Iterable[Part] = PARTS) -> int:
         """Move these to host memory, so that the engine can have the card (see `Offloader`); the bytes freed here."""
