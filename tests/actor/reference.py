@@ -180,6 +180,7 @@ class Reference:
                 loss.backward()
                 trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
                 gradients = {name: p.grad.numpy().copy() for name, p in trained}
+                sensitivity = self._sensitivity(sequences, before)
                 norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
                 optimizer.step()
                 history.append((float(loss.detach()), float(norm), gradients, sensitivity))
@@ -189,7 +190,7 @@ class Reference:
         """How far the gradient moves, as a share of its norm, when every weight is off by a rounding of float32 (the
         larger of two tries). Leaves weights and gradients as they are."""
         generator = torch.Generator().manual_seed(0)
-        parameters = list(self.model.parameters())
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
         weights, gradients = [p.detach().clone() for p in parameters], [p.grad for p in parameters]
         norm, moved = torch.nn.utils.get_total_norm(gradients), 0.0
         for _ in range(2):
