@@ -2,15 +2,24 @@
 """:"
 # The paper's experiments with Qwen3-30B-A3B (Section 7): DPPO with a mixture-of-experts model.
 #
-#   bash examples/run_qwen3_moe_dppo.sh [a.b=c ...]
-#   torchrun --nnodes 4 --nproc-per-node 8 ... examples/run_qwen3_moe_dppo.sh [a.b=c ...]
+#   bash examples/run_qwen3_moe_dppo.sh [--random-weights [--layers N]] [a.b=c ...]
+#   torchrun [--nnodes 4 --nproc-per-node 8 ...] examples/run_qwen3_moe_dppo.sh [a.b=c ...]
 #
-# Each a.b=c overrides a key of the experiment's YAML file: algorithm.preset=grpo-clip-higher is a baseline. Variables:
+# torchrun without options takes all GPUs of the node, as bash does. Each a.b=c overrides a key of the experiment's YAML
+# file: algorithm.preset=grpo-clip-higher is a baseline. Engines run on the trainer's GPUs (rollout.placement=colocated)
+# or on others (fleet): those that the ranks leave free on this node, or those of the Ray cluster in RAY_ADDRESS.
+#
+# --random-weights tries the same program without a download: the model's shapes (--layers of its 48) with random
+# weights, arithmetic in place of the experiment's questions, small steps, and a layout for the GPUs that are there.
+#   NPROC=1 bash examples/run_qwen3_moe_dppo.sh --random-weights --layers 2 rollout.placement=fleet
+#
+# Variables:
 #   EXPERIMENT moe_base_r3 (default), moe_base or moe_thinking
 #   MODEL_DIR  folder of the Hugging Face checkpoint (default models/ and the model's name)
 #   RUN_DIR    folder of the run: metrics, plots, checkpoints, result (default runs/EXPERIMENT/START-TIME)
 #   SEED       of the data's order and the sampling (default 0)
-#   NPROC      ranks, when started by bash (default 8)
+#   NPROC      ranks, when started by bash (default: one per GPU)
+#   RAY_ADDRESS  host:port of a running Ray cluster to take part in; absent, the run starts a Ray of its own
 #   PYTHON     interpreter, when started by bash (default .venv/bin/python, made first where there is none)
 #
 # torchrun starts a file with Python, so this one is both: to bash the line above is a command that does nothing, to
@@ -35,5 +44,7 @@ MODELS = {
 }
 
 if __name__ == "__main__":  # processes that the run spawns import this file again
-    run_experiment(main, MODELS, script=__file__)
+    run_experiment(
+        main, MODELS, script=__file__, shapes=dict.fromkeys(MODELS.values(), "tools/make_qwen3_moe_shapes.py")
+    )
 # end of Python

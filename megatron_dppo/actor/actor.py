@@ -18,7 +18,7 @@ from megatron_dppo.actor.aux_losses import AuxiliaryLosses
 from megatron_dppo.actor.config import ActorConfig, OptimizerConfig, ReplayMode
 from megatron_dppo.actor.forward import run_schedule
 from megatron_dppo.actor.layer_groups import gather_layer_groups
-from megatron_dppo.actor.microbatch import Microbatch, MicrobatchBuilder
+from megatron_dppo.actor.microbatch import Microbatch, MicrobatchBuilder, MicrobatchStream
 from megatron_dppo.actor.objective import MicrobatchReport, MiniBatchObjective, Recomputed, collect
 from megatron_dppo.actor.offload import PARTS, Offloader, Part
 from megatron_dppo.actor.optimizer import build_optimizer, guarded_step
@@ -33,6 +33,7 @@ from megatron_dppo.algorithm import Denominators, Preset, TokenMetrics
 from megatron_dppo.batch import SequenceSource
 from megatron_dppo.checkpoint.hf_export import WeightExporter
 from megatron_dppo.checkpoint.training_state import Trainee
+from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
@@ -106,6 +107,7 @@ class MegatronActor:
         self.runtime = runtime
         self.model = list(chunks)
         self._exporter = WeightExporter(self.model, hf_config, runtime.groups)
+        self._buckets: WeightBuckets | None = None
         self._config, self._preset = config, preset
         self._vocab_size, self._temperature, self._normaliser = hf_config.vocab_size, temperature, normaliser
         self._skipped_in_a_row = 0
@@ -140,6 +142,7 @@ class MegatronActor:
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             lora=lora,
+            require_present=lambda: self._require("weights", "optimizer"),
         )
         """What a training state holds of this actor."""
         if optimizer.overlap_grad_reduce:
@@ -215,9 +218,7 @@ class MegatronActor:
             )
             own_routes = None if before is None else before[number].routes
             with self.phases("microbatches"):
-                microbatches = self._build(source, plan, replay="none" if own_routes else self._replay)
-            if own_routes is not None:
-                microbatches = [dataclasses.replace(m, routes=r) for m, r in zip(microbatches, own_routes, strict=True)]
+                microbatches = self._build(source, plan, replay=self._replay, own_routes=own_routes)
             totals.add_plan(plan)
             self._aux_losses.start(plan.padded_rows)
             for chunk in self.chunks:
@@ -308,6 +309,13 @@ class MegatronActor:
         self._require("weights")
         return self._exporter.stream()
 
+    def weight_buckets(self, bucket_bytes: int) -> WeightBuckets:
+        """The weights as they go to an engine, planned once."""
+        self._require("weights")
+        if self._buckets is None:
+            self._buckets = self._exporter.buckets(bucket_bytes)
+        return self._buckets
+
     def offload(self, parts: Iterable[Part] = PARTS) -> int:
         """Move these to host memory, so that the engine can have the card (see `Offloader`); the bytes freed here."""
         return self._offloader.offload(parts)
@@ -334,26 +342,34 @@ class MegatronActor:
         )
         return plan.of(sequences)
 
-    def _build(self, source: SequenceSource, plan: PackPlan, *, replay: ReplayMode) -> list[Microbatch]:
-        """This rank's microbatches: with the engine's routes (r3), a record of nothing but gaps (r2), or without.
-        Pulls the rows and columns they need, and nothing else."""
+    def _build(
+        self, source: SequenceSource, plan: PackPlan, *, replay: ReplayMode, own_routes: list[LocalRoutes] | None = None
+    ) -> MicrobatchStream:
+        """This rank's microbatches: with the engine's routes (r3), a record of nothing but gaps (r2), or without;
+        or with `own_routes`. Pulls the rows and columns they need, and nothing else."""
+        if own_routes is not None:
+            replay = "none"
         columns, rank = self._builder.columns(routes=replay == "r3"), self.runtime.groups.dp.rank()
-        built = []
-        for pack, rows in zip(plan.packs[rank], plan.rows[rank], strict=True):
+
+        def make(number: int) -> Microbatch:
+            pack = plan.packs[rank][number]
             batch = source.rows(np.asarray(pack, dtype=np.int64), columns)
             if replay == "r2" and self._routers:
                 router = self._routers[0][1]
                 gaps = Routes.gaps(len(batch.input_ids), len(self._layers), router.topk, router.config.num_moe_experts)
                 batch = dataclasses.replace(batch, routes=gaps)
-            built.append(self._builder.build(batch, pack, pack_rows=rows, replay=replay != "none"))
-        return built
+            made = self._builder.build(batch, pack, pack_rows=plan.rows[rank][number], replay=replay != "none")
+            return made if own_routes is None else dataclasses.replace(made, routes=own_routes[number])
 
-    def _run(self, microbatches: list[Microbatch], loss: Any, **options: Any) -> list[Any]:
+        return MicrobatchStream(make, plan.rows[rank])
+
+    def _run(self, microbatches: MicrobatchStream, loss: Any, **options: Any) -> list[Any]:
         return run_schedule(
             self.chunks,
             microbatches,
             loss,
             vocab_size=self._vocab_size,
+            device=self.runtime.device,
             tensor_group=self.runtime.groups.tp,
             temperature=self._temperature,
             **options,

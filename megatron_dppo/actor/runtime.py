@@ -31,6 +31,10 @@ class Runtime:
         """Rank 0 drives the rollout engine, scores answers and writes what people read."""
         return self.rank == 0
 
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+        dist.barrier()
+
     def broadcast[T](self, value: T | None) -> T:
         """The controller's object, on every rank."""
         box = [value]

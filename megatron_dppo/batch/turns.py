@@ -10,7 +10,9 @@ from megatron_dppo.batch.rollout_batch import RolloutBatch
 from megatron_dppo.router_replay.routes import Routes
 
 
-def join_turns(turns: Sequence[RolloutBatch], *, request_id: str, finish_reason: str) -> RolloutBatch:
+def join_turns(
+    turns: Sequence[RolloutBatch], *, request_id: str, finish_reason: str, latest_prompt: bool = False
+) -> RolloutBatch:
     """The whole episode as one sequence of a `RolloutBatch`.
 
     turns  batches of one sequence each; the prompt of a turn is all tokens of the turn before it, then what the
@@ -19,7 +21,9 @@ def join_turns(turns: Sequence[RolloutBatch], *, request_id: str, finish_reason:
     Of every sampled token `mu_logp`, the top K and the weight version are those of the turn that sampled it; all other
     tokens have an empty record and are out of the loss mask. The route of a token is that of the first forward that
     routed it: of the turn that sampled it, and for the last token of a turn and the environment's tokens, which that
-    turn never fed to the model, of the next turn's prefill. The very last token has none.
+    turn never fed to the model, of the next turn's prefill. The very last token has none. `latest_prompt` takes the
+    routes and the version of the first turn's prompt from the last turn's prefill, except those of its last token,
+    whose forward sampled (a response that was cut and went on under new weights).
 
     Raises ValueError where a turn does not begin with the turn before it.
     """
@@ -30,6 +34,7 @@ def join_turns(turns: Sequence[RolloutBatch], *, request_id: str, finish_reason:
     topk_ids = np.full((tokens, last.top_k), -1, dtype=np.int32)
     topk_logp = np.full((tokens, last.top_k), -np.inf, dtype=np.float32)
     versions = np.zeros(tokens, dtype=np.int32)
+    routed_by = np.zeros(tokens, dtype=np.int64)
     experts = None if last.routes is None else np.zeros_like(last.routes.experts)
     valid = np.zeros(tokens, dtype=np.bool_)
     before = last.token_ids[:0]
@@ -48,7 +53,18 @@ def join_turns(turns: Sequence[RolloutBatch], *, request_id: str, finish_reason:
         if experts is not None and turn.routes is not None:
             routed = slice(max(done - 1, 0), length)
             experts[routed], valid[routed] = turn.routes.experts[routed], turn.routes.valid[routed]
+            routed_by[routed] = turn.routes.weight_versions[routed]
         before = turn.token_ids
+    if latest_prompt:
+        prompt = slice(0, int(turns[0].prompt_lengths[0]))
+        versions[prompt] = last.weight_versions[prompt]
+        if experts is not None and last.routes is not None:
+            prefilled = slice(0, prompt.stop - 1)
+            experts[prefilled], valid[prefilled] = last.routes.experts[prefilled], last.routes.valid[prefilled]
+            routed_by[prefilled] = last.routes.weight_versions[prefilled]
+    routes = None
+    if experts is not None and last.routes is not None:
+        routes = Routes(experts, valid, last.routes.num_experts).routed_under(routed_by)
     return RolloutBatch(
         token_ids=last.token_ids,
         offsets=np.array([0, tokens], dtype=np.int64),
@@ -57,7 +73,7 @@ def join_turns(turns: Sequence[RolloutBatch], *, request_id: str, finish_reason:
         mu_logp=mu_logp,
         topk_ids=topk_ids,
         topk_logp=topk_logp,
-        routes=None if experts is None or last.routes is None else Routes(experts, valid, last.routes.num_experts),
+        routes=routes,
         request_ids=(request_id,),
         finish_reasons=(finish_reason,),
         weight_versions=versions,

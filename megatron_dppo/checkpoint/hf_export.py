@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_dppo.checkpoint.weight_buckets import Source, WeightBuckets
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import Owned, owned_parameters
 from megatron_dppo.models.names import Block, Piece, Shape
 
 BUCKET_BYTES = 128 * 2**20
-
-
-@dataclass(frozen=True)
-class _Source:
-    """One block of a Hugging Face tensor and the rank that sends it."""
-
-    rank: int
-    block: Block
 
 
 @dataclass(frozen=True)
@@ -69,17 +63,23 @@ class ShardExporter:
                     dtypes[piece.hf_name] = owned.parameter.dtype
         published: list[tuple[list[tuple[str, Block]], dict[str, torch.dtype]]] = [([], {})] * dist.get_world_size()
         dist.all_gather_object(published, (list(self._local), dtypes))
-        self._sources: dict[str, list[_Source]] = {name: [] for name in shapes}
+        self._sources: dict[str, list[Source]] = {name: [] for name in shapes}
         taken: set[tuple[str, Block]] = set()
         for rank, (blocks, rank_dtypes) in enumerate(published):
             dtypes |= rank_dtypes
             for name, block in blocks:
                 if (name, block) not in taken:  # norms on every tensor-parallel rank, tied embeddings on two stages
                     taken.add((name, block))
-                    self._sources[name].append(_Source(rank, block))
+                    self._sources[name].append(Source(rank, block))
         for name, shape in shapes.items():
             check_tiling(name, shape, [source.block for source in self._sources[name]])
         self.tensors = [ExportedTensor(name, shape, dtypes[name]) for name, shape in shapes.items()]
+
+    def buckets(self, bucket_bytes: int) -> WeightBuckets:
+        """The model as byte buckets for a weight sync; planned without communication, the same on every rank."""
+        tensors = [(tensor.name, tensor.shape, tensor.dtype) for tensor in self.tensors]
+        local = {key: partial(owned.block, piece) for key, (owned, piece) in self._local.items()}
+        return WeightBuckets(tensors, self._sources, local, rank=self._rank, bucket_bytes=bucket_bytes)
 
     def stream(
         self, *, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
@@ -141,7 +141,7 @@ class ShardExporter:
             result[tensor.name] = whole
         return result
 
-    def _block(self, tensor: ExportedTensor, source: _Source) -> torch.Tensor:
+    def _block(self, tensor: ExportedTensor, source: Source) -> torch.Tensor:
         owned, piece = self._local[tensor.name, source.block]
         return owned.block(piece).to(tensor.dtype)
 

@@ -8,7 +8,7 @@ import pickle
 import queue
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,6 +59,8 @@ class Trainee:
     optimizer: MegatronOptimizer | None = None
     scheduler: Scheduler | None = None
     lora: LoraConfig | None = None
+    require_present: Callable[[], None] = lambda: None
+    """Raises where tensors are not in their places now (offloaded to the host)."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class TrainingStates:
         Master weights and moments of a data-parallel group are gathered bucket by bucket into host memory. A failing
         rank (a full disk) fails every rank with the same `UserError`, and the states before it stay as they were.
         """
+        self.trainee.require_present()
         self.finish()
         check_side_files(self.trainee.model.path)
         trainee, described = self.trainee, self._describe(step, progress)
@@ -136,6 +139,7 @@ class TrainingStates:
         Refused with a `UserError`: an empty or incomplete folder, another model, another parameter dtype, tensors
         that one side lacks. Nothing in the folder is executed.
         """
+        self.trainee.require_present()
         source = Path(folder) if folder is not None else state_folder.latest_state(self.root)
         described = state_folder.read_description(source)
         trainee = self.trainee

@@ -23,6 +23,9 @@ class AlgorithmConfig(ConfigModel):
     """What is subtracted from a reward: the mean of its group, or of the others of its group."""
     divide_by_std: bool = False
     """Divide advantages by the group's standard deviation (the paper does not)."""
+    overlong_filter: bool = False
+    """Leave answers that were cut at `rollout.max_response_tokens` out of the loss. Their rewards still count in the
+    baseline of their group."""
     normaliser: float | None = Field(default=None, gt=0)
     """L of the aggregation `seq-mean-token-sum-norm`, in tokens; `rollout.max_response_tokens` when absent."""
 

@@ -37,6 +37,8 @@ class ModelConfig(ConfigModel):
 
     path: Path
     """Folder with a Hugging Face checkpoint: config.json, safetensors, tokenizer."""
+    random_weights: bool = False
+    """Draw the weights from `run.seed`; the folder then needs no safetensors. For trying out large shapes."""
 
 
 class Config(ConfigModel):

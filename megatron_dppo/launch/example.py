@@ -81,18 +81,21 @@ def run_example(
     processes: str,
     model: MadeOnce | Downloaded,
     settings: Mapping[str, object],
+    overrides: Sequence[str] | None = None,
 ) -> None:
-    """Run `main([*arguments, *extra])` on all ranks and exit; `extra` is what follows the script's name.
+    """Run `main([*arguments, *overrides])` on all ranks and exit; the overrides are by default what follows the
+    script's name.
 
-    Started by torchrun (or another launcher that sets LOCAL_RANK) this process is one rank. Started alone it makes the
-    model, then starts `processes` ranks of the same `script`. `settings` are the variables that name this run: with
+    Started by torchrun (or another launcher that sets LOCAL_RANK) this process is one rank. Started alone, or by a
+    torchrun that was given no options, it makes the model, then starts `processes` ranks of the same `script`.
+    `settings` are the variables that name this run: with
     them the closing line after an interruption says how to go on.
     """
     extra = sys.argv[1:]
 
     def rank() -> int:
         model.ensure()
-        return main([*arguments, *extra])
+        return main([*arguments, *(extra if overrides is None else overrides)])
 
     def launch() -> int:
         if not processes.isdecimal() or int(processes) < 1:
@@ -103,4 +106,18 @@ def run_example(
         on_stop = f"To go on from the last checkpoint, if there is one: {again}"
         return launch_local([sys.executable, "-u", script, *extra], processes=int(processes), on_stop=on_stop)
 
-    sys.exit(exit_status(rank if "LOCAL_RANK" in os.environ else launch))
+    sys.exit(exit_status(rank if "LOCAL_RANK" in os.environ and not _bare_torchrun(script) else launch))
+
+
+def _bare_torchrun(script: str) -> bool:
+    """Whether torchrun was given nothing but the script (it starts one rank then; we want one per GPU)."""
+    if os.environ.get("WORLD_SIZE") != "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    command = psutil.Process(os.getppid()).cmdline()
+    where = next((i for i, part in enumerate(command) if Path(part).resolve() == Path(script).resolve()), None)
+    if where is None:
+        return False
+    launcher = [part for part in command[:where] if part not in ("-m", "torch.distributed.run")]
+    return any("torchrun" in part or "torch.distributed.run" in part for part in command[:where]) and not any(
+        part.startswith("-") for part in launcher
+    )

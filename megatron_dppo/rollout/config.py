@@ -25,6 +25,14 @@ class RolloutConfig(ConfigModel):
     router_replay: bool = True
     """Record the experts of every token (R3). Ignored for models without experts."""
 
+    placement: Literal["fleet", "colocated"] = "fleet"
+    """Where engines run: on cards of their own, or on the trainer's, which then change hands twice a step (needs
+    `enable_sleep`)."""
+    weight_transfer: Literal["auto", "object_store", "ipc", "broadcast"] = "auto"
+    """How weights reach the engines: through Ray's object store by way of rank 0; through memory of the shared card
+    (CUDA IPC, colocated only); by broadcast from the ranks that own them (NCCL, on a CPU gloo). "auto" takes ipc when
+    colocated, broadcast for a fleet on GPUs and the object store on a CPU."""
+
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
     """Of the engine's weights and activations; "auto" takes the checkpoint's."""
     load_format: Literal["auto", "dummy"] = "auto"
@@ -52,15 +60,38 @@ class RolloutConfig(ConfigModel):
     than they compute, above all on cores shared with others. On a GPU without effect."""
 
     sequences_per_object: int = Field(default=64, ge=1)
-    """Sequences per object in Ray's object store: the grain in which ranks pull rollouts."""
+    """Sequences per object in Ray's object store: the grain in which engines are given work and ranks pull rollouts.
+    An object holds whole groups, at least one."""
     object_store_mib: int = Field(default=512, ge=80)
     """Size of the object store of a Ray that this run starts; reduced where /dev/shm is smaller."""
     weight_sync_bucket_mib: int = Field(default=256, ge=1)
     """Bytes of weights under way at once in a sync. A tensor larger than this travels alone."""
     start_timeout_s: float = Field(default=1800.0, gt=0.0)
     """From creating the engine until it must be ready."""
-    generate_timeout_s: float = Field(default=7200.0, gt=0.0)
-    """For one `generate` call; what is unfinished then is aborted and the call fails."""
+    request_timeout_s: float = Field(default=7200.0, gt=0.0)
+    """For one request, from being given to an engine to its last token. Its group is then sampled once more, on another
+    engine where there is one; the second time the run ends."""
+    stall_timeout_s: float = Field(default=300.0, gt=0.0)
+    """An engine with work whose core does not come back from a step for so long hangs, and is replaced."""
+    max_engine_failures: int = Field(default=8, ge=0)
+    """Engines that may die, hang or answer nonsense in one run. One more saves the state and ends it."""
+
+    engines: int = Field(default=1, ge=1)
+    """Engines of a fleet."""
+    schedule: Literal["synchronous", "one_step_off"] = "synchronous"
+    """"one_step_off" samples the next step's answers while this step's are trained on: they come from weights that are
+    one step older (`log mu` is that of the weights which sampled). See docs/rollouts.md."""
+    max_staleness: int = Field(default=1, ge=1)
+    """Steps that the weights of a token may be older than those it is first trained on ("one_step_off"). So many steps
+    are sampled ahead."""
+    partial_rollouts: bool = False
+    """At a weight sync, cut responses that are under way and go on under the new weights, rather than wait for them."""
+    oversample: float = Field(default=0.0, ge=0.0, le=4.0)
+    """Sample so many prompts more than a step needs, as a fraction of `trainer.prompts_per_step`. The prompts whose
+    answers are complete first are trained on and the others dropped, which favours short answers. 0 drops nothing."""
+    max_tokens_in_flight: int | None = Field(default=None, ge=1)
+    """Most tokens, prompts and `max_response_tokens` together, of the requests that an engine is given at once; further
+    groups wait for the first engine with room. None: twice what it decodes together (`max_num_seqs`)."""
     sync_timeout_s: float = Field(default=600.0, gt=0.0)
     """For each bucket of a weight sync."""
 
@@ -69,12 +100,49 @@ class RolloutConfig(ConfigModel):
         """Longest sequence, prompt included."""
         return self.max_prompt_tokens + self.max_response_tokens
 
+    def transfer_for(self, device: str) -> Literal["object_store", "ipc", "broadcast"]:
+        """The way of `weight_transfer` on a device type."""
+        if self.weight_transfer != "auto":
+            return self.weight_transfer
+        if device != "cuda":
+            return "object_store"
+        return "ipc" if self.placement == "colocated" else "broadcast"
+
     @model_validator(mode="after")
     def _cross_check(self) -> RolloutConfig:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"rollout.max_num_batched_tokens={self.max_num_batched_tokens} cannot hold one token for each of "
                 f"rollout.max_num_seqs={self.max_num_seqs} sequences; raise the first or lower the second"
+            )
+        if self.placement == "colocated" and not self.enable_sleep:
+            raise ValueError(
+                "rollout.placement=colocated shares cards between trainer and engine: set rollout.enable_sleep=true"
+            )
+        if self.weight_transfer == "ipc" and self.placement != "colocated":
+            raise ValueError(
+                "rollout.weight_transfer=ipc needs trainer and engine on the same cards: set "
+                "rollout.placement=colocated, or another weight_transfer"
+            )
+        if self.weight_transfer == "broadcast" and self.placement == "colocated":
+            raise ValueError(
+                "rollout.weight_transfer=broadcast: NCCL refuses two members on one card; with "
+                "rollout.placement=colocated use ipc"
+            )
+        if self.placement == "colocated" and self.schedule == "one_step_off":
+            raise ValueError(
+                "rollout.schedule=one_step_off needs engines on cards of their own: with rollout.placement=colocated "
+                "they sleep while the trainer works"
+            )
+        if self.schedule == "synchronous" and self.max_staleness != 1:
+            raise ValueError(
+                f"rollout.max_staleness={self.max_staleness} needs rollout.schedule=one_step_off; the synchronous "
+                "schedule trains on tokens of the newest weights only"
+            )
+        if self.partial_rollouts and self.schedule != "one_step_off":
+            raise ValueError(
+                "rollout.partial_rollouts=true needs rollout.schedule=one_step_off: with the synchronous schedule no "
+                "response is under way at a weight sync"
             )
         if self.temperature < 0.01:
             raise ValueError(

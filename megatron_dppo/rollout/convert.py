@@ -27,14 +27,14 @@ def to_batch(
     recorded: int,
     top_k: int,
     schema: RouteSchema | None,
-    weight_version: int,
+    weight_versions: Sequence[int],
 ) -> RolloutBatch:
     """All outputs, in the order of the requests, as flat arrays.
 
     recorded        K the engine was asked for (top_k bounded by the vocabulary)
     top_k           columns of the batch; those past `recorded` are absent
     schema          layer pattern whose routes are checked and recorded; None drops routes
-    weight_version  version that sampled all of it
+    weight_versions version that sampled each output
 
     Each output brings a `ResponseRecord` frame with `recorded + 1` columns: the sampled token, then the likeliest ids
     in rank order (which may repeat the sampled one).
@@ -69,10 +69,11 @@ def to_batch(
     topk_logp[loss_mask, :recorded] = logp[:, 1:]
 
     request_ids = tuple(r.request_id for r in requests)
+    versions = np.repeat(np.asarray(weight_versions, dtype=np.int32), lengths)
     routes = None
     if schema is not None:
         routes = record_routes([r.experts for r in records], lengths, schema, request_ids)
-        routes = routes.routed_under(np.full(len(token_ids), weight_version))
+        routes = routes.routed_under(versions)
     return RolloutBatch(
         token_ids=token_ids,
         offsets=offsets,
@@ -84,7 +85,7 @@ def to_batch(
         routes=routes,
         request_ids=request_ids,
         finish_reasons=tuple(str(c.finish_reason) for c in completions),
-        weight_versions=np.full(len(token_ids), weight_version, dtype=np.int32),
+        weight_versions=versions,
     )
 
 

@@ -12,4 +12,8 @@ class EngineDead(RuntimeError):
 
 
 class GenerationTimeout(TimeoutError):
-    """`generate` took longer than `rollout.generate_timeout_s`; its requests were aborted."""
+    """A request took longer than `rollout.request_timeout_s`; it was aborted with the others of its call."""
+
+
+class EnginesFailed(RuntimeError):
+    """Engines failed more often in this run than `rollout.max_engine_failures` allows."""

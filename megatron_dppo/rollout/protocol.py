@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
-import torch
 
 from megatron_dppo.batch import RolloutBatch
 
@@ -44,10 +43,6 @@ class RolloutEngine(Protocol):
     def generate(self, requests: Sequence[GenerationRequest], law: SamplingLaw, *, training: bool) -> RolloutBatch:
         """Sample every request; the batch has the requests' order. `training=True` refuses laws that are not the
         model's own and records top-K and routes; otherwise only tokens and `log mu` are needed."""
-        ...
-
-    def update_weights(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace all weights by Hugging Face name; afterwards `generate` samples from `version`."""
         ...
 
     def sleep(self) -> None: ...

@@ -1,103 +1,26 @@
-"""The engine as a Ray actor, and its client for the controller."""
+"""The controller's client of one engine in a Ray actor."""
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import ray
-import torch
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.engine_actor import CONCURRENCY_GROUPS, EngineActor
 from megatron_dppo.rollout.errors import EngineDead
 from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
-from megatron_dppo.rollout.stored import LayerGroups, Part, RolloutHandle, StoredRollout
-from megatron_dppo.rollout.weight_transfer.bucket import Bucket, pack
-
-
-class EngineActor:
-    """Runs in a Ray worker: a `VllmEngine` and the rollouts it made that were not released yet."""
-
-    def __init__(self, name: str, model: str, config: RolloutConfig) -> None:
-        from megatron_dppo.rollout.vllm_engine import VllmEngine  # vLLM is imported in this process only
-
-        self._name = name
-        self._config = config
-        self._stored: dict[str, StoredRollout] = {}
-        self._engine = VllmEngine(Path(model), config)
-
-    def weight_version(self) -> int:
-        return self._engine.weight_version
-
-    def generate(self, requests: list[GenerationRequest], law: SamplingLaw, training: bool) -> RolloutBatch:
-        return self._engine.generate(requests, law, training=training)
-
-    def generate_refs(
-        self, requests: list[GenerationRequest], law: SamplingLaw, layer_groups: LayerGroups | None
-    ) -> RolloutHandle:
-        """Sample, write the sequences into the object store once, and return what the controller needs."""
-        return self.keep(self._engine.generate(requests, law, training=True), layer_groups)
-
-    def keep(self, batch: RolloutBatch, layer_groups: LayerGroups | None) -> RolloutHandle:
-        """Write sequences into the object store once, and return what the controller needs."""
-        stored, handle = StoredRollout.put(
-            batch,
-            actor=self._name,
-            key=uuid.uuid4().hex,
-            weight_version=self._engine.weight_version,
-            sequences_per_object=self._config.sequences_per_object,
-            layer_groups=layer_groups,
-        )
-        self._stored[handle.key] = stored
-        return handle
-
-    def objects(self, key: str, parts: list[Part]) -> list[ray.ObjectRef]:
-        """References to objects of a rollout; the caller becomes a borrower, and no byte moves yet."""
-        if key not in self._stored:
-            raise KeyError(f"rollout {key} was released or never made by this engine")
-        return [self._stored[key].parts[part] for part in parts]
-
-    def release(self, key: str) -> None:
-        self._stored.pop(key, None)
-
-    def begin_update(self, version: int) -> None:
-        self._engine.begin_update(version)
-
-    def receive_bucket(self, version: int, bucket: Bucket) -> None:
-        with self._engine.update_failure(version):
-            self._engine.receive_bucket(version, bucket)
-
-    def end_update(self, version: int) -> None:
-        with self._engine.update_failure(version):
-            self._engine.end_update(version)
-
-    def fail_update(self, version: int, reason: str) -> None:
-        self._engine.fail_update(version, reason)
-
-    def sleep(self) -> None:
-        self._engine.sleep()
-
-    def wake(self, what: Literal["weights", "kv_cache"]) -> None:
-        self._engine.wake(what)
-
-    def pause(self) -> None:
-        self._engine.pause()
-
-    def resume(self) -> None:
-        self._engine.resume()
-
-    def close(self) -> None:
-        self._engine.close()
 
 
 class RayRolloutEngine:
-    """The controller's engine: a `RolloutEngine` whose work happens in a Ray actor.
+    """A `RolloutEngine` whose work happens in a Ray actor. Needs a connected `RaySession`.
 
     The constructor returns at once, so that the engine loads while the trainer builds its model; the first call waits
-    for it, or `wait_until_ready` does. Needs a connected `RaySession`.
+    for it, or `wait_until_ready` does.
     """
 
     def __init__(
@@ -106,79 +29,73 @@ class RayRolloutEngine:
         config: RolloutConfig,
         *,
         name: str = "rollout-engine",
-        num_gpus: float = 0,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
+        """
+        name     of the Ray actor, unique in the session
+        options  further options of the Ray actor: GPUs, placement group, environment
+        """
         self._config = config
         self.name = name
-        actor = ray.remote(EngineActor).options(
-            name=name, num_cpus=0, num_gpus=num_gpus, max_concurrency=4, max_restarts=0
-        )
-        self._actor: Any = actor.remote(name, str(model), config)
+        placed = {"num_cpus": 0, "num_gpus": 0} | dict(options or {})
+        threaded: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)
+        actor = threaded(EngineActor).options(name=name, max_restarts=0, **placed)
+        self._actor: Any = actor.remote(str(model), config)
         self._started = self._actor.weight_version.remote()
         self._closed = False
 
+    def call(self, method: str, *arguments: Any, timeout: float | None = None) -> Any:
+        """The result of a method of the `EngineActor`. Raises what the method raised, `EngineDead` where the actor is
+        gone, and Ray's `GetTimeoutError` after `timeout` seconds."""
+        return self.wait(self.start(method, *arguments), timeout)
+
+    def start(self, method: str, *arguments: Any, returns: int = 1) -> Any:
+        """Begin a call; returns the reference of its result at once, a list of them where it has several."""
+        return getattr(self._actor, method).options(num_returns=returns).remote(*arguments)
+
+    @staticmethod
+    def wait(reference: ray.ObjectRef, timeout: float | None = None) -> Any:
+        """The result behind a reference of `start`; raises as `call` does."""
+        try:
+            return ray.get(reference, timeout=timeout)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from error if isinstance(error.cause, Exception) else None
+        except ray.exceptions.RayActorError as error:
+            raise EngineDead(f"the rollout engine's process is gone: {error}") from error
+
+    @property
+    def started(self) -> ray.ObjectRef:
+        """Resolves when the engine can generate, or fails as its start-up did."""
+        return self._started
+
+    @property
+    def ready(self) -> bool:
+        """Whether the engine's start-up ended, well or badly."""
+        return bool(ray.wait([self._started], timeout=0)[0])
+
     def wait_until_ready(self) -> None:
         """Block until the engine can generate; raises what its start-up raised."""
-        self._wait(self._started, self._config.start_timeout_s)
+        self.wait(self._started, self._config.start_timeout_s)
 
     @property
     def weight_version(self) -> int:
-        return int(self._call("weight_version"))
+        return int(self.call("weight_version"))
 
     def generate(self, requests: Sequence[GenerationRequest], law: SamplingLaw, *, training: bool) -> RolloutBatch:
         """See `RolloutEngine.generate`; the whole batch comes to this process, for rewards and metrics."""
-        return self._call("generate", list(requests), law, training)
-
-    def generate_refs(
-        self, requests: Sequence[GenerationRequest], law: SamplingLaw, layer_groups: LayerGroups | None = None
-    ) -> RolloutHandle:
-        """Sample every request for training and leave the sequences in the object store, for `RolloutSource` on any
-        rank. Release the handle when the step is over, or the store fills up.
-
-        layer_groups: MoE layers whose routes are pulled together, one group per model chunk of the trainer's pipeline
-        (`MegatronActor.moe_layer_groups`); None is one group of all.
-        """
-        return self._call("generate_refs", list(requests), law, layer_groups)
-
-    def keep(self, batch: RolloutBatch, layer_groups: LayerGroups | None = None) -> RolloutHandle:
-        """Leave sequences that were put together from several calls of `generate` in the object store; see
-        `generate_refs`."""
-        return self._call("keep", batch, layer_groups)
-
-    def release(self, handle: RolloutHandle) -> None:
-        """Let the store forget a rollout as soon as nobody holds arrays of it."""
-        self._call("release", handle.key)
-
-    def update_weights(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See `RolloutEngine.update_weights`. Buckets travel through the object store, one loading while the next is
-        gathered: at most two of `rollout.weight_sync_bucket_mib` are alive.
-
-        `named_tensors` may run collectives; it is drained on this thread and stops being drained at the first error.
-        """
-        timeout = self._config.sync_timeout_s
-        self._call("begin_update", version)
-        try:
-            loading: ray.ObjectRef | None = None
-            for bucket in pack(named_tensors, self._config.weight_sync_bucket_mib << 20):
-                self._wait(loading, timeout)
-                loading = self._actor.receive_bucket.remote(version, ray.put(bucket))
-            self._wait(loading, timeout)
-            self._call("end_update", version, timeout=timeout)
-        except BaseException as error:
-            self._give_up(version, f"{type(error).__name__}: {error}")
-            raise
+        return self.call("generate", list(requests), law, training)
 
     def sleep(self) -> None:
-        self._call("sleep")
+        self.call("sleep")
 
     def wake(self, what: Literal["weights", "kv_cache"]) -> None:
-        self._call("wake", what)
+        self.call("wake", what)
 
     def pause(self) -> None:
-        self._call("pause")
+        self.call("pause")
 
     def resume(self) -> None:
-        self._call("resume")
+        self.call("resume")
 
     def close(self) -> None:
         """Stop the engine's processes and the actor. Idempotent; never raises for an actor that is gone."""
@@ -189,29 +106,18 @@ class RayRolloutEngine:
             return  # the session is over, and the actor with it; a call would start another Ray
         try:
             # An engine that is still loading cannot answer; killing its worker takes the core with it.
-            if ray.wait([self._started], timeout=0)[0]:
-                ray.get(self._actor.close.remote(), timeout=30)
-        except ray.exceptions.RayError:
-            pass  # it is gone already, or will be
+            if self.ready:
+                with suppress(ray.exceptions.RayError):  # it is gone already, or will be
+                    ray.get(self._actor.close.remote(), timeout=30)
         finally:
             ray.kill(self._actor)
 
-    def _give_up(self, version: int, reason: str) -> None:
-        try:
-            self._call("fail_update", version, reason, timeout=self._config.sync_timeout_s)
-        except Exception:
-            return  # the gate in the actor is shut since begin_update; the first error is the one to report
-
-    def _call(self, method: str, *arguments: Any, timeout: float | None = None) -> Any:
-        return self._wait(getattr(self._actor, method).remote(*arguments), timeout)
-
-    def _wait(self, reference: ray.ObjectRef | None, timeout: float | None) -> Any:
-        """The result; the actor's own exception rather than Ray's wrapper of it."""
-        if reference is None:
-            return None
-        try:
-            return ray.get(reference, timeout=timeout)
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from error if isinstance(error.cause, Exception) else None
-        except ray.exceptions.ActorDiedError as error:
-            raise EngineDead(f"the rollout engine's process is gone: {error}") from error
+    def kill(self, grace_s: float = 5.0) -> None:
+        """End an engine that may be dead, hung or stopped; asks nothing of it but to end its core. Never raises."""
+        if self._closed or not ray.is_initialized():
+            return
+        self._closed = True
+        with suppress(ray.exceptions.RayError):
+            if self.ready:
+                ray.get(self._actor.kill_core.remote(), timeout=grace_s)
+        ray.kill(self._actor)

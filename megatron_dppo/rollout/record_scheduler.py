@@ -7,8 +7,9 @@ step, beside a GPU that needs about 17. A training rollout wants nothing before 
 sent of such requests until their last token; then the one output carries all tokens and a `ResponseRecord` frame in the
 field of the routes. Nothing is computed here: tokens, log-probabilities and routes are vLLM's own.
 
-A request asks for it by `SamplingParams.extra_args = HOLD`. Others are served as ever. A request that is aborted
-leaves nothing (`pause_generation(mode="abort")` therefore returns no partial responses; "keep" and "wait" are fine).
+A request asks for it by `SamplingParams.extra_args = HOLD`. Others are served as ever. A request that its client aborts
+leaves nothing. `pause_generation(mode="abort")` cuts: who has sampled something ends with the next token, as if it had
+come to its `max_tokens`, and is sent with its record; who has not, or lost its place to others and waits, is aborted.
 """
 
 from __future__ import annotations
@@ -83,6 +84,12 @@ class _HoldsRecords(Scheduler):
             self._held[request.request_id] = _Held(1 + (params.num_logprobs or 0))
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> list[Request]:
+        if request_ids is None:  # all of them: a pause, or the end of the engine
+            cut = {r.request_id for r in self.running if r.request_id in self._held and r.num_output_tokens > 0}
+            for name in cut:
+                request = self.requests[name]
+                request.max_tokens = min(request.max_tokens, request.num_output_tokens + 1)
+            request_ids = [name for name in self.requests if name not in cut]
         finished = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self._held.pop(request.request_id, None)

@@ -19,3 +19,9 @@ def request_seed(run: int, step: int, prompt: int, sample: int, *, stream: int =
         1, np.uint64
     )
     return int(words[0] >> np.uint64(1))
+
+
+def continued_seed(seed: int, part: int) -> int:
+    """The seed of part `part` (1, 2, ...) of a response that was cut: a hash of both, in `[0, 2^63)`. A part must not
+    draw again the numbers that the part before it drew."""
+    return int(np.random.SeedSequence((seed, part)).generate_state(1, np.uint64)[0] >> np.uint64(1))

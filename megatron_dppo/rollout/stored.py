@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,22 +18,24 @@ from megatron_dppo.batch import AlignedBatch, Columns, align
 from megatron_dppo.batch.rollout_batch import RolloutBatch
 from megatron_dppo.router_replay.routes import Routes
 
-type Part = tuple[str, int]
-"""Name of a column ("tokens", "policy", "topk", "routes.0", "routes.1", ...) and number of the object."""
+type Part = tuple[str, str]
+"""Key of an object and name of a column of it ("tokens", "policy", "topk", "routes.0", "routes.1", ...)."""
 
 type LayerGroups = Sequence[Sequence[int]]
 """Numbers of MoE layers whose routes are stored, and pulled, together."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RolloutHandle:
     """A rollout in the object store: everything about it but its tokens. Plain data, to be broadcast to the ranks.
 
     `bounds[c]:bounds[c + 1]` are the sequences of object `c`; `layer_groups[g]` the MoE layers of column `routes.g`.
     """
 
-    actor: str
-    key: str
+    store: str
+    """Name of the `RolloutStore` that knows the objects."""
+    keys: tuple[str, ...] = field(repr=False)
+    """Of each object there."""
     bounds: np.ndarray
     layer_groups: tuple[tuple[int, ...], ...]
     """Empty where no routes were recorded."""
@@ -44,7 +45,10 @@ class RolloutHandle:
     """int32 `[B]`"""
     request_ids: tuple[str, ...] = field(repr=False)
     finish_reasons: tuple[str, ...] = field(repr=False)
-    weight_version: int
+    versions: np.ndarray
+    """int32 `[B, 2]`, the oldest and the newest weights that sampled tokens of each sequence."""
+    version_sums: np.ndarray
+    """int64 `[B]`, the weight versions of the sampled tokens of each sequence, added up."""
     trained: np.ndarray
     """int64 `[B]`, tokens of each sequence that the policy sampled."""
     routed: np.ndarray
@@ -53,6 +57,26 @@ class RolloutHandle:
     """Size of all routes; 0 when none were recorded."""
     topk_bytes: int
     """Size of all top-K laws."""
+
+    @staticmethod
+    def concatenate(handles: Sequence[RolloutHandle]) -> RolloutHandle:
+        """All objects of all handles, in order. Raises ValueError where they are not of one store and one model."""
+        first = handles[0]
+        if {(h.store, h.layer_groups) for h in handles} != {(first.store, first.layer_groups)}:
+            raise ValueError("rollouts of different stores or models cannot be one")
+        arrays = ("lengths", "prompt_lengths", "versions", "version_sums", "trained", "routed")
+        sizes = np.concatenate([np.diff(h.bounds) for h in handles])
+        return RolloutHandle(
+            store=first.store,
+            keys=tuple(key for h in handles for key in h.keys),
+            bounds=np.concatenate([[0], np.cumsum(sizes)]),
+            layer_groups=first.layer_groups,
+            request_ids=tuple(r for h in handles for r in h.request_ids),
+            finish_reasons=tuple(r for h in handles for r in h.finish_reasons),
+            route_bytes=sum(h.route_bytes for h in handles),
+            topk_bytes=sum(h.topk_bytes for h in handles),
+            **{name: np.concatenate([getattr(h, name) for h in handles]) for name in arrays},
+        )
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -83,58 +107,55 @@ class RolloutHandle:
         return sorted({group_of[layer] for layer in wanted.moe_layers})
 
 
-@dataclass(frozen=True)
-class StoredRollout:
-    """The references of one rollout's objects, kept by the process that wrote them."""
+def column_names(layer_groups: LayerGroups | None) -> list[str]:
+    """Names of the columns that `columns_of` makes, in its order."""
+    groups = 1 if layer_groups is None else sum(1 for group in layer_groups if len(group))
+    return ["tokens", "policy", "topk", *(f"routes.{g}" for g in range(groups))]
 
-    parts: dict[Part, ray.ObjectRef]
 
-    @staticmethod
-    def put(
-        batch: RolloutBatch,
-        *,
-        actor: str,
-        key: str,
-        weight_version: int,
-        sequences_per_object: int,
-        layer_groups: LayerGroups | None,
-    ) -> tuple[StoredRollout, RolloutHandle]:
-        """Align the batch (here and nowhere else) and write it. `layer_groups` None: all MoE layers in one group.
+def columns_of(
+    batch: RolloutBatch, *, store: str, key: str, layer_groups: LayerGroups | None
+) -> tuple[RolloutHandle, list[Any]]:
+    """The batch as one object of a store: its handle, and its columns by `column_names` (None for what there is not).
 
-        Raises ValueError where the groups do not cover the recorded MoE layers exactly.
-        """
-        aligned = align(batch)
-        routes = aligned.routes
-        groups = _checked_groups(routes, layer_groups)
-        bounds = np.append(np.arange(0, len(batch), sequences_per_object), len(batch))
-        parts: dict[Part, ray.ObjectRef] = {}
-        for number, (first, last) in enumerate(pairwise(bounds)):
-            chunk = aligned.select(np.arange(first, last), Columns(moe_layers=()))
-            parts["tokens", number] = ray.put(chunk.input_ids)
-            parts["policy", number] = ray.put(chunk.policy)
-            parts["topk", number] = ray.put(chunk.topk)
-            for g, layers in enumerate(groups):
-                assert routes is not None
-                rows = np.arange(batch.offsets[first], batch.offsets[last])
-                parts[f"routes.{g}", number] = ray.put(routes.take(rows, layers))
-        topk = aligned.topk
-        assert topk is not None
-        handle = RolloutHandle(
-            actor=actor,
-            key=key,
-            bounds=bounds,
-            layer_groups=groups,
-            lengths=batch.lengths,
-            prompt_lengths=batch.prompt_lengths,
-            request_ids=batch.request_ids,
-            finish_reasons=batch.finish_reasons,
-            weight_version=weight_version,
-            trained=aligned.trained_per_sequence,
-            routed=aligned.routed_per_sequence,
-            route_bytes=0 if routes is None else routes.nbytes,
-            topk_bytes=topk.nbytes,
-        )
-        return StoredRollout(parts), handle
+    Aligns the batch, here and nowhere else. `layer_groups` None: all MoE layers in one group. Raises ValueError where
+    the groups do not cover the recorded MoE layers exactly.
+    """
+    aligned = align(batch)
+    routes, topk = aligned.routes, aligned.topk
+    groups = _checked_groups(routes, layer_groups)
+    columns: list[Any] = [aligned.input_ids, aligned.policy, topk]
+    if routes is not None:
+        everything = np.arange(len(routes))
+        columns += [routes.take(everything, layers) for layers in groups]
+    columns += [None] * (len(column_names(layer_groups)) - len(columns))
+    assert topk is not None
+    handle = RolloutHandle(
+        store=store,
+        keys=(key,),
+        bounds=np.array([0, len(batch)]),
+        layer_groups=groups,
+        lengths=batch.lengths,
+        prompt_lengths=batch.prompt_lengths,
+        request_ids=batch.request_ids,
+        finish_reasons=batch.finish_reasons,
+        **_versions_of(batch),
+        trained=aligned.trained_per_sequence,
+        routed=aligned.routed_per_sequence,
+        route_bytes=0 if routes is None else routes.nbytes,
+        topk_bytes=topk.nbytes,
+    )
+    return handle, columns
+
+
+def _versions_of(batch: RolloutBatch) -> dict[str, np.ndarray]:
+    starts, versions = batch.offsets[:-1], batch.weight_versions.astype(np.int64)
+    oldest = np.minimum.reduceat(np.where(batch.loss_mask, versions, np.iinfo(np.int64).max), starts)
+    newest = np.maximum.reduceat(np.where(batch.loss_mask, versions, -1), starts)
+    return {
+        "versions": np.stack([oldest, newest], axis=1).astype(np.int32),
+        "version_sums": np.add.reduceat(np.where(batch.loss_mask, versions, 0), starts),
+    }
 
 
 def _checked_groups(routes: Routes | None, layer_groups: LayerGroups | None) -> tuple[tuple[int, ...], ...]:
@@ -171,7 +192,7 @@ class RolloutSource:
         # A pack without sequences still has the arrays' types and widths, which some object must tell.
         numbers = np.unique(handle.objects_of(wanted)) if len(wanted) else np.zeros(1, dtype=np.int64)
         names = handle.columns(columns)
-        arrays = self._pull([(name, int(n)) for name in names for n in numbers])
+        arrays = self._pull([(handle.keys[n], name) for name in names for n in numbers])
         chunks = [self._chunk(int(n), arrays, columns) for n in numbers]
         joined = chunks[0] if len(chunks) == 1 else AlignedBatch.concatenate(chunks)
         places = np.searchsorted(_sequences_of(handle, numbers), wanted)
@@ -179,14 +200,13 @@ class RolloutSource:
 
     def token_ids(self) -> list[np.ndarray]:
         """Token ids of every sequence, for a reader that decodes them."""
-        numbers = range(len(self._handle.bounds) - 1)
-        arrays = self._pull([("tokens", n) for n in numbers])
-        joined = np.concatenate([arrays["tokens", n] for n in numbers])
+        arrays = self._pull([(key, "tokens") for key in self._handle.keys])
+        joined = np.concatenate([arrays[key, "tokens"] for key in self._handle.keys])
         return np.split(joined, np.cumsum(self.lengths)[:-1])
 
     def _pull(self, parts: list[Part]) -> dict[Part, Any]:
-        actor: Any = ray.get_actor(self._handle.actor)
-        values = ray.get(ray.get(actor.objects.remote(self._handle.key, parts)))
+        store: Any = ray.get_actor(self._handle.store)
+        values = ray.get(ray.get(store.objects.remote(parts)))
         for part, value in zip(parts, values, strict=True):
             if part not in self._pulled:
                 self._pulled.add(part)
@@ -194,21 +214,21 @@ class RolloutSource:
         return dict(zip(parts, values, strict=True))
 
     def _chunk(self, number: int, arrays: dict[Part, Any], columns: Columns) -> AlignedBatch:
-        handle = self._handle
+        handle, key = self._handle, self._handle.keys[number]
         lengths = handle.lengths[handle.bounds[number] : handle.bounds[number + 1]]
         return AlignedBatch(
-            input_ids=arrays["tokens", number],
+            input_ids=arrays[key, "tokens"],
             offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            policy=arrays.get(("policy", number)),
-            topk=arrays.get(("topk", number)),
-            routes=self._routes(number, arrays, columns),
+            policy=arrays.get((key, "policy")),
+            topk=arrays.get((key, "topk")),
+            routes=self._routes(key, arrays, columns),
         )
 
-    def _routes(self, number: int, arrays: dict[Part, Any], columns: Columns) -> Routes | None:
+    def _routes(self, key: str, arrays: dict[Part, Any], columns: Columns) -> Routes | None:
         groups = self._handle.route_groups(columns)
         if not groups:
             return None
-        parts: list[Routes] = [arrays[f"routes.{g}", number] for g in groups]
+        parts: list[Routes] = [arrays[key, f"routes.{g}"] for g in groups]
         held = [layer for g in groups for layer in self._handle.layer_groups[g]]
         order = list(range(max(held) + 1)) if columns.moe_layers is None else list(columns.moe_layers)
         if len(parts) == 1 and held == order:

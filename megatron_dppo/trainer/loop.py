@@ -4,39 +4,41 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.actor.profiling import profiled
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.algorithm import most_masked_tokens
 from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import UserError
 from megatron_dppo.launch.heartbeat import Heartbeat
 from megatron_dppo.launch.stop import StopRequest
 from megatron_dppo.models.flops import peak_flops, training_flops
-from megatron_dppo.rollout.ray_engine import RayRolloutEngine
+from megatron_dppo.rollout.fleet import EngineFleet
+from megatron_dppo.trainer.assembly import Assembly, RolloutsStopped
 from megatron_dppo.trainer.checkpoints import Checkpoints
 from megatron_dppo.trainer.evaluation import Evaluator
 from megatron_dppo.trainer.examiner import Examiner
 from megatron_dppo.trainer.mismatch import MISMATCH_TOKENS, Mismatch
-from megatron_dppo.trainer.perturb import perturbed
 from megatron_dppo.trainer.progress import Progress
 from megatron_dppo.trainer.rollouts import Experience, RolloutCollector
 from megatron_dppo.trainer.samples import spelled
 from megatron_dppo.trainer.tracking import Tracker
+from megatron_dppo.trainer.weight_sync import WeightSync
 
 
 @dataclass(frozen=True)
 class Controller:
     """What only rank 0 has."""
 
-    engine: RayRolloutEngine
+    fleet: EngineFleet
     examiner: Examiner
     evaluator: Evaluator
     tracker: Tracker
@@ -80,26 +82,43 @@ class Trainer:
         self._checkpoints, self._controller = checkpoints, controller
         self._heartbeat, self._stop = heartbeat, stop
         self._step_now = 0
-        side = (controller.engine, controller.examiner) if controller else None
-        self._collector = RolloutCollector(runtime, config, side, actor.moe_layer_groups)
+        side = (controller.fleet, controller.examiner) if controller else None
+        self._weights = WeightSync(runtime, actor, config)
+        self._assembly = Assembly(runtime, self._weights, controller.fleet if controller else None)
+        self._collector = RolloutCollector(config, self._assembly, side, actor.moe_layer_groups)
+        self._trained = self._saved = 0
 
     def run(self, first_step: int) -> bool:
         """Steps `first_step + 1 .. trainer.steps`; `first_step` steps are done already (0, or what a checkpoint holds).
 
-        The weights of the checkpoint the engine was started from are those of step 0; a resumed run syncs first.
+        The weights of the checkpoint the engine was started from are those of step 0; a resumed run syncs first, and so
+        do one with random weights and one whose engines slept while the trainer was built.
         Returns whether the last step was reached: a run that is asked to stop (`StopRequest`) saves its state after the
-        running step and returns False.
+        running step and returns False. Raises UserError, after saving the state, where engines fail too often.
         """
-        with self._stop.listening():
-            return self._run(first_step)
+        self._trained = self._saved = first_step
+        try:
+            with self._stop.listening():
+                return self._run(first_step)
+        except RolloutsStopped as error:
+            if self._trained > self._saved:
+                self._save(self._trained)
+            raise UserError(
+                f"{error}. The state after step {self._trained} is saved; look into the engines' logs, then go on from "
+                "it with trainer.resume=true"
+            ) from error
+        finally:
+            self._collector.close()
+            self._weights.close()
 
     def _run(self, first_step: int) -> bool:
         self._step_now = first_step
-        if first_step > 0 or self._config.trainer.engine_weight_noise:
+        loaded = not self._config.model.random_weights and self._config.rollout.placement != "colocated"
+        if first_step > 0 or self._config.trainer.engine_weight_noise or not loaded:
             with self._watch("sync"):
-                self._sync(first_step)
+                self._assembly.sync(first_step)
         # A run that was stopped during an evaluation has the checkpoint of that step, but not its result.
-        if self._evaluation_is_due(first_step) and not self._evaluated(first_step):
+        if self._evaluation_is_due(first_step) and not self._runtime.broadcast(self._evaluated(first_step)):
             self._evaluate(first_step)
         for step in range(first_step + 1, self._config.trainer.steps + 1):
             self._step_now = step
@@ -125,22 +144,27 @@ class Trainer:
     def _save(self, step: int) -> None:
         with self._watch("checkpoint"):
             self._checkpoints.save(step)
+        self._saved = step
 
     def _step(self, step: int) -> bool:
         """Returns whether the state was saved."""
         config, clock = self._config, PhaseClock()
         with self._watch("rollout"), clock.phase("rollout"):
             experience = self._collector.collect(step - 1)
+            self._begin_ahead(step)
         metrics = dict(experience.metrics)
+        with self._watch("training"), clock.phase("hand_over"):
+            self._weights.before_update(self._controller.fleet.members if self._controller else None)
         if step == 1 and config.trainer.parity_check:
             with self._watch("parity check"):
                 metrics |= self._parity(experience)
         with self._watch("training"), clock.phase("train"):
             look = self._looks_at(step)
             metrics |= self._update(step, experience, count_masked=look)
+        self._trained = step
         self._collector.release(experience)
         with self._watch("weight sync"), clock.phase("sync"):
-            self._sync(step)
+            metrics |= self._assembly.sync(step)
         metrics |= clock.metrics()
         metrics["throughput/tokens_per_second"] = metrics["data/tokens"] / metrics["time/step_s"]
         if self._controller:
@@ -155,6 +179,12 @@ class Trainer:
         if self._evaluation_is_due(step):
             self._evaluate(step)
         return due
+
+    def _begin_ahead(self, step: int) -> None:
+        """While `step` is trained on, engines sample what comes next from the weights they have."""
+        if self._config.rollout.schedule == "one_step_off":
+            for later in range(step, min(step + self._config.rollout.max_staleness, self._config.trainer.steps)):
+                self._collector.begin(later)
 
     def _update(self, step: int, experience: Experience, *, count_masked: bool) -> dict[str, float]:
         source, signal = experience.source(), experience.signal(self._config)
@@ -204,26 +234,12 @@ class Trainer:
             f"parity_without_replay/{name}": value for name, value in without.items()
         }
 
-    def _sync(self, version: int) -> None:
-        """The actor's weights to the engine. Collective: every rank drains the export."""
-        weights = self._actor.export_weights()
-        if self._controller:
-            whole: Iterator[tuple[str, Tensor]]
-            whole = ((name, tensor) for name, tensor in weights if tensor is not None)  # on rank 0 every one is
-            noise = self._config.trainer.engine_weight_noise
-            if noise:
-                whole = perturbed(whole, noise, self._config.run.seed)
-            self._controller.engine.update_weights(version, whole)
-        else:
-            for _ in weights:
-                pass
-
     def _evaluate(self, step: int) -> None:
-        if not self._controller:
-            return
         start = time.perf_counter()
         with self._watch("evaluation"):
-            metrics = self._controller.evaluator(step)
+            metrics = self._assembly.wait_for(self._evaluation(step))
+        if not self._controller:
+            return
         self._controller.tracker.log(step, metrics | {"time/eval_s": time.perf_counter() - start})
         if "eval/accuracy" in metrics:
             self._controller.progress.note(
@@ -236,6 +252,15 @@ class Trainer:
                 f"step {step}: {one.name} avg@{one.samples} {accuracy:.3f} (95 % of resampled prompts: "
                 f"{low:.3f} to {high:.3f})"
             )
+
+    def _evaluation(self, step: int) -> Future[dict[str, float]] | None:
+        """The controller's evaluation, under way in a thread of its own."""
+        if not self._controller:
+            return None
+        threads = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
+        found = threads.submit(self._controller.evaluator, step)
+        threads.shutdown(wait=False)
+        return found
 
     @contextmanager
     def _watch(self, phase: str) -> Iterator[None]:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from megatron_dppo.actor.actor import TrainingSignal
-from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.algorithm import group_advantages
 from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.fleet import EngineFleet
 from megatron_dppo.rollout.protocol import SamplingLaw
-from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.rollout.seeds import TRAINING
 from megatron_dppo.rollout.stored import LayerGroups, RolloutHandle, RolloutSource
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.task import Rewards
+from megatron_dppo.trainer.assembly import Assembly
 from megatron_dppo.trainer.episodes import play
 from megatron_dppo.trainer.examiner import Examiner, judge
 from megatron_dppo.trainer.requests import requests_for
@@ -46,32 +50,96 @@ class Experience:
             baseline=config.algorithm.baseline,
             normalize_std=config.algorithm.divide_by_std,
         )
-        sequences = np.arange(len(self.rewards)).reshape(-1, per_batch * samples)
-        return TrainingSignal(advantages.numpy(), self.rewards, list(sequences))
+        sequences = list(np.arange(len(self.rewards)).reshape(-1, per_batch * samples))
+        if config.algorithm.overlong_filter:
+            whole = np.array([reason != "length" for reason in self.handle.finish_reasons])
+            sequences = [kept for batch in sequences if len(kept := batch[whole[batch]])]
+            if not sequences:
+                raise UserError(
+                    "algorithm.overlong_filter=true leaves nothing to train on: every answer was cut at "
+                    f"rollout.max_response_tokens={config.rollout.max_response_tokens}; raise that, or set the filter "
+                    "off"
+                )
+        return TrainingSignal(advantages.numpy(), self.rewards, sequences)
+
+
+@dataclass(frozen=True)
+class _Collected:
+    """What the controller made of a step's prompts."""
+
+    experience: Experience
+    samples: list[Sample]
+    """Answers to look at."""
+    seconds: float
+    """From the first request to the last verdict."""
 
 
 class RolloutCollector:
-    """Collects experience; the controller works, the other ranks wait for what it found."""
+    """Collects experience; the controller works, the other ranks wait for what it found.
+
+    A step may be begun long before it is collected (`rollout.schedule: one_step_off`): its work goes on in threads of
+    the controller and in the engines while the ranks train.
+    """
 
     def __init__(
         self,
-        runtime: Runtime,
         config: Config,
-        controller: tuple[RayRolloutEngine, Examiner] | None,
+        assembly: Assembly,
+        controller: tuple[EngineFleet, Examiner] | None,
         layer_groups: LayerGroups,
     ) -> None:
         """
+        assembly      the ranks, waiting together
         controller    what rank 0 works with, None on the other ranks
         layer_groups  MoE layers of each model chunk of the trainer: routes are stored, and pulled, in these groups
         """
-        self._runtime, self._config, self._controller = runtime, config, controller
+        self._config, self._assembly, self._controller = config, assembly, controller
         self._layer_groups = layer_groups
+        if controller and config.rollout.oversample and isinstance(controller[1].task, EnvironmentTask):
+            raise UserError(
+                f"rollout.oversample={config.rollout.oversample:g} drops prompts whose answers are late, which "
+                "episodes of an environment do not allow; set it to 0"
+            )
+        self._threads = ThreadPoolExecutor(1 + config.rollout.max_staleness, thread_name_prefix="rollout")
+        self._begun: dict[int, Future[_Collected]] = {}
         self.samples: list[Sample] = []
         """Answers of the last step to look at; on the controller only."""
 
+    def begin(self, step: int) -> None:
+        """Start to roll out the prompts of `step` (0-based), unless that was begun before."""
+        if self._controller and step not in self._begun:
+            self._begun[step] = self._threads.submit(self._collect, *self._controller, step)
+
     def collect(self, step: int) -> Experience:
-        """Roll out the prompts of `step` (0-based). Collective: one broadcast of per-sequence metadata."""
-        return self._runtime.broadcast(self._collect(*self._controller, step) if self._controller else None)
+        """The experience of `step`, when it is whole. `step` is also the version of the trainer's weights now.
+
+        Collective, see `Assembly.wait_for`: per-sequence metadata is broadcast. Raises RuntimeError where tokens came
+        from weights that are older than the schedule allows.
+        """
+        drained = self._assembly.drained_s if step in self._begun else 0.0
+        self.begin(step)
+        start = time.perf_counter()
+        found = self._begun.pop(step) if self._controller else None
+        experience = self._assembly.wait_for(_then(found, lambda collected: collected.experience))
+        if self._controller and found is not None:
+            collected = found.result()
+            self.samples = collected.samples
+            waited = time.perf_counter() - start
+            own = {
+                "rollout/seconds": collected.seconds,
+                "rollout/overlap_s": max(0.0, collected.seconds - waited - drained),
+                **self._controller[0].take_counts(),
+                **_staleness(experience.handle, step),
+            }
+            experience = replace(experience, metrics=experience.metrics | own)
+        allowed = self._config.rollout.max_staleness if self._config.rollout.schedule == "one_step_off" else 0
+        oldest, newest = int(experience.handle.versions.min()), int(experience.handle.versions.max())
+        if step - oldest > allowed or newest > step:
+            raise RuntimeError(
+                f"step {step + 1} trains weights of version {step}, but its tokens came from versions {oldest} to "
+                f"{newest}; rollout.schedule={self._config.rollout.schedule} allows {allowed} steps"
+            )
+        return experience
 
     def release(self, experience: Experience) -> None:
         """The step's rows are no longer needed anywhere."""
@@ -79,9 +147,15 @@ class RolloutCollector:
             engine, _ = self._controller
             engine.release(experience.handle)
 
-    def _collect(self, engine: RayRolloutEngine, examiner: Examiner, step: int) -> Experience:
+    def close(self) -> None:
+        """Steps that were begun and never collected are given up; the fleet's end ends their work."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _collect(self, engine: EngineFleet, examiner: Examiner, step: int) -> _Collected:
+        start = time.perf_counter()
         count, samples = self._config.trainer.prompts_per_step, self._config.trainer.samples_per_prompt
-        prompts = examiner.task.prompts(step * count, count)
+        asked = count + round(count * self._config.rollout.oversample)
+        prompts = examiner.task.prompts(step * asked, asked)
         law = training_law(self._config.rollout)
         extra: dict[str, float] = {}
         if isinstance(examiner.task, EnvironmentTask):
@@ -103,14 +177,15 @@ class RolloutCollector:
             extra["episode/environment_tokens_mean"] = float((handle.response_lengths - handle.trained).mean())
         else:
             requests = requests_for(prompts, samples, run_seed=self._config.run.seed, step=step, stream=TRAINING)
-            handle = engine.generate_refs(requests, law, self._layer_groups)
-            if handle.request_ids != tuple(r.request_id for r in requests):
-                raise RuntimeError("the engine returned other requests than it was given, or in another order")
+            enough = count if asked > count else None
+            handle = engine.generate_refs(requests, law, self._layer_groups, enough=enough)
+            came = _groups_that_came([r.request_id for r in requests], handle.request_ids, samples, count)
+            prompts = [prompts[group] for group in came]
             # Only token ids come to the controller; laws and routes go to the ranks that train on them.
             tokens = RolloutSource(handle).token_ids()
             responses = [ids[n:] for ids, n in zip(tokens, handle.prompt_lengths, strict=True)]
             rewards = judge(examiner.task, examiner.tokenizer, prompts, samples, responses)
-        self.samples = choose_samples(
+        looked_at = choose_samples(
             self._config.tracking.samples,
             examiner.tokenizer,
             prompts,
@@ -130,7 +205,51 @@ class RolloutCollector:
             "data/topk_bytes": float(handle.topk_bytes),
             "data/tokens": float(handle.lengths.sum()),
         }
-        return Experience(handle, rewards.reward.astype(np.float32), metrics | _part_metrics(rewards) | extra)
+        metrics |= _part_metrics(rewards) | extra
+        experience = Experience(handle, rewards.reward.astype(np.float32), metrics)
+        return _Collected(experience, looked_at, time.perf_counter() - start)
+
+
+def _groups_that_came(asked: Sequence[str], came: Sequence[str], samples: int, count: int) -> list[int]:
+    """Numbers of the prompts whose answers came. Raises RuntimeError unless they are `count` whole groups of what was
+    asked for, in its order, each request once: nothing is trained on twice, and nothing is lost unseen."""
+    number = {request: place for place, request in enumerate(asked)}
+    if unknown := [request for request in came if request not in number]:
+        raise RuntimeError(f"{len(unknown)} answers came that nobody asked for, first {unknown[0]}")
+    places = [number[request] for request in came]
+    groups = [place // samples for place in places[::samples]]
+    whole = [group * samples + sample for group in groups for sample in range(samples)]
+    if places != whole or groups != sorted(set(groups)) or len(groups) != count:
+        raise RuntimeError(
+            f"the answers are not {count} whole groups of {samples} in the order asked for: "
+            f"{len(places)} came, {len(set(places))} of them different"
+        )
+    return groups
+
+
+def _staleness(handle: RolloutHandle, version: int) -> dict[str, float]:
+    """How many steps older than the trainer's weights those were that sampled the tokens."""
+    return {
+        "rollout/staleness_mean": float(version - handle.version_sums.sum() / handle.trained.sum()),
+        "rollout/staleness_max": float(version - handle.versions.min()),
+        "rollout/resumed_fraction": float(np.mean(handle.versions[:, 0] != handle.versions[:, 1])),
+    }
+
+
+def _then[S, T](found: Future[S] | None, part: Callable[[S], T]) -> Future[T] | None:
+    """A future of a part of another's result."""
+    if found is None:
+        return None
+    result: Future[T] = Future()
+
+    def settle(done: Future[S]) -> None:
+        if (error := done.exception()) is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(part(done.result()))
+
+    found.add_done_callback(settle)
+    return result
 
 
 def training_law(rollout: RolloutConfig) -> SamplingLaw:

@@ -86,8 +86,10 @@ def test_three_steps_equal_peft(world: World, adapter: Path, expected: Callable,
             np.testing.assert_allclose(gradient, by_projection(right, name), atol=2e-6 * norm, rtol=1e-5, err_msg=where)
     for name, tensor in got.adapters[1].items():
         np.testing.assert_allclose(tensor, by_projection(after, name), atol=2e-6, rtol=0, err_msg=name)
-    moved = [np.abs(got.adapters[1][name] - got.adapters[0][name]).max() for name in original]
-    assert min(moved) > 0
+    still = [name for name in original if np.array_equal(got.adapters[1][name], got.adapters[0][name])]
+    assert len(still) < len(original) // 10
+    for name in still:  # an expert that no token chose
+        assert all(not by_projection(right, name).any() for _, _, right in history), name
 
     written = load_file(saved / "adapter_model.safetensors")
     assert written.keys() == original.keys()

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.fleet import EngineFleet
 from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
 from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.rollout.vllm_engine import VllmEngine
+from megatron_dppo.rollout.weight_transfer.bucket import pack
 from tests.tiny import VOCAB_SIZE, tiny_qwen3_moe
 
 CONFIG = RolloutConfig(
@@ -55,10 +58,26 @@ class Served:
     first: RolloutBatch
     """Sampled from the checkpoint that the engine loaded, before any sync."""
     version: int = 0
+    fleet: EngineFleet | None = None
+    """Of the one engine, where it is in a Ray actor."""
 
     def next_version(self) -> int:
         self.version += 1
         return self.version
+
+    def update(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """A full sync from named tensors; raises what the engine raised."""
+        if isinstance(self.engine, VllmEngine):
+            self.engine.update_weights(version, named_tensors)
+            return
+        self.engine.call("begin_update", version)
+        try:
+            for bucket in pack(named_tensors, CONFIG.weight_sync_bucket_mib << 20):
+                self.engine.call("receive_bucket", version, bucket)
+            self.engine.call("end_update", version)
+        except BaseException as error:
+            self.engine.call("fail_update", version, f"{type(error).__name__}: {error}")
+            raise
 
 
 @pytest.fixture(scope="session")
@@ -76,12 +95,13 @@ def served(ray_session: RaySession, tmp_path_factory: pytest.TempPathFactory) ->
     """The controller's engine in a Ray actor; every layer is a mixture of experts."""
     model = tmp_path_factory.mktemp("moe")
     tiny_qwen3_moe(model, seed=1)
-    engine = RayRolloutEngine(model, CONFIG)
+    fleet = EngineFleet(model, CONFIG)
     try:
-        engine.wait_until_ready()
-        yield Served(engine, model, engine.generate(requests(200, "first"), LAW, training=True))
+        fleet.wait_until_ready()
+        (engine,) = fleet.members
+        yield Served(engine, model, fleet.generate(requests(200, "first"), LAW, training=True), fleet=fleet)
     finally:
-        engine.close()
+        fleet.close()
 
 
 @pytest.fixture(scope="session")

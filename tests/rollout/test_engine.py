@@ -15,7 +15,6 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.errors import EngineClosed, GenerationTimeout
 from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
-from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.rollout.stored import RolloutSource
 from megatron_dppo.rollout.vllm_engine import ModelFacts, VllmEngine
 from megatron_dppo.rollout.weight_transfer.manifest import IncompleteSync
@@ -83,8 +82,8 @@ def test_bad_requests_are_refused_by_name(served: Served) -> None:
 
 
 def test_ranks_pull_just_the_sequences_they_want(served: Served) -> None:
-    engine = served.engine
-    assert isinstance(engine, RayRolloutEngine)
+    engine = served.fleet
+    assert engine is not None
     asked = requests(20, "pull")
     handle = engine.generate_refs(asked, LAW)
     source = RolloutSource(handle)
@@ -94,7 +93,7 @@ def test_ranks_pull_just_the_sequences_they_want(served: Served) -> None:
     assert expected.policy is not None
     assert again.policy is not None
     np.testing.assert_allclose(expected.policy.mu_logp, again.policy.mu_logp, atol=1e-5)
-    assert handle.bounds.tolist() == [0, 7, 14, 20]  # objects of 7, 7 and 6 sequences
+    assert handle.bounds.tolist() == [0, 6, 13, 20]  # up to 7 sequences, and those of one prompt (6 and 7) together
     assert handle.layer_groups == ((0, 1, 2, 3),)
     np.testing.assert_array_equal(handle.lengths, expected.lengths)
     assert handle.request_ids == tuple(request.request_id for request in asked)
@@ -107,7 +106,7 @@ def test_ranks_pull_just_the_sequences_they_want(served: Served) -> None:
     with pytest.raises(IndexError):
         source.rows(np.array([20]))
     engine.release(handle)
-    with pytest.raises(Exception, match="was released"):
+    with pytest.raises(Exception, match="were released"):
         source.rows(np.array([0]))
 
 
@@ -135,11 +134,11 @@ def test_a_sync_that_dies_shuts_the_gate_until_a_full_one(served: Served, tmp_pa
     for message, (kind, source) in faults.items():
         version = served.next_version()
         with pytest.raises(kind, match=message):
-            served.engine.update_weights(version, source)
+            served.update(version, source)
         with pytest.raises(EngineClosed, match=f"refuses to generate: the sync to weight version {version} died"):
             served.engine.generate(requests(2, f"shut-{version}"), LAW, training=True)
         assert served.engine.weight_version < version
-    served.engine.update_weights(served.next_version(), weights.items())
+    served.update(served.next_version(), weights.items())
     batch = served.engine.generate(requests(16, "reopened"), LAW, training=True)
     assert compare_law(batch, reference(model_with(served.model, weights, tmp_path / "w"), batch)) <= 1e-4
     assert (batch.weight_versions == served.version).all()
@@ -187,14 +186,14 @@ def test_generation_pauses_and_resumes(served_mixed: Served) -> None:
 def test_a_call_that_takes_too_long_is_given_up_and_leaves_the_engine_usable(served_mixed: Served) -> None:
     engine = served_mixed.engine
     assert isinstance(engine, VllmEngine)
-    kept = engine.config
+    kept = engine._sampler._timeout
     engine.pause()
     try:
-        engine.config = kept.model_copy(update={"generate_timeout_s": 0.2})
-        with pytest.raises(GenerationTimeout, match="8 of 8 requests were unfinished"):
+        engine._sampler._timeout = 0.2
+        with pytest.raises(GenerationTimeout, match=r"late/\d/0 had not ended after rollout.request_timeout_s=0.2"):
             engine.generate(requests(8, "late"), LAW, training=True)
     finally:
-        engine.config = kept
+        engine._sampler._timeout = kept
         engine.resume()
     assert len(engine.generate(requests(8, "late"), LAW, training=True)) == 8
 
@@ -204,7 +203,7 @@ def test_sleep_is_harmless_on_a_cpu(served_mixed: Served) -> None:
     served_mixed.engine.wake("weights")
     with pytest.raises(EngineClosed, match="woke without weights"):
         served_mixed.engine.generate(requests(1, "asleep"), LAW, training=True)
-    served_mixed.engine.update_weights(served_mixed.next_version(), other_weights(served_mixed.model, 1).items())
+    served_mixed.update(served_mixed.next_version(), other_weights(served_mixed.model, 1).items())
     served_mixed.engine.wake("kv_cache")
     assert len(served_mixed.engine.generate(requests(1, "awake"), LAW, training=True)) == 1
 

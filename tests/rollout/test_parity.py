@@ -35,7 +35,7 @@ def check(batch: RolloutBatch, model: PreTrainedModel, version: int, temperature
 
 def sync_and_check(served: Served, folder: Path, seed: int, temperature: float) -> None:
     weights = other_weights(served.model, seed)
-    served.engine.update_weights(served.next_version(), weights.items())
+    served.update(served.next_version(), weights.items())
     assert served.engine.weight_version == served.version
     law = replace(LAW, temperature=temperature)
     batch = served.engine.generate(requests(40, f"after-{seed}", seed), law, training=True)

@@ -16,7 +16,6 @@ import pytest
 import ray
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.rollout.ray_session import RayAddress, RaySession
 from megatron_dppo.rollout.stored import RolloutSource
 from tests.rollout.conftest import LAW, Served, requests
@@ -55,8 +54,8 @@ if __name__ == "__main__":
 
 
 def test_another_rank_pulls_its_rows_with_what_was_broadcast(served: Served, tmp_path: Path) -> None:
-    engine = served.engine
-    assert isinstance(engine, RayRolloutEngine)
+    engine = served.fleet
+    assert engine is not None
     handle = engine.generate_refs(requests(12, "ranks"), LAW)
     context = ray.get_runtime_context()
     where = RayAddress(context.gcs_address, context.namespace, os.environ.get("RAY_AUTH_TOKEN"))

@@ -2,43 +2,49 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import ray
 
 from megatron_dppo.batch import AlignedBatch, Columns, RolloutBatch, align
 from megatron_dppo.rollout.ray_session import RaySession
-from megatron_dppo.rollout.stored import Part, RolloutHandle, RolloutSource, StoredRollout
+from megatron_dppo.rollout.store import RolloutStore
+from megatron_dppo.rollout.stored import Part, RolloutHandle, RolloutSource, column_names, columns_of
 from tests.batch.rollouts import LAYERS, random_batch
 from tests.batch.test_align import assert_same
 
 PROMPTS, RESPONSES = [2, 3, 1, 4, 2, 2, 5], [3, 1, 4, 2, 6, 1, 3]
 
 
-class Keeper:
-    """Holds a rollout as the engine's actor does, and counts what was asked for."""
+class Keeper(RolloutStore):
+    """A store that counts what was asked for."""
 
-    def __init__(self, batch: RolloutBatch, layer_groups: list[list[int]] | None) -> None:
-        self._stored, self.handle = StoredRollout.put(
-            batch, actor="keeper", key="one", weight_version=7, sequences_per_object=3, layer_groups=layer_groups
-        )
+    def __init__(self) -> None:
+        super().__init__()
         self.asked: list[Part] = []
 
-    def where(self) -> RolloutHandle:
-        return self.handle
-
-    def objects(self, key: str, parts: list[Part]) -> list[ray.ObjectRef]:
+    def objects(self, parts: list[Part]) -> list[ray.ObjectRef]:
         self.asked += parts
-        return [self._stored.parts[part] for part in parts]
+        return super().objects(parts)
 
     def record(self) -> list[Part]:
         asked, self.asked = self.asked, []
         return asked
 
 
-def keep(batch: RolloutBatch, layer_groups: list[list[int]] | None):
-    keeper = ray.remote(Keeper).options(name="keeper", num_cpus=0).remote(batch, layer_groups)
-    return keeper, ray.get(keeper.where.remote())
+def keep(batch: RolloutBatch, layer_groups: list[list[int]] | None) -> tuple[Any, RolloutHandle]:
+    """Objects of three sequences in a store, as the engines' process and the controller put them there."""
+    keeper = ray.remote(Keeper).options(name="keeper", num_cpus=0).remote()
+    handles = []
+    for number, chosen in enumerate(([0, 1, 2], [3, 4, 5], [6])):
+        part, key = batch.select(chosen), f"object {number}"
+        handle, columns = columns_of(part, store="keeper", key=key, layer_groups=layer_groups)
+        named = zip(column_names(layer_groups), columns, strict=True)
+        ray.get(keeper.put.remote(key, {name: ray.put(column) for name, column in named}))
+        handles.append(handle)
+    return keeper, RolloutHandle.concatenate(handles)
 
 
 @pytest.mark.parametrize("groups", [None, [[0], [1, 2]], [[2, 0], [1]]])
@@ -65,8 +71,8 @@ def test_each_rank_pulls_its_columns_and_layers_only(ray_session: RaySession, gr
             if right.routes is not None and got.routes is not None:
                 np.testing.assert_array_equal(got.routes.experts, right.routes.experts)
             asked: list[Part] = ray.get(keeper.record.remote())
-            assert {number for _, number in asked} == {1}
-            names = {name for name, _ in asked}
+            assert {key for key, _ in asked} == {"object 1"}
+            names = {name for _, name in asked}
             assert ("policy" in names, "topk" in names) == (wanted.policy, wanted.topk)
             layers = {
                 layer for name in names if name.startswith("routes") for layer in handle.layer_groups[int(name[7:])]
@@ -98,6 +104,4 @@ def assert_same_kind(empty: AlignedBatch, full: AlignedBatch) -> None:
 def test_groups_that_are_not_the_recorded_layers_are_refused() -> None:
     batch = random_batch(5, PROMPTS, RESPONSES, 4)
     with pytest.raises(ValueError, match=r"3 MoE layers.*different models"):
-        StoredRollout.put(
-            batch, actor="a", key="k", weight_version=0, sequences_per_object=3, layer_groups=[[0], [1], [2], [3]]
-        )
+        columns_of(batch, store="a", key="k", layer_groups=[[0], [1], [2], [3]])

@@ -31,7 +31,7 @@ def test_what_is_packed_comes_out_again(shapes: list[tuple[int, ...]], bucket: i
     largest = max(t.nbytes for _, t in tensors)
     assert all(len(b.payload) <= max(bucket, largest) for b in buckets)
     received = [
-        (name, tensor.clone()) for b in buckets for name, tensor in unpack(b.slots, torch.from_numpy(b.payload))
+        (slot.name, tensor.clone()) for b in buckets for slot, tensor in unpack(b.slots, torch.from_numpy(b.payload))
     ]
     assert [name for name, _ in received] == [name for name, _ in tensors]
     for (_, got), (_, sent) in zip(received, tensors, strict=True):
@@ -47,7 +47,7 @@ def test_a_source_may_reuse_its_memory_and_yield_views() -> None:
             yield f"t{i}", buffer
         yield "transposed", torch.arange(6.0).view(2, 3).t()
 
-    received = {name: t.clone() for b in pack(source(), 40) for name, t in unpack(b.slots, torch.from_numpy(b.payload))}
+    received = {s.name: t.clone() for b in pack(source(), 40) for s, t in unpack(b.slots, torch.from_numpy(b.payload))}
     assert [received[f"t{i}"][0].item() for i in range(5)] == [0, 1, 2, 3, 4]
     assert torch.equal(received["transposed"], torch.arange(6.0).view(2, 3).t())
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from megatron_dppo.config.load import load_config
 from megatron_dppo.launch import exit_status
-from megatron_dppo.rollout.ray_engine import RayRolloutEngine
+from megatron_dppo.rollout.fleet import EngineFleet
 from megatron_dppo.trainer.train import train
 
 if __name__ == "__main__":
-    kept = RayRolloutEngine.keep
+    kept = EngineFleet.keep
 
     def keep(self, batch, layer_groups=None):
         folder = Path(sys.argv[2])
         (folder / f"{len(list(folder.glob('*.pickle')))}.pickle").write_bytes(pickle.dumps(batch))
         return kept(self, batch, layer_groups)
 
-    RayRolloutEngine.keep = keep  # type: ignore[method-assign]
+    EngineFleet.keep = keep  # type: ignore[method-assign]
     sys.exit(exit_status(lambda: train(load_config(Path(sys.argv[1])))))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-BACKEND = "megatron_dppo_shared_memory"
+BACKEND = "megatron_dppo"
 
 
 def register_backend() -> None:
-    """Name `SharedMemoryBackend` to vLLM's factory. Idempotent; the class is imported when vLLM asks for it."""
+    """Name `BucketReceiver` to vLLM's factory. Idempotent; the class is imported when vLLM asks for it."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     try:
         WeightTransferEngineFactory.register_engine(
-            BACKEND, "megatron_dppo.rollout.weight_transfer.shared_memory", "SharedMemoryBackend"
+            BACKEND, "megatron_dppo.rollout.weight_transfer.receiver", "BucketReceiver"
         )
     except ValueError:  # the factory knows the name already
         return

@@ -9,21 +9,7 @@ from math import prod
 import numpy as np
 import torch
 
-_ALIGNMENT = 64
-
-
-@dataclass(frozen=True)
-class TensorSlot:
-    """Where one tensor lies in a bucket."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * getattr(torch, self.dtype).itemsize
+from megatron_dppo.checkpoint.weight_layout import ALIGNMENT, TensorSlot, extent
 
 
 @dataclass(frozen=True)
@@ -52,14 +38,33 @@ def pack(named_tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -
             payload = np.empty(max(bucket_bytes, data.nbytes), dtype=np.uint8)
         torch.from_numpy(payload[filled : filled + data.nbytes]).copy_(data.view(torch.uint8))
         slots.append(TensorSlot(name, str(data.dtype).removeprefix("torch."), tuple(tensor.shape), filled))
-        filled = min(filled + -(-data.nbytes // _ALIGNMENT) * _ALIGNMENT, len(payload))
+        filled = min(filled + -(-data.nbytes // ALIGNMENT) * ALIGNMENT, len(payload))
     if slots:
         yield Bucket(tuple(slots), payload[:filled])
 
 
-def unpack(slots: Iterable[TensorSlot], payload: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views of `payload` (uint8) by name; they live as long as the payload does."""
+def unpack(slots: Iterable[TensorSlot], payload: torch.Tensor) -> Iterator[tuple[TensorSlot, torch.Tensor]]:
+    """The tensor of each slot; of several experts `[experts, *shape]`. Views of `payload` (uint8) that live as long as
+    it does, but for tensors that lie there in blocks: those are put together in memory of their own."""
     for slot in slots:
         dtype = getattr(torch, slot.dtype)
-        raw = payload[slot.offset : slot.offset + slot.nbytes]
-        yield slot.name, raw.view(dtype).view(slot.shape) if slot.nbytes else torch.empty(slot.shape, dtype=dtype)
+        if not slot.nbytes:
+            yield slot, torch.empty(slot.shape, dtype=dtype, device=payload.device)
+            continue
+        raw = payload[slot.offset : slot.offset + slot.nbytes].view(dtype)
+        if slot.experts is not None:
+            yield slot, raw.view(slot.count, *slot.shape)
+        elif slot.blocks:
+            yield slot, _assembled(slot, raw)
+        else:
+            yield slot, raw.view(slot.shape)
+
+
+def _assembled(slot: TensorSlot, raw: torch.Tensor) -> torch.Tensor:
+    whole = torch.empty(slot.shape, dtype=raw.dtype, device=raw.device)
+    start = 0
+    for block in slot.blocks:
+        stop = start + prod(extent(block))
+        whole[tuple(slice(*span) for span in block)] = raw[start:stop].view(extent(block))
+        start = stop
+    return whole

@@ -15,6 +15,10 @@ class IncompleteSync(RuntimeError):
     """A sync brought other tensors than the engine's model has. The engine refuses to generate until a full one."""
 
 
+class ChecksumMismatch(RuntimeError):
+    """A worker loaded other bytes than the trainer packed. The engine refuses to generate until a sync succeeds."""
+
+
 class Manifest:
     """Names and shapes of the checkpoint the engine was started from; `expected=None` learns them from the first sync
     (an engine started from random weights has no checkpoint)."""

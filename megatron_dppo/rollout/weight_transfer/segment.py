@@ -6,6 +6,7 @@ import os
 from types import TracebackType
 
 import numpy as np
+import torch
 
 
 class MemorySegment:
@@ -36,3 +37,16 @@ class MemorySegment:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._descriptor)
+
+
+def read_segment(path: str, size: int) -> torch.Tensor:
+    """The `size` bytes in the segment at `path`, as uint8 of this process's own."""
+    payload = torch.empty(size, dtype=torch.uint8)
+    with open(path, "rb", buffering=0) as segment:
+        view, received = memoryview(payload.numpy()), 0
+        while received < size:
+            count = segment.readinto(view[received:])
+            if not count:
+                raise RuntimeError(f"weight bucket ends after {received} of {size} bytes")
+            received += count
+    return payload

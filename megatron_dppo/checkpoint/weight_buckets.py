@@ -1,0 +1,211 @@
+"""The weights of a sharded model as byte buckets: every rank writes what it owns to where it belongs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.checkpoint.weight_layout import (
+    EXPERT,
+    Block,
+    BucketLayout,
+    Segment,
+    TensorSlot,
+    aligned,
+    extent,
+    lies_whole,
+)
+
+_EXPERT_TENSOR = re.compile(r"(.+\.experts\.)(\d+)(\..+)")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One block of a Hugging Face tensor and the rank that sends it."""
+
+    rank: int
+    block: Block
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A slot that has no place yet, and where each of its tensors comes from."""
+
+    slot: TensorSlot
+    sources: tuple[tuple[str, Source], ...]
+    """(name, source) in the order in which the bytes lie."""
+
+    def take(self, count: int) -> tuple[_Item, _Item | None]:
+        """The first `count` experts of a stack, and the rest."""
+        if count >= self.slot.count:
+            return self, None
+        assert self.slot.experts is not None
+        first, stop = self.slot.experts
+        head = replace(self.slot, experts=(first, first + count))
+        tail = replace(self.slot, experts=(first + count, stop))
+        return _Item(head, self.sources[:count]), _Item(tail, self.sources[count:])
+
+
+@dataclass(frozen=True)
+class _Own:
+    """Consecutive bytes of a bucket that this rank writes: blocks of its parameters, end to end."""
+
+    start: int
+    stop: int
+    dtype: torch.dtype
+    blocks: list[tuple[str, Block]]
+
+
+class WeightBuckets:
+    """Buckets of a model, planned once: the same on every rank, in model order, each with what this rank writes.
+
+    Within a layer the experts' tensors are stacked by kind (all gate projections, all up projections, ...), so that a
+    rank writes its experts with one concatenation and a receiver loads them with one call, not with one per tensor.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]],
+        sources: Mapping[str, Sequence[Source]],
+        local: Mapping[tuple[str, Block], Callable[[], torch.Tensor]],
+        *,
+        rank: int,
+        bucket_bytes: int,
+    ) -> None:
+        """
+        tensors       (Hugging Face name, shape, dtype) of the whole model, in order
+        sources       of each tensor; blocks tile it
+        local         blocks that this rank sends: how to get one, asked anew for each sync (Megatron-Core's buffers,
+                      and offloading, put other memory behind a parameter)
+        bucket_bytes  of a bucket; a dense tensor that is larger gets a bucket of its own
+        """
+        self._local, self._rank = local, rank
+        self._own: list[list[_Own]] = []
+        self.layouts: list[BucketLayout] = []
+        filled: list[_Item] = []
+        used = 0
+        for whole in _items(tensors, sources):
+            item: _Item | None = whole
+            while item is not None:
+                start = aligned(used)
+                room = (bucket_bytes - start) // (item.slot.nbytes // item.slot.count)
+                if room < 1 and filled:
+                    self._close(filled, used)
+                    filled, used = [], 0
+                    continue
+                taken, item = item.take(max(room, 1) if item.slot.experts else 1)
+                filled.append(_Item(replace(taken.slot, offset=start), taken.sources))
+                used = start + taken.slot.nbytes
+        if filled:
+            self._close(filled, used)
+
+    @property
+    def owners(self) -> list[int]:
+        """Ranks that send anything, in order."""
+        return sorted({segment.source for layout in self.layouts for segment in layout.segments})
+
+    @property
+    def nbytes(self) -> int:
+        """Of all buckets."""
+        return sum(layout.size for layout in self.layouts)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest bucket."""
+        return max(layout.size for layout in self.layouts)
+
+    @torch.no_grad()
+    def write(self, index: int, payload: torch.Tensor) -> None:
+        """Write this rank's segments of bucket `index` into `payload` (uint8 on the parameters' device, at least as
+        large as the bucket). Asynchronous on a GPU; no collectives."""
+        for own in self._own[index]:
+            target = payload[own.start : own.stop].view(own.dtype)
+            parts = [self._local[key]().reshape(-1) for key in own.blocks]
+            if len(parts) == 1:
+                target.copy_(parts[0])
+            else:
+                torch.cat(parts, out=target)
+
+    def gather(self, index: int, payload: torch.Tensor, destination: int) -> None:
+        """`write`, and the whole bucket on rank `destination`. Collective over the world, point to point."""
+        self.write(index, payload)
+        pending = []
+        for segment in self.layouts[index].segments:
+            if segment.source == destination:
+                continue
+            part = payload[segment.start : segment.stop]
+            if self._rank == destination:
+                pending.append(dist.irecv(part, src=segment.source))
+            elif self._rank == segment.source:
+                pending.append(dist.isend(part, dst=destination))
+        for request in pending:
+            assert request is not None  # None is for ranks outside the group
+            request.wait()
+
+    def spread(self, index: int, payload: torch.Tensor) -> None:
+        """`write`, and the whole bucket on every rank. Collective over the world: a broadcast per segment."""
+        self.write(index, payload)
+        for segment in self.layouts[index].segments:
+            dist.broadcast(payload[segment.start : segment.stop], src=segment.source)
+
+    def _close(self, items: list[_Item], size: int) -> None:
+        """Make a bucket of what was collected."""
+        segments: list[Segment] = []
+        own: list[_Own] = []
+        for item in items:
+            dtype = getattr(torch, item.slot.dtype)
+            place = item.slot.offset
+            for name, source in item.sources:
+                stop = place + prod(extent(source.block)) * dtype.itemsize
+                last = segments[-1] if segments else None
+                if last is not None and last.source == source.rank and aligned(last.stop) >= place:
+                    segments[-1] = replace(last, stop=stop)
+                else:
+                    segments.append(Segment(source.rank, place, stop))
+                if source.rank == self._rank:
+                    if own and own[-1].stop == place and own[-1].dtype == dtype:
+                        own[-1] = _Own(own[-1].start, stop, dtype, [*own[-1].blocks, (name, source.block)])
+                    else:
+                        own.append(_Own(place, stop, dtype, [(name, source.block)]))
+                place = stop
+        self._own.append(own)
+        self.layouts.append(BucketLayout(tuple(item.slot for item in items), tuple(segments), size))
+
+
+def _items(
+    tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]], sources: Mapping[str, Sequence[Source]]
+) -> Iterator[_Item]:
+    """Slots in model order; the experts of a layer stacked by kind, unless expert tensor parallelism divides them."""
+    stacks: dict[str, list[_Item]] = {}
+    for name, shape, dtype in tensors:
+        given = sorted(sources[name], key=lambda source: source.block)
+        blocks = [source.block for source in given]
+        # An expert of a stacked Hugging Face tensor has more dimensions than the parameter; blocks are of the tensor.
+        whole = lies_whole(shape, blocks)
+        slot = TensorSlot(name, str(dtype).removeprefix("torch."), shape, 0, () if whole else tuple(blocks))
+        item = _Item(slot, tuple((name, source) for source in given))
+        match = _EXPERT_TENSOR.fullmatch(name)
+        layer = f"{match[1]}{EXPERT}{match[3]}" if match and len(given) == 1 else None
+        if layer is None or any(not key.startswith(layer.partition(EXPERT)[0]) for key in stacks):
+            yield from _stacked(stacks)
+            stacks = {}
+        if layer is None:
+            yield item
+        else:
+            stacks.setdefault(layer, []).append(item)
+    yield from _stacked(stacks)
+
+
+def _stacked(stacks: Mapping[str, list[_Item]]) -> Iterator[_Item]:
+    for name, items in stacks.items():
+        matches = [_EXPERT_TENSOR.fullmatch(item.slot.name) for item in items]
+        numbers = [int(match[2]) for match in matches if match]
+        if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+            raise RuntimeError(f"the experts of {name} do not come in order: {numbers[:8]}")
+        slot = replace(items[0].slot, name=name, experts=(numbers[0], numbers[-1] + 1))
+        yield _Item(slot, tuple(source for item in items for source in item.sources))

@@ -1,0 +1,90 @@
+"""How the weights of a model lie in buckets on their way to an engine: plain data, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+Block = tuple[tuple[int, int], ...]
+"""(start, stop) per dimension of a tensor."""
+
+ALIGNMENT = 64
+"""Each slot begins at a multiple of this many bytes."""
+
+EXPERT = "{expert}"
+"""Stands for the expert's number in the name of a slot that holds several."""
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """Where one tensor, or the same tensor of consecutive experts, lies in a bucket.
+
+    name     Hugging Face name; with `{expert}` in it where `experts` is given
+    dtype    torch's name of it
+    shape    of one tensor
+    offset   bytes from the bucket's beginning
+    blocks   () where the tensor lies whole; else its blocks, which lie one after another, each contiguous
+    experts  (first, last + 1): that many tensors lie one after another, whole
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    blocks: tuple[Block, ...] = ()
+    experts: tuple[int, int] | None = None
+
+    @property
+    def count(self) -> int:
+        """Tensors in this slot."""
+        return 1 if self.experts is None else self.experts[1] - self.experts[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * prod(self.shape) * getattr(torch, self.dtype).itemsize
+
+    def names(self) -> Iterator[str]:
+        """Hugging Face names of the tensors in this slot."""
+        if self.experts is None:
+            yield self.name
+        else:
+            yield from (self.name.replace(EXPERT, str(number)) for number in range(*self.experts))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Bytes of a bucket that come from one rank."""
+
+    source: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """One bucket: `size` bytes, cut into slots for who loads it and into segments for who sends it."""
+
+    slots: tuple[TensorSlot, ...]
+    segments: tuple[Segment, ...]
+    size: int
+
+
+def aligned(offset: int) -> int:
+    """The next place where a slot may begin."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def extent(block: Block) -> tuple[int, ...]:
+    """Shape of a block."""
+    return tuple(stop - start for start, stop in block)
+
+
+def lies_whole(shape: tuple[int, ...], blocks: list[Block]) -> bool:
+    """Whether blocks that tile a tensor of `shape` make it up when they are laid end to end: each takes all of every
+    dimension but the first, and they come in order."""
+    return all(span == (0, size) for block in blocks for span, size in zip(block[1:], shape[1:], strict=True)) and (
+        blocks == sorted(blocks)
+    )

@@ -1,0 +1,152 @@
+"""Which cards of which node each engine runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ray
+import torch
+import torch.distributed as dist
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.weight_transfer.cuda_ipc import card, check_allocator
+
+Placement = Literal["fleet", "colocated"]
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a trainer rank runs.
+
+    node   Ray's id of the node
+    card   UUID of the card it trains on; None on a CPU
+    cards  UUIDs of all cards of that node that it sees
+    """
+
+    node: str
+    card: str | None
+    cards: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class EnginePlace:
+    """Where an engine runs.
+
+    node   Ray's id of the node; None lets Ray choose
+    cards  UUIDs of its cards, in the order of its workers; () on a CPU, or where Ray hands cards out
+    gpus   how many cards Ray has to hand out
+    """
+
+    node: str | None = None
+    cards: tuple[str, ...] = ()
+    gpus: int = 0
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of the engine's processes. Cards go by UUID, which means the same in every process: Ray shows an
+        actor without GPUs of its own none, and a rank may see only some. CUDA, NVML and vLLM all take UUIDs."""
+        return {"CUDA_VISIBLE_DEVICES": ",".join(f"GPU-{uuid}" for uuid in self.cards)} if self.cards else {}
+
+    def actor_options(self, group: PlacementGroup | None = None) -> dict[str, Any]:
+        """Options of the engine's Ray actor; `group` is where Ray hands out its cards."""
+        options: dict[str, Any] = {"runtime_env": {"env_vars": self.environment}} if self.environment else {}
+        if self.node is not None:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.node, soft=False)
+        elif group is not None:
+            options |= {"num_gpus": self.gpus, "scheduling_strategy": PlacementGroupSchedulingStrategy(group)}
+        return options
+
+
+class Places:
+    """The places of a run's engines, on the controller: options of their Ray actors, and what Ray set aside."""
+
+    def __init__(self, engines: Sequence[EnginePlace]) -> None:
+        # One bundle for an engine: its workers are processes of one node.
+        groups = [placement_group([{"GPU": one.gpus}], strategy="STRICT_PACK") if one.gpus else None for one in engines]
+        self._groups = [group for group in groups if group is not None]
+        self.options = [one.actor_options(group) for one, group in zip(engines, groups, strict=True)]
+
+    def close(self) -> None:
+        """Give back what Ray set aside."""
+        while self._groups:
+            remove_placement_group(self._groups.pop())
+
+
+def find_places(
+    placement: Placement, *, engines: int, workers: int, device: torch.device, joined: bool
+) -> Places | None:
+    """Places of all engines, on rank 0; None elsewhere. Collective over the trainer; every rank is connected to Ray.
+
+    engines  wanted in a fleet; colocated ones are as many as the ranks' cards hold
+    workers  cards of one engine
+    joined   whether this is a Ray cluster that was there before the run
+    """
+    node = ray.get_runtime_context().get_node_id()
+    on_gpu = device.type == "cuda"
+    seen = tuple(card(torch.device("cuda", i)) for i in range(torch.cuda.device_count())) if on_gpu else ()
+    ranks: list[RankPlace] = [RankPlace("", None, ())] * dist.get_world_size()
+    dist.all_gather_object(ranks, RankPlace(node, card(device) if on_gpu else None, seen))
+    if on_gpu and placement == "colocated":
+        check_allocator()
+    if dist.get_rank() != 0:
+        return None
+    if placement == "colocated":
+        return Places(colocated(ranks, workers))
+    others = {} if not joined else {n["NodeID"]: int(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["Alive"]}
+    return Places(fleet(ranks, engines=engines, workers=workers, nodes=others))
+
+
+def colocated(ranks: Sequence[RankPlace], workers: int) -> list[EnginePlace]:
+    """Engine e on the cards of ranks [e * workers, (e + 1) * workers)."""
+    if len(ranks) % workers:
+        raise UserError(
+            f"rollout.placement=colocated: {len(ranks)} ranks are not a multiple of "
+            f"rollout.tensor_parallel={workers}; change one of them"
+        )
+    places = []
+    for first in range(0, len(ranks), workers):
+        mine = ranks[first : first + workers]
+        if len({rank.node for rank in mine}) > 1:
+            raise UserError(
+                f"rollout.tensor_parallel={workers}: ranks {first} to {first + workers - 1} are on several nodes, but "
+                "a colocated engine has to fit on one; choose a divisor of the ranks per node"
+            )
+        places.append(EnginePlace(node=mine[0].node, cards=tuple(rank.card for rank in mine if rank.card is not None)))
+    return places
+
+
+def fleet(ranks: Sequence[RankPlace], *, engines: int, workers: int, nodes: dict[str, int]) -> list[EnginePlace]:
+    """Engines on cards that no rank trains on: first those left free on the trainer's nodes, then those of `nodes`
+    (GPUs by Ray's node id), which Ray hands out."""
+    if ranks[0].card is None:
+        return [EnginePlace()] * engines
+    used = {rank.card for rank in ranks}
+    places: list[EnginePlace] = []
+    for node in dict.fromkeys(rank.node for rank in ranks):
+        seen = dict.fromkeys(uuid for rank in ranks if rank.node == node for uuid in rank.cards)
+        free = [uuid for uuid in seen if uuid not in used]
+        places += [
+            EnginePlace(node=node, cards=tuple(free[i : i + workers]))
+            for i in range(0, len(free) - workers + 1, workers)
+        ]
+    places = places[:engines]
+    training = {rank.node for rank in ranks}
+    handed_out = [count // workers for node, count in nodes.items() if node not in training]
+    missing = engines - len(places)
+    if missing > sum(handed_out):
+        raise UserError(
+            f"rollout.placement=fleet: {engines} engines of {workers} GPUs are wanted; beside the trainer's "
+            f"{len(ranks)} GPUs there is room for {len(places) + sum(handed_out)}. Start fewer ranks (NPROC), set "
+            "rollout.engines, add nodes to the Ray cluster (RAY_ADDRESS), or use rollout.placement=colocated"
+        )
+    offered = [node for node in training if nodes.get(node)]
+    if missing and offered:
+        raise UserError(
+            f"rollout.placement=fleet: the Ray cluster offers the GPUs of {len(offered)} nodes that the trainer uses "
+            "itself, and may put an engine there; start Ray on the trainer's nodes with --num-gpus 0"
+        )
+    return places + [EnginePlace(gpus=workers)] * missing

@@ -1,0 +1,78 @@
+"""A place in a fleet: the engine in it may die and be replaced, the place stays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.engine_actor import CONCURRENCY_GROUPS, WORK
+from megatron_dppo.rollout.ray_engine import RayRolloutEngine
+from megatron_dppo.rollout.work import Work
+
+
+class Seat:
+    """Belongs to the fleet's thread."""
+
+    def __init__(self, model: Path, config: RolloutConfig, name: str, options: Mapping[str, Any]) -> None:
+        self._model, self._config, self._name, self._options = model, config, name, options
+        self.number = 0
+        """Engines that were here before this one."""
+        self.budget = config.max_tokens_in_flight or 2 * config.max_num_seqs * config.max_model_len
+        self.engine = self._new_engine()
+        self.up = False
+        """Whether the engine finished loading and was not given up."""
+        self.version: int | None = None
+        """Of the last weights that were brought to it; None is the checkpoint it started from."""
+        self.running: dict[str, Work] = {}
+        self.ended: dict[str, int] = {}
+        """Tokens of ended responses in running work, when the core last answered."""
+        self._asked: float | None = None
+        self._answered = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens that the work it was given can come to."""
+        return sum(work.tokens for work in self.running.values())
+
+    def has_room(self, work: Work) -> bool:
+        """Whether `work` is within its budget; whoever has nothing to do takes anything."""
+        if not self.running:
+            return True
+        return len(self.running) < CONCURRENCY_GROUPS[WORK] and self.tokens + work.tokens <= self.budget
+
+    def replace(self) -> None:
+        """End the engine and start another. Blocks for seconds: memory must be free before it is taken again."""
+        self.engine.kill()
+        self.number += 1
+        self.engine = self._new_engine()
+
+    def empty(self) -> tuple[list[Work], int]:
+        """Give the engine up: the work it had, and the tokens of ended responses that are lost with it."""
+        lost, tokens = list(self.running.values()), sum(self.ended.get(key, 0) for key in self.running)
+        self.up, self.version = False, None
+        self.running, self.ended, self._asked = {}, {}, None
+        return lost, tokens
+
+    def question(self, now: float) -> ray.ObjectRef | None:
+        """Ask the core whether it lives, once in a while where it has work."""
+        pause = min(5.0, self._config.stall_timeout_s / 4)
+        if not self.up or not self.running or self._asked is not None or now - self._answered < pause:
+            return None
+        self._asked = now
+        return self.engine.start("alive")
+
+    def answer(self, ended: Mapping[str, int]) -> None:
+        """The core lives."""
+        self._asked, self._answered, self.ended = None, time.monotonic(), dict(ended)
+
+    def hangs(self, now: float) -> bool:
+        """Whether the core owes an answer for too long."""
+        return self._asked is not None and now - self._asked > self._config.stall_timeout_s
+
+    def _new_engine(self) -> RayRolloutEngine:
+        return RayRolloutEngine(self._model, self._config, name=f"{self._name}-{self.number}", options=self._options)

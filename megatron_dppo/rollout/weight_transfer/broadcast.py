@@ -1,0 +1,162 @@
+"""Weights to engines on cards of their own: each owner broadcasts its share to all workers of all engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
+from megatron_dppo.rollout.weight_transfer.checksum import Packed
+from megatron_dppo.rollout.weight_transfer.group import GroupClosed, Meeting, Rendezvous, WeightGroup, own_address
+from megatron_dppo.rollout.weight_transfer.recipients import Engine, Pending, Recipients
+
+_ATTEMPTS = 3
+
+
+class BroadcastSender:
+    """One communicator (NCCL, or gloo on CPUs) of the trainer ranks that own weights and of all workers.
+
+    It is kept from sync to sync, and made anew when the engines are others or when it broke. An engine that dies in the
+    middle breaks it for all: the sync is then repeated with those that still answer. Memory: two buckets on every owner
+    and every worker.
+    """
+
+    def __init__(
+        self, buckets: WeightBuckets, device: torch.device, *, workers_per_engine: int, timeout_s: float
+    ) -> None:
+        self._buckets, self._device = buckets, device
+        self._workers, self._timeout = workers_per_engine, timeout_s
+        self._rank = dist.get_rank()
+        self._owners = {rank: number for number, rank in enumerate(buckets.owners)}
+        """Number in the communicator of each rank that sends."""
+        self._meeting: Meeting | None = None
+        self._group: WeightGroup | None = None
+        self._members: tuple[int, ...] = ()
+        """Whom the communicator has."""
+        self._told: set[int] = set()
+        """Engines that know the layouts."""
+        self.packed = Packed()
+
+    def send(self, version: int, to: Recipients | None) -> None:
+        """Collective over the trainer; `to` on the controller, rank 0, alone. Raises what a rank failed with where it
+        was not the communicator that broke."""
+        for left in reversed(range(_ATTEMPTS)):
+            before = set(to.errors) if to else set()
+            error = self._attempt(version, to)
+            if self._settled(error):
+                return
+            self._leave()
+            if to is not None and left:
+                # All that took part failed; only those that do not answer now are to blame.
+                to.forgive(to.errors.keys() - before)
+                to.wait(to.start("begin_update", version))
+            if not left or not self._from_controller(bool(to and to.engines)):
+                return
+
+    def close(self) -> None:
+        """Leave the communicator."""
+        self._leave()
+
+    def _attempt(self, version: int, to: Recipients | None) -> Exception | None:
+        """One try; what this rank, or on the controller an engine, failed with."""
+        terms = self._from_controller(self._terms(to) if to is not None else None)
+        error: Exception | None = None
+        if terms is not None:
+            pending = self._invite(to, terms) if to is not None else None
+            try:
+                self._join(terms)
+            except Exception as failure:
+                error = failure
+            error = _first(error, to, pending)
+            if not self._settled(error):
+                return error or GroupClosed("others did not join")
+        receiving = to.start("receive_group", version) if to is not None else None
+        try:
+            if self._group is not None:
+                self._broadcast(self._group, to, receiving)
+        except Exception as failure:
+            error = failure
+            if self._group is not None:
+                self._group.abort()
+        return _first(error, to, receiving, 2 * self._timeout)
+
+    def _terms(self, to: Recipients) -> tuple[Rendezvous, tuple[int, ...]] | None:
+        """Of a new communicator; None where there is one with the same members."""
+        members = tuple(id(engine) for engine in to.engines)
+        if self._group is not None and not self._group.closed and members == self._members:
+            return None
+        self._meeting = self._meeting or Meeting(own_address())
+        return self._meeting.next(len(self._owners) + self._workers * len(members), self._timeout), members
+
+    def _invite(self, to: Recipients, terms: tuple[Rendezvous, tuple[int, ...]]) -> Pending:
+        first = {engine.name: len(self._owners) + self._workers * i for i, engine in enumerate(to.engines)}
+
+        def invitation(engine: Engine) -> tuple[dict[str, Any]]:
+            return (
+                {
+                    "layouts": None if id(engine) in self._told else self._buckets.layouts,
+                    "group": terms[0].as_dict(),
+                    "first_rank": first[engine.name],
+                    "source_rank": self._owners,
+                },
+            )
+
+        pending = to.start_each("init_transfer", invitation)
+        self._told |= set(terms[1])
+        return pending
+
+    def _join(self, terms: tuple[Rendezvous, tuple[int, ...]]) -> None:
+        self._leave()
+        where, self._members = terms
+        if self._rank in self._owners:
+            self._group = WeightGroup(where, self._owners[self._rank], self._device)
+
+    def _broadcast(self, group: WeightGroup, to: Recipients | None, receiving: Pending | None) -> None:
+        """Send every bucket: one is being written while the one before it is on its way."""
+        buckets = self._buckets
+        buffers = [torch.empty(buckets.largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        under_way: list[list[Any]] = [[], []]
+        for index, layout in enumerate(buckets.layouts):
+            payload = buffers[index % 2]
+            group.wait(under_way[index % 2])
+            buckets.write(index, payload)
+            self.packed.note(index, layout, payload)
+            under_way[index % 2] = [
+                group.broadcast(payload[part.start : part.stop], self._owners[part.source]) for part in layout.segments
+            ]
+        group.wait([*under_way[0], *under_way[1]])
+        group.finish(lambda: to is not None and receiving is not None and to.broken(receiving))
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.abort()  # not shutdown: a peer may be gone
+            self._group = None
+
+    def _settled(self, error: Exception | None) -> bool:
+        """Whether no rank failed. Raises, on every rank, where one failed by itself."""
+        found: list[tuple[str, bool]] = [("", False)] * dist.get_world_size()
+        mine = "" if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(found, (mine, isinstance(error, GroupClosed)))
+        for rank, (text, broken) in enumerate(found):
+            if text and not broken:
+                self._leave()
+                raise RuntimeError(f"rank {rank} failed in a weight broadcast: {text}") from error
+        return not any(text for text, _ in found)
+
+    def _from_controller(self, value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+
+def _first(
+    error: Exception | None, to: Recipients | None, pending: Pending | None, timeout_s: float | None = None
+) -> Exception | None:
+    """Wait for the engines; this rank's own error before one of theirs."""
+    if to is None or pending is None:
+        return error
+    to.wait(pending, timeout_s=timeout_s)
+    failed = [name for name in pending if name in to.errors]
+    return error or (GroupClosed(f"{failed[0]}: {to.errors[failed[0]]}") if failed else None)

@@ -1,0 +1,47 @@
+"""Device memory of one process, opened by another one on the same card."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from megatron_dppo.errors import UserError
+
+
+def check_allocator() -> None:
+    """UserError where torch's allocator is set to expandable segments, whose memory CUDA's IPC cannot share (and which
+    vLLM's sleep mode does not work with)."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
+            raise UserError(
+                f"{name}={os.environ[name]}: trainer and engine share cards (rollout.placement=colocated), and memory "
+                "of expandable segments can neither be shared between processes by CUDA IPC nor be given back by a "
+                "sleeping engine; remove expandable_segments:True"
+            )
+
+
+def card(device: torch.device) -> str:
+    """UUID of the card behind a device, the same in every process whatever it sees."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def share(buffers: list[torch.Tensor]) -> bytes:
+    """What another process needs to open these CUDA tensors (`open_shared`). They must outlive its use of them."""
+    return pickle.dumps([reduce_tensor(buffer)[1] for buffer in buffers])
+
+
+def open_shared(handles: dict[str, bytes], device: torch.device) -> list[torch.Tensor]:
+    """The buffers that the process on `device`'s own card shared; handles are by card."""
+    mine = handles.get(card(device))
+    if mine is None:
+        raise RuntimeError(f"no trainer rank shares buffers on this worker's card {card(device)}, only {list(handles)}")
+    opened = []
+    for arguments in pickle.loads(mine):
+        rebuilt: list[Any] = list(arguments)
+        rebuilt[6] = device.index  # the sender's number of the card need not be ours
+        opened.append(rebuild_cuda_tensor(*rebuilt))
+    return opened

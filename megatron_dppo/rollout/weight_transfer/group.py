@@ -1,0 +1,153 @@
+"""One communicator of the trainer ranks that own weights and of every engine worker: NCCL on GPUs, gloo on CPUs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+_PATIENCE = 10.0
+"""torch's own time limit is this many times ours: ours aborts one communicator, torch's ends the process."""
+_POLL_S = 0.0005
+_ASK_S = 0.5
+"""How often a waiting member asks whether others gave up."""
+
+
+class GroupClosed(RuntimeError):
+    """A communicator broke or was given up; what was under way on it did not arrive."""
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where a communicator's members meet. `key` is new for each communicator, so that late members of an old one
+    meet nobody."""
+
+    host: str
+    port: int
+    key: str
+    size: int
+    timeout_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Meeting:
+    """The store at which communicators meet, kept by the controller for as long as it syncs weights."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._number = 0
+
+    def next(self, size: int, timeout_s: float) -> Rendezvous:
+        """Terms of a new communicator of `size` members."""
+        self._number += 1
+        return Rendezvous(self._host, self._store.port, f"weights-{self._number}", size, timeout_s)
+
+
+class WeightGroup:
+    """A communicator outside torch's default process group. Broadcasts are asynchronous; `finish` waits for them, for
+    at most the rendezvous' timeout, and aborts the communicator when that has passed."""
+
+    def __init__(self, where: Rendezvous, rank: int, device: torch.device) -> None:
+        """Blocks until all members have come; a RuntimeError says that some did not within the timeout."""
+        self._device, self._timeout = device, where.timeout_s
+        patience = timedelta(seconds=where.timeout_s)
+        store = dist.TCPStore(where.host, where.port, is_master=False, timeout=patience)
+        meeting = dist.PrefixStore(where.key, store)
+        meeting.set(f"here-{rank}", "1")
+        # NCCL's own set-up has no time limit: it begins when everybody is there.
+        meeting.wait([f"here-{member}" for member in range(where.size)], patience)
+        self._group: Any
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=_PATIENCE * where.timeout_s)
+            with _abort_without_exit():
+                self._group = dist.ProcessGroupNCCL(meeting, rank, where.size, options)
+        else:
+            self._group = dist.ProcessGroupGloo(meeting, rank, where.size, patience)
+        self._meeting = meeting
+        self.closed = False
+
+    def broadcast(self, part: torch.Tensor, source: int) -> Any:
+        """Start sending `part` (uint8) from member `source` to all; hand what this returns to `wait`."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        return self._group.broadcast([part], options)
+
+    def wait(self, works: Sequence[Any]) -> None:
+        """Let what comes after be ordered after these (on a GPU the current stream's work, on a CPU this thread's).
+        Raises `GroupClosed` where gloo says that a member is gone or late."""
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            self.abort()
+            raise GroupClosed(f"the weight broadcast broke: {error}") from error
+
+    def finish(self, give_up: Callable[[], bool] = lambda: False) -> None:
+        """Wait until the device has done all that was started. Raises `GroupClosed` when the timeout has passed, when
+        `give_up` (asked now and then) says so, or when another member gave up; the communicator is then aborted."""
+        if self._device.type != "cuda":
+            return  # gloo's works were waited for
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self._device))
+        begun = asked = time.monotonic()
+        while not done.query():
+            now = time.monotonic()
+            if now - asked > _ASK_S:
+                asked = now
+                if self._meeting.check(["given up"]):
+                    self._break("another member gave up")
+                if give_up():
+                    self._meeting.set("given up", "1")
+                    self._break("an engine failed")
+            if now - begun > self._timeout:
+                self._break(f"it did not finish within rollout.sync_timeout_s={self._timeout:g}")
+            time.sleep(_POLL_S)
+
+    def _break(self, why: str) -> NoReturn:
+        self.abort()
+        raise GroupClosed(f"the weight broadcast was aborted: {why}")
+
+    def abort(self) -> None:
+        """End the communicator; broadcasts under way fail on every member. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self._group.abort()
+
+
+def own_address() -> str:
+    """An address of this machine that other nodes reach: of the interface that leads to the default route; loopback
+    where there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: a datagram socket only picks its interface
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+@contextmanager
+def _abort_without_exit() -> Iterator[None]:
+    """torch reads this variable when a group is made: a failed collective then aborts the communicator and leaves the
+    process alone; the error shows in `finish`."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "2"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,60 @@
+"""Weights to engines that share the trainer's cards: every rank fills a buffer that the worker on its card reads."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
+from megatron_dppo.rollout.weight_transfer.checksum import Packed
+from megatron_dppo.rollout.weight_transfer.cuda_ipc import card, share
+from megatron_dppo.rollout.weight_transfer.recipients import Pending, Recipients
+
+
+class IpcSender:
+    """NCCL refuses two ranks on one card, CUDA's inter-process memory does not.
+
+    Two buffers alternate: while the workers load one bucket, the ranks bring the next together. A buffer is read only
+    after its writer's stream is done with it, and written again only after every worker is. Memory: two buckets on
+    every card, during a sync.
+    """
+
+    def __init__(self, buckets: WeightBuckets, device: torch.device) -> None:
+        self._buckets, self._device = buckets, device
+        self._told: set[str] = set()
+        """Engines that know the layouts."""
+        self.packed = Packed()
+
+    def send(self, version: int, to: Recipients | None) -> None:
+        """Collective over the trainer; `to` on the controller, rank 0, alone."""
+        buckets, device = self._buckets, self._device
+        buffers = [torch.empty(buckets.largest, dtype=torch.uint8, device=device) for _ in range(2)]
+        handles: list[tuple[str, bytes]] = [("", b"")] * dist.get_world_size()
+        dist.all_gather_object(handles, (card(device), share(buffers)))
+        if to is not None:
+            told = to.wait(to.start_each("init_transfer", lambda engine: (self._terms(engine.name, dict(handles)),)))
+            self._told |= told.keys()
+        loading: Pending | None = None
+        for index in range(len(buckets.layouts)):
+            buckets.spread(index, buffers[index % 2])
+            self.packed.note(index, buckets.layouts[index], buffers[index % 2])
+            torch.cuda.current_stream(device).synchronize()
+            if to is not None:
+                to.wait(loading)  # it reads the other buffer, which the next turn writes
+            dist.barrier()
+            if to is not None:
+                loading = to.start("receive_shared", version, index)
+        if to is not None:
+            to.wait(loading)
+            to.wait(to.start("init_transfer", {"close": True}))
+        dist.barrier()
+        del buffers
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Nothing stays open between syncs."""
+
+    def _terms(self, engine: str, handles: dict[str, bytes]) -> dict[str, object]:
+        layouts = None if engine in self._told else self._buckets.layouts
+        return {"layouts": layouts, "buffers": handles}

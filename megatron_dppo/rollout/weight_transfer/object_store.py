@@ -1,0 +1,54 @@
+"""Weights through Ray's object store: gathered on the controller, put there once for all engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import ray
+import torch
+
+from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
+from megatron_dppo.checkpoint.weight_layout import BucketLayout
+from megatron_dppo.rollout.weight_transfer.bucket import Bucket, unpack
+from megatron_dppo.rollout.weight_transfer.checksum import Packed
+from megatron_dppo.rollout.weight_transfer.recipients import Pending, Recipients
+
+Change = Callable[[str, torch.Tensor], torch.Tensor]
+"""What an engine is to have instead of a tensor: of its name, same shape and type."""
+
+
+class ObjectStoreSender:
+    """For CPUs, and wherever nothing faster connects trainer and engine. Memory: one bucket on every rank, two in the
+    object store (one being loaded while the next is gathered)."""
+
+    def __init__(self, buckets: WeightBuckets, device: torch.device, change: Change | None = None) -> None:
+        self._buckets, self._device, self._change = buckets, device, change
+        self.packed = Packed()
+        """Empty: a bucket in the store is whole or it is not there."""
+
+    def send(self, version: int, to: Recipients | None) -> None:
+        """Collective over the trainer; `to` on the controller, rank 0, alone."""
+        payload = torch.empty(self._buckets.largest, dtype=torch.uint8, device=self._device)
+        loading: Pending | None = None
+        for index, layout in enumerate(self._buckets.layouts):
+            self._buckets.gather(index, payload, destination=0)
+            if to is None:
+                continue
+            if self._change is not None:
+                _apply(self._change, layout, payload)
+            bucket = ray.put(Bucket(layout.slots, payload[: layout.size].cpu().numpy()))
+            to.wait(loading)
+            loading = to.start("receive_bucket", version, bucket)
+        if to is not None:
+            to.wait(loading)
+
+    def close(self) -> None:
+        """Nothing stays open between syncs."""
+
+
+def _apply(change: Change, layout: BucketLayout, payload: torch.Tensor) -> None:
+    for slot, tensor in unpack(layout.slots, payload):
+        if slot.blocks:
+            raise NotImplementedError(f"{slot.name} lies in blocks, and a changed copy has no place")
+        for name, single in zip(slot.names(), tensor if slot.experts else [tensor], strict=True):
+            single.copy_(change(name, single))

@@ -1,0 +1,229 @@
+"""The receiving end inside vLLM's workers: buckets of weights from memory files, from the card's other process, or from
+a communicator.
+
+Runs in the engine-core process (or its workers), where vLLM calls it through its weight-transfer API:
+`start_weight_update`, then `update_weights` per bucket (once for a whole broadcast), then `finish_weight_update`.
+vLLM's layerwise reloading does the rest: tensors by Hugging Face name are buffered until their layer is complete, then
+processed into kernel format and copied into the storage the kernels already use.
+"""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from megatron_dppo.checkpoint.weight_layout import BucketLayout, TensorSlot
+from megatron_dppo.compat.vllm_cpu import repack_tied_head
+from megatron_dppo.rollout.weight_transfer.checksum import checksum, sampled
+from megatron_dppo.rollout.weight_transfer.cuda_ipc import open_shared
+from megatron_dppo.rollout.weight_transfer.group import Rendezvous, WeightGroup
+from megatron_dppo.rollout.weight_transfer.loading import BucketLoader
+from megatron_dppo.rollout.weight_transfer.segment import read_segment
+
+
+@dataclass
+class TransferInit(WeightTransferInitInfo):
+    """Terms of the syncs to come; what is absent stays as it was.
+
+    layouts      pickled list of `BucketLayout`, for buckets that are named by number
+    group        fields of `Rendezvous`: join this communicator, leaving the last one
+    first_rank   this engine's first worker's number in the communicator
+    source_rank  of each sending trainer rank: its number in the communicator
+    buffers      pickled handles of the trainer's buffers, by card
+    close        leave the communicator and let go of shared buffers
+    """
+
+    layouts: bytes | None = None
+    group: dict[str, Any] | None = None
+    first_rank: int = 0
+    source_rank: list[tuple[int, int]] = field(default_factory=list)
+    buffers: list[tuple[str, bytes]] = field(default_factory=list)
+    close: bool = False
+
+
+@dataclass
+class BucketUpdate(WeightTransferUpdateInfo):
+    """One bucket, or all of them.
+
+    version  version the weights belong to
+    segment  path of a memory file that holds the payload of a bucket
+    size     bytes of that payload
+    slots    pickled `TensorSlot`s of that bucket
+    shared   number of a bucket that lies in the shared buffers
+    group    True receives every bucket from the communicator
+    abandon  True drops what came since `start_weight_update`; the model is then a mixture and must not be used
+    """
+
+    version: int
+    segment: str = ""
+    size: int = 0
+    slots: bytes = b""
+    shared: int | None = None
+    group: bool = False
+    abandon: bool = False
+
+
+class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
+    """Loads buckets by Hugging Face name. Memory: one bucket (two from a communicator), plus the tensors of layers that
+    are not complete yet."""
+
+    init_info_cls = TransferInit
+    update_info_cls = BucketUpdate
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.version: int | None = None
+        """Version of the weights in the model; None while a sync is under way or was abandoned."""
+        self.checksums: dict[int, int] = {}
+        """Of the last sync: by number of the bucket, see `checksum`."""
+        self.measured: dict[str, float] = {}
+        """Of the last sync: where this worker's time went, and the memory used on its card at the end."""
+        self._incoming: int | None = None
+        self._layouts: list[BucketLayout] = []
+        self._sums: dict[int, torch.Tensor] = {}
+        self._group: WeightGroup | None = None
+        self._source_rank: dict[int, int] = {}
+        self._buffers: list[torch.Tensor] = []
+        self._loader = BucketLoader(self.model, self.device)
+
+    def init_transfer_engine(self, init_info: TransferInit) -> None:
+        if init_info.layouts is not None:
+            self._layouts = pickle.loads(init_info.layouts)
+        if init_info.group is not None or init_info.close:
+            self._leave()
+        if init_info.group is not None:
+            parallel = self.parallel_config
+            rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
+            self._source_rank = dict(init_info.source_rank)
+            self._group = WeightGroup(Rendezvous(**init_info.group), rank, self.device)
+        if init_info.buffers or init_info.close:
+            self._buffers = []
+            _let_go(self.device)
+        if init_info.buffers:
+            self._buffers = open_shared(dict(init_info.buffers), self.device)
+
+    def start_weight_update(self) -> None:
+        self._abandon()  # of a sync that died in this process
+        self.version = None
+        self._sums, self.checksums, self.measured = {}, {}, {}
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: BucketUpdate) -> None:
+        if update_info.abandon:
+            self._abandon()
+            return
+        self._incoming = update_info.version
+        start = time.perf_counter()
+        if update_info.group:
+            self._receive_all()
+        elif update_info.shared is not None:
+            self._load(update_info.shared, self._buffers[update_info.shared % len(self._buffers)])
+        else:
+            slots: list[TensorSlot] = pickle.loads(update_info.slots)
+            self._loader.load(slots, read_segment(update_info.segment, update_info.size))
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # the sender may use the bucket's memory again
+        self.measured["load_s"] = self.measured.get("load_s", 0.0) + time.perf_counter() - start
+
+    def finish_weight_update(self) -> None:
+        start = time.perf_counter()
+        finalize_layerwise_reload(self.model, self.model_config)
+        repack_tied_head(self.model)
+        self.checksums = {index: int(value) for index, value in self._sums.items()}
+        self._sums = {}
+        self.version, self._incoming = self._incoming, None
+        _let_go(self.device)
+        self.measured["finish_s"] = time.perf_counter() - start
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            self.measured["card_used_gib"] = (total - free) / 2**30
+
+    def shutdown(self) -> None:
+        self._leave()
+        self._buffers = []
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        raise NotImplementedError("weights are sent by megatron_dppo.trainer.weight_sync")
+
+    def _load(self, index: int, payload: torch.Tensor) -> None:
+        layout = self._layouts[index]
+        self._loader.load(layout.slots, payload)
+        self._sums[index] = checksum(payload, sampled(index, layout))
+
+    def _receive_all(self) -> None:
+        """Every bucket from the communicator: one is on its way while the one before it is loaded."""
+        group = self._group
+        if group is None:
+            raise RuntimeError("this worker is in no communicator; init_transfer names one")
+        size = max(layout.size for layout in self._layouts)
+        buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
+
+        def start(index: int) -> list[Any]:
+            # Ordered after what the current stream has to do: loading the bucket that this memory held before.
+            payload = buffers[index % 2]
+            return [
+                group.broadcast(payload[part.start : part.stop], self._source_rank[part.source])
+                for part in self._layouts[index].segments
+            ]
+
+        coming = start(0)
+        for index in range(len(self._layouts)):
+            group.wait(coming)
+            coming = start(index + 1) if index + 1 < len(self._layouts) else []
+            self._load(index, buffers[index % 2])
+        group.finish()
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.abort()  # not shutdown: a peer may be gone
+            self._group = None
+
+    def _abandon(self) -> None:
+        """Put the kernels' tensors back under the layers that a sync left open, and forget what it buffered."""
+        self._loader.drop()
+        open_layers = [layer for layer in self.model.modules() if get_layerwise_info(layer).can_load()]
+        for layer in open_layers:
+            info = get_layerwise_info(layer)
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        if open_layers:
+            finalize_layerwise_reload(self.model, self.model_config)
+        self._incoming = None
+
+
+class ReportsWeights:
+    """Mixed into vLLM's worker (`worker_extension_cls`), so that the engine can ask every worker what it holds."""
+
+    weight_transfer_engine: BucketReceiver
+
+    def held_weight_version(self) -> int | None:
+        """Version of this worker's weights; None before the first sync, during one, and after one that died."""
+        return self.weight_transfer_engine.version
+
+    def weight_sync_report(self) -> tuple[list[tuple[int, int]], list[tuple[str, float]]]:
+        """Of the last sync: (bucket, checksum) and (measure, value) of this worker."""
+        receiver = self.weight_transfer_engine
+        return list(receiver.checksums.items()), list(receiver.measured.items())
+
+
+def _let_go(device: torch.device) -> None:
+    """Give memory that a sync needed back to the card: the KV cache, or the trainer, will have it."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.ipc_collect()

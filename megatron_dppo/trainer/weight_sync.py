@@ -1,0 +1,201 @@
+"""The actor's weights to the engines, after a step or for an engine that was started again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.actor.actor import MegatronActor
+from megatron_dppo.actor.runtime import Runtime
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.ray_engine import RayRolloutEngine
+from megatron_dppo.rollout.weight_transfer.broadcast import BroadcastSender
+from megatron_dppo.rollout.weight_transfer.checksum import Packed
+from megatron_dppo.rollout.weight_transfer.ipc import IpcSender
+from megatron_dppo.rollout.weight_transfer.object_store import Change, ObjectStoreSender
+from megatron_dppo.rollout.weight_transfer.recipients import Recipients
+from megatron_dppo.trainer.perturb import perturbed
+
+
+class Sender(Protocol):
+    """Brings every bucket to every engine; see `rollout.weight_transfer`."""
+
+    packed: Packed
+
+    def send(self, version: int, to: Recipients | None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What became of a sync.
+
+    failed   engines that did not get the weights, by name, and why
+    metrics  `sync/...`: seconds of its parts, bytes, and rates
+    """
+
+    failed: dict[str, Exception] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class WeightSync:
+    """Every rank has one and calls its methods together; the controller, rank 0, names the engines.
+
+    With engines on the trainer's cards (`rollout.placement: colocated`) the cards change hands here:
+    `before_update` puts the engines to sleep and brings the actor back, `sync` lends the cards to the engines again.
+    """
+
+    def __init__(self, runtime: Runtime, actor: MegatronActor, config: Config) -> None:
+        self._runtime, self._actor, self._config = runtime, actor, config
+        self._rollout = config.rollout
+        self._colocated = config.rollout.placement == "colocated"
+        self._sender: Sender | None = None
+        self._awake = False
+        """Whether the engines have the cards (colocated)."""
+
+    def before_update(self, members: Sequence[RayRolloutEngine] | None) -> float:
+        """The cards to the trainer; the seconds it took. Does nothing where trainer and engines have cards of their
+        own."""
+        if not self._colocated:
+            return 0.0
+        start = time.perf_counter()
+        if members is not None:
+            # A dead engine holds no memory; the fleet finds out about it by itself.
+            engines = Recipients(members, timeout_s=self._rollout.sync_timeout_s)
+            engines.wait(engines.start("sleep"))
+        dist.barrier()
+        self._awake = False
+        self._actor.onload()
+        return time.perf_counter() - start
+
+    def sync(self, version: int, members: Sequence[RayRolloutEngine] | None) -> SyncReport:
+        """Replace the weights of `members` (on the controller; None elsewhere) by the actor's, under `version`.
+
+        An engine that fails is reported and the others go on. Raises where the trainer's side fails; every engine's
+        gate is then shut. Collective.
+        """
+        clock = _Clock()
+        to = None
+        if members is not None:
+            to = Recipients(members, timeout_s=self._rollout.sync_timeout_s)
+        if self._colocated:
+            with clock("lend"):
+                self._lend(to)
+        try:
+            self._transfer(version, to, clock)
+        except BaseException as error:
+            if to is not None:
+                to.give_up(version, f"{type(error).__name__}: {error}")
+            raise
+        if self._colocated:
+            with clock("lend"):
+                self._actor.offload(("weights",))
+                dist.barrier()  # every rank's part of a card is free before an engine takes it
+                if to is not None:
+                    to.wait(to.start("wake", "kv_cache"))
+                self._awake = True
+        if to is None:
+            return SyncReport()
+        return SyncReport(to.errors, clock.metrics | _memory(self._runtime.device))
+
+    def close(self) -> None:
+        """Leave communicators."""
+        if self._sender is not None:
+            self._sender.close()
+
+    def _lend(self, to: Recipients | None) -> None:
+        """Make room for the engines' weights, and let them have it."""
+        if self._awake:  # engines that were started again get weights while the others have theirs
+            self._actor.onload(("weights",))
+        else:
+            self._actor.offload(("optimizer", "gradients"))
+        dist.barrier()
+        if to is not None:
+            to.wait(to.start("wake", "weights"))
+
+    def _transfer(self, version: int, to: Recipients | None, clock: _Clock) -> None:
+        buckets = self._actor.weight_buckets(self._rollout.weight_sync_bucket_mib << 20)
+        if self._sender is None:
+            self._sender = self._new_sender()
+        with clock("begin"):
+            if to is not None:
+                to.wait(to.start("begin_update", version))
+        with clock("transfer"):
+            self._sender.send(version, to)
+            packed = self._sender.packed.collect()
+        with clock("end"):
+            if to is None:
+                return
+            for workers in to.wait(to.start("end_update", version, packed)).values():
+                for worker in workers:
+                    clock.add_worker(worker)
+        clock.metrics["sync/bytes"] = float(buckets.nbytes)
+        if clock.metrics["sync/transfer_s"] > 0:
+            clock.metrics["sync/gb_per_s"] = buckets.nbytes / clock.metrics["sync/transfer_s"] / 1e9
+
+    def _new_sender(self) -> Sender:
+        rollout, device = self._rollout, self._runtime.device
+        buckets = self._actor.weight_buckets(rollout.weight_sync_bucket_mib << 20)
+        way = rollout.transfer_for(device.type)
+        noise = self._config.trainer.engine_weight_noise
+        if way == "object_store":
+            return ObjectStoreSender(buckets, device, _noisy(noise, self._config.run.seed) if noise else None)
+        if noise:
+            raise UserError(
+                "trainer.engine_weight_noise changes the weights on the controller, through which only "
+                f"rollout.weight_transfer=object_store sends them; here it is {way}"
+            )
+        if way == "ipc":
+            return IpcSender(buckets, device)
+        return BroadcastSender(
+            buckets, device, workers_per_engine=rollout.tensor_parallel, timeout_s=rollout.sync_timeout_s
+        )
+
+
+class _Clock:
+    """Metrics of one sync."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            key = f"sync/{name}_s"
+            self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
+
+    def add_worker(self, found: dict[str, float]) -> None:
+        """The largest of the workers' times, and of the memory used on their cards."""
+        for name, value in found.items():
+            key = f"sync/worker_{name}"
+            self.metrics[key] = max(self.metrics.get(key, 0.0), value)
+
+
+def _memory(device: torch.device) -> dict[str, float]:
+    """What this rank, and everybody on its card, holds after a sync: flat over steps unless something leaks."""
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "memory/rank_allocated_gib": torch.cuda.memory_allocated(device) / 2**30,
+        "memory/rank_peak_gib": torch.cuda.max_memory_allocated(device) / 2**30,
+        "memory/card_used_gib": (total - free) / 2**30,
+    }
+
+
+def _noisy(noise: float, seed: int) -> Change:
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return next(perturbed([(name, tensor)], noise, seed))[1]
+
+    return change

@@ -1,0 +1,69 @@
+"""What trainer ranks do in a test of the weight sync: shards of a checkpoint to engines that run elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.checkpoint.hf_export import WeightExporter
+from megatron_dppo.rollout.ray_session import RayAddress, RaySession
+from megatron_dppo.rollout.weight_transfer.broadcast import BroadcastSender
+from megatron_dppo.rollout.weight_transfer.object_store import ObjectStoreSender
+from megatron_dppo.rollout.weight_transfer.recipients import Recipients
+from tests.megatron import build_from
+
+
+@dataclass
+class Actor:
+    """The client of an engine's actor, in another process than the one that made it."""
+
+    name: str
+
+    def start(self, method: str, *arguments: Any) -> ray.ObjectRef:
+        return getattr(ray.get_actor(self.name), method).remote(*arguments)
+
+
+def sync(
+    rank: int,
+    where: RayAddress,
+    names: list[str],
+    layout: dict[str, Any],
+    syncs: list[tuple[str, int, str]],
+    workers: int = 1,
+    bucket_bytes: int = 100_000,
+) -> dict[str, str]:
+    """Send checkpoints to engines. `syncs`: (folder, version, way). Returns on rank 0 which engines failed, and why."""
+    session = RaySession.connect(where) if rank == 0 else None
+    models, model, groups = build_from(syncs[0][0], layout)
+    exporter = WeightExporter(models, model, groups)
+    buckets = exporter.buckets(bucket_bytes)
+    senders = {
+        "broadcast": BroadcastSender(buckets, torch.device("cpu"), workers_per_engine=workers, timeout_s=60),
+        "object_store": ObjectStoreSender(buckets, torch.device("cpu")),
+    }
+    failed: dict[str, str] = {}
+    from megatron_dppo.checkpoint.hf_import import load_hf_weights
+    from megatron_dppo.models.hf_config import load_hf_config
+
+    for folder, version, way in syncs:
+        load_hf_weights(models, load_hf_config(folder), groups)
+        to = None
+        if rank == 0:
+            to = Recipients([Actor(name) for name in names if name not in failed], timeout_s=60)
+            to.wait(to.start("begin_update", version))
+        senders[way].send(version, to)
+        packed = senders[way].packed.collect()
+        if to is not None:
+            assert way == "object_store" or sorted(packed) == list(range(len(buckets.layouts)))
+            to.wait(to.start("end_update", version, packed))
+            failed |= {name: f"{type(error).__name__}: {error}" for name, error in to.errors.items()}
+    for sender in senders.values():
+        sender.close()
+    dist.barrier()
+    if session is not None:
+        session.close()
+    return failed
