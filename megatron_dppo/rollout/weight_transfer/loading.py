@@ -51,7 +51,7 @@ class BucketLoader:
             else:
                 self._collect(layer, slot, tensor)
         if dense:
-            self._model.load_weights(dense)  # type: ignore[operator]  # every vLLM model has it
+            self._model.load_weights(dense)
 
     def drop(self) -> None:
         """Forget stacks that are not complete."""
