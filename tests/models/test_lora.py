@@ -45,6 +45,9 @@ def test_step_0_merging_and_the_folder(tmp_path: Path, layout: dict) -> None:
     found = results[0]
     assert found["merged_at_0"]
     assert found["hundred"]
+    assert found["in buckets"].keys() == found["once"].keys()
+    for name, tensor in found["once"].items():
+        np.testing.assert_array_equal(found["in buckets"][name], tensor, err_msg=name)
     assert found["changed"] == 4 * 4 + 3 + 3 * 8 * 3
     for name, tensor in found["first"].items():
         bound = tensor.shape[1] ** -0.5
