@@ -110,6 +110,7 @@ def save_adapters(rank: int, path: Path, adapter: Path, root: Path, file: Path) 
     TrainingStates(root, trainee).save(3, {})
 
 
+@pytest.mark.full
 def test_a_state_of_adapters_becomes_the_merged_model(source: Path, tmp_path: Path) -> None:
     write_adapter(tmp_path / "adapter", AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32))
     run_ranks(save_adapters, 1, source, tmp_path / "adapter", tmp_path / "states", tmp_path / "right.safetensors")
