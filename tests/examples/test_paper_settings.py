@@ -46,6 +46,7 @@ MODELS = {
     "acre": "Qwen3-1.7B-Base",
     "sudoku": "Qwen3-1.7B-Base",
 }
+ONE_PASS = ("moe_base", "moe_base_r3", "moe_base_lora", "moe_thinking", "dense_base", "sanity_test", "relaxation")
 # Appendix F
 EVALUATED_EVERY = {"moe_base": 5, "moe_base_r3": 5, "moe_thinking": 5, "dense_base": 10, "moe_base_lora": 10}
 G3 = ("octothinker_math", "arc_1d", "acre", "sudoku")
@@ -188,6 +189,12 @@ def test_algorithms_of_the_sanity_test():
         assert (row.trust_region, row.threshold_negative, row.anchor) == (TrustRegion.NEGATIVE_DROP, delta, anchor)
 
 
+@pytest.mark.parametrize("name", ONE_PASS)
+def test_a_rollout_is_passed_over_once(name):
+    """Section 5: 64 prompts, "4 gradient steps"; Table 1 has no epochs."""
+    assert config(name).trainer.ppo_epochs == 1
+
+
 def test_relaxation_study():
     """Section 6: e_low 0.2, e_high 0.28, alpha 0.1; the baseline is GRPO with Clip-Higher."""
     for preset, low, high in (("relax-both", True, True), ("relax-low", True, False), ("relax-high", False, True)):
@@ -208,6 +215,8 @@ def test_appendix_g3(name):
     ratio = config(name, "algorithm.preset=ppo-clip").algorithm.resolve()
     assert ratio.trust_region is TrustRegion.RATIO_CLIP
     assert (ratio.ratio_cap, ratio.aggregation) == (row.ratio_cap, row.aggregation)
+    # "their example scripts": num_ppo_epochs is 2 in Gem's, 1 in Oat's for mathematics.
+    assert config(name).trainer.ppo_epochs == (1 if name == "octothinker_math" else 2)
 
 
 def test_tasks_of_appendix_g3():
