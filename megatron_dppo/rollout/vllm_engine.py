@@ -262,7 +262,7 @@ class VllmEngine:
 
         packed  checksums by bucket, which every worker's must equal
 
-        Returns where each worker's time went, in seconds by phase: load (receiving included) and finish.
+        Returns what each worker measured: seconds to load (receiving included) and to finish, memory used on its card.
         """
         if not self._came:
             self._manifest.end()

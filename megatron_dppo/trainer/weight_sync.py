@@ -102,7 +102,9 @@ class WeightSync:
                 if to is not None:
                     to.wait(to.start("wake", "kv_cache"))
                 self._awake = True
-        return SyncReport(to.errors, clock.metrics) if to is not None else SyncReport()
+        if to is None:
+            return SyncReport()
+        return SyncReport(to.errors, clock.metrics | _memory(self._runtime.device))
 
     def close(self) -> None:
         """Leave communicators."""
@@ -133,8 +135,8 @@ class WeightSync:
             if to is None:
                 return
             for workers in to.wait(to.start("end_update", version, packed)).values():
-                for seconds in workers:
-                    clock.add_worker(seconds)
+                for worker in workers:
+                    clock.add_worker(worker)
         clock.metrics["sync/bytes"] = float(buckets.nbytes)
         if clock.metrics["sync/transfer_s"] > 0:
             clock.metrics["sync/gb_per_s"] = buckets.nbytes / clock.metrics["sync/transfer_s"] / 1e9
@@ -173,11 +175,23 @@ class _Clock:
             key = f"sync/{name}_s"
             self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
 
-    def add_worker(self, seconds: dict[str, float]) -> None:
-        """The slowest worker's times."""
-        for name, value in seconds.items():
-            key = f"sync/worker_{name}_s"
+    def add_worker(self, found: dict[str, float]) -> None:
+        """The largest of the workers' times, and of the memory used on their cards."""
+        for name, value in found.items():
+            key = f"sync/worker_{name}"
             self.metrics[key] = max(self.metrics.get(key, 0.0), value)
+
+
+def _memory(device: torch.device) -> dict[str, float]:
+    """What this rank, and everybody on its card, holds after a sync: flat over steps unless something leaks."""
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "memory/rank_allocated_gib": torch.cuda.memory_allocated(device) / 2**30,
+        "memory/rank_peak_gib": torch.cuda.max_memory_allocated(device) / 2**30,
+        "memory/card_used_gib": (total - free) / 2**30,
+    }
 
 
 def _noisy(noise: float, seed: int) -> Change:

@@ -89,8 +89,8 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
         """Version of the weights in the model; None while a sync is under way or was abandoned."""
         self.checksums: dict[int, int] = {}
         """Of the last sync: by number of the bucket, see `checksum`."""
-        self.seconds: dict[str, float] = {}
-        """Of the last sync: where this worker's time went."""
+        self.measured: dict[str, float] = {}
+        """Of the last sync: where this worker's time went, and the memory used on its card at the end."""
         self._incoming: int | None = None
         self._layouts: list[BucketLayout] = []
         self._sums: dict[int, torch.Tensor] = {}
@@ -118,7 +118,7 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
     def start_weight_update(self) -> None:
         self._abandon()  # of a sync that died in this process
         self.version = None
-        self._sums, self.checksums, self.seconds = {}, {}, {}
+        self._sums, self.checksums, self.measured = {}, {}, {}
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: BucketUpdate) -> None:
@@ -136,7 +136,7 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
             self._loader.load(slots, read_segment(update_info.segment, update_info.size))
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # the sender may use the bucket's memory again
-        self.seconds["load"] = self.seconds.get("load", 0.0) + time.perf_counter() - start
+        self.measured["load_s"] = self.measured.get("load_s", 0.0) + time.perf_counter() - start
 
     def finish_weight_update(self) -> None:
         start = time.perf_counter()
@@ -146,7 +146,10 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
         self._sums = {}
         self.version, self._incoming = self._incoming, None
         _let_go(self.device)
-        self.seconds["finish"] = time.perf_counter() - start
+        self.measured["finish_s"] = time.perf_counter() - start
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            self.measured["card_used_gib"] = (total - free) / 2**30
 
     def shutdown(self) -> None:
         self._leave()
@@ -212,9 +215,9 @@ class ReportsWeights:
         return self.weight_transfer_engine.version
 
     def weight_sync_report(self) -> tuple[list[tuple[int, int]], list[tuple[str, float]]]:
-        """Of the last sync: (bucket, checksum) and (phase, seconds) of this worker."""
+        """Of the last sync: (bucket, checksum) and (measure, value) of this worker."""
         receiver = self.weight_transfer_engine
-        return list(receiver.checksums.items()), list(receiver.seconds.items())
+        return list(receiver.checksums.items()), list(receiver.measured.items())
 
 
 def _let_go(device: torch.device) -> None:
