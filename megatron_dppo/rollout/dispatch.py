@@ -143,7 +143,7 @@ class Dispatch:
             seat.version = version
             if seat.engine.name in failed:
                 error = failed[seat.engine.name]
-                self._lose(seat, f"did not get weight version {version}: {type(error).__name__}: {error}")
+                self._lose(seat, f"did not get weight version {version}: {_said(error)}")
         self._held = self._syncing = False
 
     def take_counts(self) -> dict[str, float]:
@@ -247,7 +247,7 @@ class Dispatch:
             else:
                 self._requeue([work])
         else:
-            self._lose(seat, f"{type(cause).__name__}: {cause}")
+            self._lose(seat, f"failed: {_said(cause)}")
 
     def _known(self, work: Work, columns: list[ray.ObjectRef]) -> ray.ObjectRef:
         """Make the store know a result; resolves when it does."""
@@ -295,7 +295,7 @@ class Dispatch:
         if cause is not None and number == 0:  # nothing ever ran here: what is wrong is not the engine's fault
             self._end(cause)
         elif cause is not None:
-            self._lose(seat, f"did not start: {type(cause).__name__}: {cause}")
+            self._lose(seat, f"did not start: {_said(cause)}")
         else:
             seat.up = True
             self._counts["engine_restarts"] += number > 0
@@ -320,6 +320,11 @@ class Dispatch:
     def _watch(self, reference: ray.ObjectRef, then: Callable[[Future[Any]], None]) -> None:
         """Call `then` on this thread when a result is there."""
         reference.future().add_done_callback(lambda result: self._events.put(lambda: then(result)))
+
+
+def _said(error: BaseException) -> str:
+    """The first line: Ray's go on for many."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _sequences(lost: Sequence[Work]) -> int:

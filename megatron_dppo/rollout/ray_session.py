@@ -205,6 +205,7 @@ def _environment_of_a_daemon() -> Iterator[None]:
     taken = {name: os.environ.pop(name) for name in names}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # leave the devices that a worker sees alone
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # whoever waits for a call tells its error, in one line
     os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: the engine would yield to whoever waits for it
     try:
         yield

@@ -116,6 +116,7 @@ class RolloutCollector:
         Collective, see `Assembly.wait_for`: per-sequence metadata is broadcast. Raises RuntimeError where tokens came
         from weights that are older than the schedule allows.
         """
+        drained = self._assembly.drained_s if step in self._begun else 0.0
         self.begin(step)
         start = time.perf_counter()
         found = self._begun.pop(step) if self._controller else None
@@ -126,7 +127,7 @@ class RolloutCollector:
             waited = time.perf_counter() - start
             own = {
                 "rollout/seconds": collected.seconds,
-                "rollout/overlap_s": max(0.0, collected.seconds - waited),
+                "rollout/overlap_s": max(0.0, collected.seconds - waited - drained),
                 **self._controller[0].take_counts(),
                 **_staleness(experience.handle, step),
             }

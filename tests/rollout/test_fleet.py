@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,8 +30,8 @@ FLEET = CONFIG.model_copy(
     update={
         "engines": 2,
         "sequences_per_object": 8,
-        "stall_timeout_s": 4.0,
-        "max_engine_failures": 3,
+        "stall_timeout_s": 6.0,
+        "max_engine_failures": 2,
         "max_tokens_in_flight": 8 * 64 * 3,  # three pieces of work at once
     }
 )
@@ -111,7 +110,7 @@ def two(ray_session: RaySession, tmp_path_factory: pytest.TempPathFactory) -> It
         yield Fleet(fleet, weights)
     finally:
         fleet.close()
-        with pytest.raises(EngineClosed):
+        with pytest.raises((EngineClosed, EnginesFailed)):
             fleet.generate(groups("after the end"), LONG, training=True)
 
 
@@ -141,20 +140,12 @@ def test_engines_that_die_hang_or_answer_nonsense_lose_no_request_and_double_non
     assert (counts["rollout/engine_failures"], counts["rollout/engine_restarts"]) == (1, 1)
     assert list(answers(hung).values()) == list(expected.values())
     assert list(answers(first).values()) == list(expected.values())  # both of its engines are gone
-    two.whole()
-
-    # Weights that are not finite: log mu is NaN, which is no answer.
-    bad = {name: torch.full_like(w, torch.nan) if "lm_head" in name else w for name, w in two.weights.items()}
-    send(fleet.members[0], 1, bad)
-    malformed = two.rolled_out("d")
-    assert fleet.take_counts()["rollout/engine_failures"] == 1
-    assert list(answers(malformed).values()) == list(expected.values())
-
-    for handle in (first, killed, hung, malformed):
+    for handle in (first, killed, hung):
         fleet.release(handle)
     assert ray.get(fleet._store.held.remote()) == 0
-    two.whole()
-    # One more than are allowed.
-    asked = threading.Thread(target=one_is_killed)
-    with pytest.raises(EnginesFailed, match=r"4 engine failures, rollout.max_engine_failures=3 are allowed"):
-        two.rolled_out("e", asked.run)
+
+    # Weights that are not finite: log mu is NaN, which is no answer. That is one failure more than are allowed.
+    bad = {name: torch.full_like(w, torch.nan) if "lm_head" in name else w for name, w in two.weights.items()}
+    send(fleet.members[0], 1, bad)
+    with pytest.raises(EnginesFailed, match=r"3 engine failures, .*=2 are allowed; .* MalformedOutput: log mu"):
+        two.rolled_out("d")

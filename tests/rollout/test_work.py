@@ -1,0 +1,62 @@
+"""How requests are cut into work, and what a ticket takes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
+from megatron_dppo.rollout.work import Ticket, in_pieces
+
+LAW = SamplingLaw(max_tokens=10)
+
+
+def asked(sizes: list[int]) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(request_id=f"{g}/{s}", prompt_ids=np.array([g, 7], dtype=np.int32), seed=s)
+        for g, size in enumerate(sizes)
+        for s in range(size)
+    ]
+
+
+@given(st.lists(st.integers(1, 6), max_size=12), st.integers(1, 9))
+def test_pieces_hold_whole_groups_in_order(sizes: list[int], most: int) -> None:
+    requests = asked(sizes)
+    pieces = in_pieces(requests, most)
+    assert [r.request_id for piece in pieces for r in piece] == [r.request_id for r in requests]
+    for piece in pieces:
+        groups = {int(r.prompt_ids[0]) for r in piece}
+        assert len(piece) == sum(sizes[g] for g in groups)
+        assert len(piece) <= most or len(groups) == 1
+    for one, other in pairwise(pieces):  # no room was left
+        assert len(one) + sizes[int(other[0].prompt_ids[0])] > most
+
+
+def test_a_ticket_gives_results_in_the_order_asked_for_and_takes_none_twice() -> None:
+    ticket = Ticket(in_pieces(asked([2, 2, 2]), 2), LAW, training=True)
+    first, second, third = ticket.work
+    assert first.tokens == 2 * (2 + 10)
+    ticket.deliver(third, "c")
+    ticket.deliver(first, "a")
+    with pytest.raises(RuntimeError, match="came twice"):
+        ticket.deliver(third, "c")
+    assert not ticket.closed
+    ticket.deliver(second, "b")
+    assert ticket.wait() == ["a", "b", "c"]
+
+
+def test_a_ticket_closes_when_enough_has_come_or_when_it_fails() -> None:
+    enough = Ticket(in_pieces(asked([1, 1, 1]), 1), LAW, training=True, enough=2)
+    enough.deliver(enough.work[2], "c")
+    enough.deliver(enough.work[0], "a")
+    assert enough.closed
+    assert enough.wait() == ["a", "c"]
+    failed = Ticket(in_pieces(asked([1, 1]), 1), LAW, training=True)
+    failed.fail(ValueError("no"))
+    failed.fail(KeyError("too late"))
+    with pytest.raises(ValueError, match="no"):
+        failed.wait()

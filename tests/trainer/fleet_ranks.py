@@ -1,0 +1,44 @@
+"""A training run whose engines are disturbed: fleet_ranks.py CONFIG FAULTS [a.b=c ...], FAULTS like kill@3,stop@4."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.config.load import load_config
+from megatron_dppo.launch import exit_status
+from megatron_dppo.rollout.fleet import EngineFleet
+from megatron_dppo.trainer.train import train
+
+
+def disturb(fleet: EngineFleet, fault: str, number: int) -> None:
+    """Kill an engine's processes, or stop its core, once it has work."""
+    while len(fleet.members) <= number:  # an engine may still be loading in its seat
+        time.sleep(0.1)
+    seat = fleet._dispatch._seats[number]
+    processes = seat.engine.call("processes")
+    while not seat.running:
+        time.sleep(0.001)
+    for process in processes if fault == "kill" else processes[1:]:
+        os.kill(process, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+
+
+if __name__ == "__main__":
+    faults = dict(reversed(fault.split("@")) for fault in sys.argv[2].split(",") if fault)
+    sampled = EngineFleet.generate_refs
+    calls = 0
+
+    def generate_refs(self: EngineFleet, *arguments: Any, **options: Any) -> Any:
+        global calls
+        calls += 1
+        if (fault := faults.get(str(calls))) is not None:
+            threading.Thread(target=disturb, args=(self, fault, len(self.members) - 1), daemon=True).start()
+        return sampled(self, *arguments, **options)
+
+    EngineFleet.generate_refs = generate_refs  # type: ignore[method-assign]
+    sys.exit(exit_status(lambda: train(load_config(Path(sys.argv[1]), sys.argv[3:]))))
