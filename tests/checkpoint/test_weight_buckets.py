@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -40,13 +41,14 @@ def model() -> tuple[dict[str, torch.Tensor], dict[str, list[Source]]]:
     return tensors, sources
 
 
+def _cut(tensor: torch.Tensor, block: Block) -> torch.Tensor:
+    return tensor[tuple(slice(*span) for span in block)]
+
+
 def buckets_of(rank: int, bucket_bytes: int) -> WeightBuckets:
     tensors, sources = model()
     local = {
-        (name, source.block): (
-            torch.nn.Parameter(tensors[name][tuple(slice(*span) for span in source.block)].contiguous()),
-            tuple((0, stop - start) for start, stop in source.block),
-        )
+        (name, source.block): partial(_cut, tensors[name], source.block)
         for name, given in sources.items()
         for source in given
         if source.rank == rank
