@@ -4,6 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SHELL_SCRIPTS := .ci/run $(wildcard tools/*.sh examples/*.sh docker/*.sh docker/slurm/*.sbatch tests/cluster/*.sh)
 PYTEST_ARGS ?=
+# Test processes. Two, since most tests keep no more than one core busy; `TEST_WORKERS=0` runs everything in one.
+TEST_WORKERS ?= 2
+WORKERS = -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
 export VENV
 # Where this is set, every process compiles Megatron-Core, vLLM and torch's Python anew: minutes of a demo or a test run.
 unexport PYTHONDONTWRITEBYTECODE
@@ -20,10 +23,10 @@ demo: setup ## train a tiny mixture-of-experts model by DPPO, end to end, on two
 	@PYTHON=$(BIN)/python bash examples/run_tiny_moe_dppo.sh
 
 test: setup lint ## linters and tests
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not full" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not full" $(WORKERS) $(PYTEST_ARGS)
 
 test-full: setup lint ## the same with the whole test matrix
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS) $(PYTEST_ARGS)
 
 lint: setup ## ruff, mypy, import-linter, shellcheck, hadolint
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ from megatron_dppo.actor.aux_losses import AuxiliaryLosses
 from megatron_dppo.actor.config import ActorConfig, OptimizerConfig, ReplayMode
 from megatron_dppo.actor.forward import run_schedule
 from megatron_dppo.actor.layer_groups import gather_layer_groups
-from megatron_dppo.actor.microbatch import Microbatch, MicrobatchBuilder
+from megatron_dppo.actor.microbatch import Microbatch, MicrobatchBuilder, MicrobatchStream
 from megatron_dppo.actor.objective import MicrobatchReport, MiniBatchObjective, Recomputed, collect
 from megatron_dppo.actor.offload import PARTS, Offloader, Part
 from megatron_dppo.actor.optimizer import build_optimizer, guarded_step
@@ -35,6 +35,7 @@ from megatron_dppo.checkpoint.hf_export import WeightExporter
 from megatron_dppo.checkpoint.training_state import Trainee
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.router_replay.accounting import ReplayAccount, settle
 from megatron_dppo.router_replay.layout import LocalRoutes
@@ -95,11 +96,13 @@ class MegatronActor:
         hf_config: HFConfig,
         temperature: float,
         normaliser: float,
+        lora: LoraConfig | None = None,
     ) -> None:
         """
         hf_config    of the model the chunks are shards of
         temperature  of the rollout: the policy is `softmax(logits / temperature)`
         normaliser   L of the aggregation `seq-mean-token-sum-norm`, in tokens
+        lora         of the adapters that are on the chunks (`attach_adapters`); None trains all weights
         """
         self.runtime = runtime
         self.model = list(chunks)
@@ -138,6 +141,8 @@ class MegatronActor:
             parallel=parallel,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
+            lora=lora,
+            require_present=lambda: self._require("weights", "optimizer"),
         )
         """What a training state holds of this actor."""
         if optimizer.overlap_grad_reduce:
@@ -213,9 +218,7 @@ class MegatronActor:
             )
             own_routes = None if before is None else before[number].routes
             with self.phases("microbatches"):
-                microbatches = self._build(source, plan, replay="none" if own_routes else self._replay)
-            if own_routes is not None:
-                microbatches = [dataclasses.replace(m, routes=r) for m, r in zip(microbatches, own_routes, strict=True)]
+                microbatches = self._build(source, plan, replay=self._replay, own_routes=own_routes)
             totals.add_plan(plan)
             self._aux_losses.start(plan.padded_rows)
             for chunk in self.chunks:
@@ -339,26 +342,34 @@ class MegatronActor:
         )
         return plan.of(sequences)
 
-    def _build(self, source: SequenceSource, plan: PackPlan, *, replay: ReplayMode) -> list[Microbatch]:
-        """This rank's microbatches: with the engine's routes (r3), a record of nothing but gaps (r2), or without.
-        Pulls the rows and columns they need, and nothing else."""
+    def _build(
+        self, source: SequenceSource, plan: PackPlan, *, replay: ReplayMode, own_routes: list[LocalRoutes] | None = None
+    ) -> MicrobatchStream:
+        """This rank's microbatches: with the engine's routes (r3), a record of nothing but gaps (r2), or without;
+        or with `own_routes`. Pulls the rows and columns they need, and nothing else."""
+        if own_routes is not None:
+            replay = "none"
         columns, rank = self._builder.columns(routes=replay == "r3"), self.runtime.groups.dp.rank()
-        built = []
-        for pack, rows in zip(plan.packs[rank], plan.rows[rank], strict=True):
+
+        def make(number: int) -> Microbatch:
+            pack = plan.packs[rank][number]
             batch = source.rows(np.asarray(pack, dtype=np.int64), columns)
             if replay == "r2" and self._routers:
                 router = self._routers[0][1]
                 gaps = Routes.gaps(len(batch.input_ids), len(self._layers), router.topk, router.config.num_moe_experts)
                 batch = dataclasses.replace(batch, routes=gaps)
-            built.append(self._builder.build(batch, pack, pack_rows=rows, replay=replay != "none"))
-        return built
+            made = self._builder.build(batch, pack, pack_rows=plan.rows[rank][number], replay=replay != "none")
+            return made if own_routes is None else dataclasses.replace(made, routes=own_routes[number])
 
-    def _run(self, microbatches: list[Microbatch], loss: Any, **options: Any) -> list[Any]:
+        return MicrobatchStream(make, plan.rows[rank])
+
+    def _run(self, microbatches: MicrobatchStream, loss: Any, **options: Any) -> list[Any]:
         return run_schedule(
             self.chunks,
             microbatches,
             loss,
             vocab_size=self._vocab_size,
+            device=self.runtime.device,
             tensor_group=self.runtime.groups.tp,
             temperature=self._temperature,
             **options,

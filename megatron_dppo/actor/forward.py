@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_dppo.actor.microbatch import Microbatch
+from megatron_dppo.actor.microbatch import Microbatch, MicrobatchStream
 from megatron_dppo.router_replay.replay import RouterReplayController
 from megatron_dppo.vocab_parallel.megatron_hook import TokenStatsRequest, token_stats_processor
 from megatron_dppo.vocab_parallel.stats import TokenStats
@@ -20,10 +20,11 @@ type LossFunction[Report] = Callable[[int, Microbatch, TokenStats], tuple[torch.
 
 def run_schedule[Report](
     chunks: Sequence[torch.nn.Module],
-    microbatches: Sequence[Microbatch],
+    microbatches: MicrobatchStream,
     loss: LossFunction[Report],
     *,
     vocab_size: int,
+    device: torch.device,
     tensor_group: torch.distributed.ProcessGroup,
     temperature: float,
     replay: RouterReplayController | None,
@@ -38,7 +39,6 @@ def run_schedule[Report](
 
     Collectives: those of the layout; every rank must call this with the same number of microbatches.
     """
-    device = microbatches[0].input_ids.device
 
     def forward_step(data: Iterator[tuple[int, Microbatch]], model: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
         index, microbatch = next(data)
@@ -72,13 +72,13 @@ def run_schedule[Report](
 
         return output, loss_function
 
-    iterators: list[Iterator[tuple[int, Microbatch]]] = [iter(enumerate(microbatches)) for _ in chunks]
+    iterators = list(microbatches.iterators(len(chunks)))
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(microbatches),
-        seq_length=max(m.pack_rows for m in microbatches),
+        seq_length=max(microbatches.pack_rows),
         micro_batch_size=1,
         forward_only=forward_only,
     )

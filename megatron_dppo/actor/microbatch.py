@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from megatron_dppo.actor.pack_shape import PackShape, Split
 from megatron_dppo.batch import AlignedBatch, Columns
+from megatron_dppo.compat.upload import to_device
 from megatron_dppo.router_replay.layout import LocalRoutes, local_routes, sequence_parallel_rows
 
 
@@ -87,7 +90,7 @@ class MicrobatchBuilder:
         shape = PackShape.of(batch.lengths, self.split, rows=pack_rows)
         local = shape.context_rows(self.context_rank, self.split.context)
         position = self._tensor(shape.position[local])
-        offsets = torch.tensor(np.append(0, np.cumsum(shape.lengths)), dtype=torch.int32, device=self.device)
+        offsets = self._tensor(np.append(0, np.cumsum(shape.lengths)).astype(np.int32))
         longest = int(shape.lengths.max())
         return Microbatch(
             input_ids=self._take(batch.input_ids, shape.source[local], 0).long()[None],
@@ -141,4 +144,25 @@ class MicrobatchBuilder:
         return self._tensor(taken)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        return to_device(array, self.device)
+
+
+class MicrobatchStream:
+    """This rank's microbatches in order. The first is made at once; each of the others when the schedule asks for it,
+    on the host, while the device still works on the one before."""
+
+    def __init__(self, make: Callable[[int], Microbatch], pack_rows: Sequence[int]) -> None:
+        """
+        make       microbatch by its number
+        pack_rows  rows of each whole pack
+        """
+        self.pack_rows = pack_rows
+        self._make, self._first = make, make(0)
+
+    def __len__(self) -> int:
+        return len(self.pack_rows)
+
+    def iterators(self, chunks: int) -> tuple[Iterator[tuple[int, Microbatch]], ...]:
+        """One for each model chunk of this rank; a microbatch is made once and kept until all chunks had it."""
+        later = ((number, self._make(number)) for number in range(1, len(self)))
+        return itertools.tee(itertools.chain([(0, self._first)], later), chunks)

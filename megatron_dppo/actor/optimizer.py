@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_dppo.actor.config import OptimizerConfig
+from megatron_dppo.actor.multi_tensor import MultiTensorOptimizer, clip_gradients, gradient_norm
+from megatron_dppo.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,12 @@ class LossScale(DynamicGradScaler):
 def build_optimizer(
     config: OptimizerConfig, model_chunks: Sequence[torch.nn.Module], dtype: torch.dtype
 ) -> tuple[Any, OptimizerParamScheduler]:
-    """The optimizer over all parameters of the wrapped chunks that want gradients, and its schedule."""
+    """The optimizer over all parameters of the wrapped chunks that want gradients, and its schedule.
+
+    Raises UserError where its state cannot live on the host as asked."""
+    offload = config.cpu_offload_fraction > 0
+    if offload:
+        _check_offload(config, dtype, next(model_chunks[0].parameters()).device)
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -72,10 +78,15 @@ def build_optimizer(
         hysteresis=config.loss_scale_hysteresis,
         loss_scale_window=config.loss_scale_window,
         use_distributed_optimizer=True,
+        optimizer_cpu_offload=offload,
+        optimizer_offload_fraction=config.cpu_offload_fraction,
+        use_precision_aware_optimizer=offload,  # otherwise float32 copies of the weights stay on the device as well
+        overlap_cpu_optimizer_d2h_h2d=offload,
     )
     # The standard overrides keep weight decay off norms and biases.
     overrides = get_standard_config_overrides(settings)
     optimizer = get_megatron_optimizer(settings, list(model_chunks), config_overrides=overrides)
+    MultiTensorOptimizer.adopt(optimizer)
     if settings.fp16:
         _share_loss_scale(optimizer, settings)
     constant = config.schedule == "constant"
@@ -96,6 +107,20 @@ def build_optimizer(
         override_opt_param_scheduler=True,
     )
     return optimizer, scheduler
+
+
+def _check_offload(config: OptimizerConfig, dtype: torch.dtype, device: torch.device) -> None:
+    named = f"optimizer.cpu_offload_fraction={config.cpu_offload_fraction}"
+    if device.type != "cuda":
+        raise UserError(
+            f"{named} needs a CUDA device: Megatron-Core's HybridDeviceOptimizer takes parameters in host memory for "
+            "copies of its own; set it to 0"
+        )
+    if dtype is not torch.bfloat16:
+        raise UserError(
+            f"{named} needs actor.dtype=bfloat16, not {str(dtype).removeprefix('torch.')}: Megatron-Core's "
+            "HybridDeviceOptimizer looks for a master weight beside every weight; set it to 0 or change the dtype"
+        )
 
 
 def _share_loss_scale(optimizer: Any, settings: MegatronOptimizerConfig) -> None:
@@ -128,12 +153,11 @@ def guarded_step(optimizer: Any, scheduler: OptimizerParamScheduler, *, loss_is_
     curable = scaler is not None and scaler.decide(overflowed)
     if overflowed:
         return replace(skipped, overflowed=curable)
-    norm = optimizer.get_grad_norm()
+    norm = gradient_norm(optimizer)
     if not math.isfinite(norm):
         return skipped
-    clip = optimizer.config.clip_grad
-    if clip > 0:
-        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), max_norm=clip, total_norm=norm)
+    if optimizer.config.clip_grad > 0:
+        clip_gradients(optimizer, norm=norm, limit=optimizer.config.clip_grad)
     optimizer.step_with_ready_grads()
     scheduler.step(increment=1)
-    return StepOutcome(applied=True, grad_norm=float(norm), lr=lr, loss_scale=scale)
+    return StepOutcome(applied=True, grad_norm=norm, lr=lr, loss_scale=scale)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_dppo.checkpoint.weight_buckets import Source, WeightBuckets
 from megatron_dppo.models.hf_config import HFConfig
-from megatron_dppo.models.live import owned_parameters
-from megatron_dppo.models.names import Block, Shape
+from megatron_dppo.models.live import Owned, owned_parameters
+from megatron_dppo.models.names import Block, Piece, Shape
 
 BUCKET_BYTES = 128 * 2**20
 
@@ -30,35 +31,39 @@ class ExportedTensor:
         return _numel(self.shape) * self.dtype.itemsize
 
 
-class WeightExporter:
-    """Streams the weights of one model out of its shards; built once, used after every step.
+class ShardExporter:
+    """Streams tensors out of their shards.
 
     Building it is a collective over all ranks of the world: each block of each tensor gets exactly one sender (the
     first replica of a dense parameter over data and context parallelism, of an expert over its own data parallelism),
-    and the blocks must tile every tensor of the model without gap or overlap.
+    and the blocks must tile every tensor without gap or overlap.
     """
 
     def __init__(
         self,
-        models: Sequence[torch.nn.Module],
-        model: HFConfig,
+        shards: Iterable[Owned],
+        shapes: Mapping[str, Shape],
         groups: ProcessGroupCollection,
         *,
         destination: int = 0,
     ) -> None:
+        """
+        shards  this rank's
+        shapes  of all tensors, in the order in which they are streamed
+        """
         self.destination = destination
         self._rank = dist.get_rank()
-        self._local: dict[tuple[str, Block], tuple[torch.nn.Parameter, Block]] = {}
+        self._local: dict[tuple[str, Block], tuple[Owned, Piece]] = {}
         dtypes: dict[str, torch.dtype] = {}
-        for owned in owned_parameters(models, model, groups):
+        for owned in shards:
             replica = groups.expt_dp if ".mlp.experts." in owned.name else groups.dp_cp
             if replica.rank() == 0:
                 for piece in owned.pieces:
-                    self._local[piece.hf_name, piece.source] = (owned.parameter, piece.local)
+                    self._local[piece.hf_name, piece.source] = (owned, piece)
                     dtypes[piece.hf_name] = owned.parameter.dtype
         published: list[tuple[list[tuple[str, Block]], dict[str, torch.dtype]]] = [([], {})] * dist.get_world_size()
         dist.all_gather_object(published, (list(self._local), dtypes))
-        self._sources: dict[str, list[Source]] = {name: [] for name in model.tensors}
+        self._sources: dict[str, list[Source]] = {name: [] for name in shapes}
         taken: set[tuple[str, Block]] = set()
         for rank, (blocks, rank_dtypes) in enumerate(published):
             dtypes |= rank_dtypes
@@ -66,19 +71,20 @@ class WeightExporter:
                 if (name, block) not in taken:  # norms on every tensor-parallel rank, tied embeddings on two stages
                     taken.add((name, block))
                     self._sources[name].append(Source(rank, block))
-        for name, shape in model.tensors.items():
+        for name, shape in shapes.items():
             check_tiling(name, shape, [source.block for source in self._sources[name]])
-        self.tensors = [ExportedTensor(name, shape, dtypes[name]) for name, shape in model.tensors.items()]
+        self.tensors = [ExportedTensor(name, shape, dtypes[name]) for name, shape in shapes.items()]
 
     def buckets(self, bucket_bytes: int) -> WeightBuckets:
         """The model as byte buckets for a weight sync; planned without communication, the same on every rank."""
         tensors = [(tensor.name, tensor.shape, tensor.dtype) for tensor in self.tensors]
-        return WeightBuckets(tensors, self._sources, self._local, rank=self._rank, bucket_bytes=bucket_bytes)
+        local = {key: partial(owned.block, piece) for key, (owned, piece) in self._local.items()}
+        return WeightBuckets(tensors, self._sources, local, rank=self._rank, bucket_bytes=bucket_bytes)
 
     def stream(
         self, *, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
     ) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Every tensor of the model in a fixed order, whole, in `dtype` (default: the parameters').
+        """Every tensor in a fixed order, whole, in `dtype` (default: the parameters').
 
         A collective: every rank of the world iterates to the end. The destination rank (default: rank 0) gets
         `(name, tensor)` on the parameters' device, the others `(name, None)`. Tensors travel in buckets of at most
@@ -114,7 +120,7 @@ class WeightExporter:
             for source in self._sources[tensor.name]:
                 if source.rank != self._rank:
                     sizes[source.rank] = sizes.get(source.rank, 0) + _numel(_extent(source.block))
-        device = next(iter(self._local.values()))[0].device
+        device = next(iter(self._local.values()))[0].parameter.device
         received = {rank: torch.empty(size, dtype=bucket[0].dtype, device=device) for rank, size in sizes.items()}
         for request in [dist.irecv(buffer, src=rank) for rank, buffer in received.items()]:
             assert request is not None  # None is for ranks outside the group
@@ -136,8 +142,26 @@ class WeightExporter:
         return result
 
     def _block(self, tensor: ExportedTensor, source: Source) -> torch.Tensor:
-        parameter, local = self._local[tensor.name, source.block]
-        return parameter[tuple(slice(*span) for span in local)].to(tensor.dtype)
+        owned, piece = self._local[tensor.name, source.block]
+        return owned.block(piece).to(tensor.dtype)
+
+
+class WeightExporter(ShardExporter):
+    """Streams the weights of one model, its adapters merged; built once, used after every step.
+
+    `W + scale B A` is made block by block in float32 and rounded once: the weights here stay what they are, and
+    however often they are exported no rounding adds up.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        model: HFConfig,
+        groups: ProcessGroupCollection,
+        *,
+        destination: int = 0,
+    ) -> None:
+        super().__init__(owned_parameters(models, model, groups), model.tensors, groups, destination=destination)
 
 
 def export_weights(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -87,5 +88,17 @@ def load_optimizer_state(
                 for name, value in grad_scaler.items()
             }
         part.load_state_dict(state)
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            _weights_from_masters(part)
     if hasattr(optimizer, "_synchronize_steps"):
         optimizer._synchronize_steps()
+
+
+@torch.no_grad()
+def _weights_from_masters(part: DistributedOptimizer) -> None:
+    """An optimizer on the host that never stepped makes its state by a step with random gradients before it loads one:
+    the weights, which were loaded first, are to be what the loaded masters say."""
+    for weight, master in part.optimizer.param_to_fp32_param.items():
+        weight.copy_(master)
+    for chunk in part.model_chunks:
+        chunk.start_param_sync(force_sync=True)

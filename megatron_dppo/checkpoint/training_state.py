@@ -8,7 +8,7 @@ import pickle
 import queue
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dppo.checkpoint import optimizer_state, state_folder
+from megatron_dppo.checkpoint.adapter_state import load_adapters, sharded_adapters
 from megatron_dppo.checkpoint.atomic import INCOMPLETE
 from megatron_dppo.checkpoint.hf_side_files import check_side_files, copy_side_files
 from megatron_dppo.checkpoint.rng_state import collect_rng, restore_rng
@@ -33,6 +34,8 @@ from megatron_dppo.checkpoint.safe_dcp import nothing_executed, read_index
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import unwrap
+from megatron_dppo.models.lora.config import LoraConfig
+from megatron_dppo.models.lora.sites import adapter_tensors
 from megatron_dppo.models.parallel import ParallelConfig
 
 
@@ -46,7 +49,8 @@ class Scheduler(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Trainee:
-    """What is saved and loaded: the live objects of one rank. Without an optimizer only weights are."""
+    """What is saved and loaded: the live objects of one rank. Without an optimizer only weights are; with adapters
+    only those and their optimizer state, and the base weights are the caller's to load."""
 
     model: HFConfig
     models: Sequence[torch.nn.Module]
@@ -54,6 +58,9 @@ class Trainee:
     parallel: ParallelConfig
     optimizer: MegatronOptimizer | None = None
     scheduler: Scheduler | None = None
+    lora: LoraConfig | None = None
+    require_present: Callable[[], None] = lambda: None
+    """Raises where tensors are not in their places now (offloaded to the host)."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,7 @@ class TrainingStates:
         Master weights and moments of a data-parallel group are gathered bucket by bucket into host memory. A failing
         rank (a full disk) fails every rank with the same `UserError`, and the states before it stay as they were.
         """
+        self.trainee.require_present()
         self.finish()
         check_side_files(self.trainee.model.path)
         trainee, described = self.trainee, self._describe(step, progress)
@@ -131,6 +139,7 @@ class TrainingStates:
         Refused with a `UserError`: an empty or incomplete folder, another model, another parameter dtype, tensors
         that one side lacks. Nothing in the folder is executed.
         """
+        self.trainee.require_present()
         source = Path(folder) if folder is not None else state_folder.latest_state(self.root)
         described = state_folder.read_description(source)
         trainee = self.trainee
@@ -152,7 +161,10 @@ class TrainingStates:
         except (pickle.UnpicklingError, CheckpointException) as error:
             raise UserError(f"{source} cannot be read: {_reason(error)}") from None
         for number, chunk in enumerate(trainee.models):
-            unwrap(chunk).load_state_dict(loaded[f"model{number}"], strict=True)
+            if trainee.lora:
+                load_adapters(chunk, loaded[f"model{number}"])
+            else:
+                unwrap(chunk).load_state_dict(loaded[f"model{number}"], strict=True)
         if trainee.optimizer is not None:
             optimizer_state.load_optimizer_state(
                 trainee.optimizer, loaded["optimizer"], described["optimizer_step"], described["grad_scaler"]
@@ -164,10 +176,16 @@ class TrainingStates:
         return Resumed(source, described["step"], described["progress"], same_layout)
 
     def _model_state(self) -> dict[str, Any]:
-        metadata = {"dp_cp_group": self.trainee.groups.dp_cp}
+        trainee = self.trainee
+        if trainee.lora:
+            return {
+                f"model{number}": sharded_adapters(chunk, trainee.model, trainee.groups)
+                for number, chunk in enumerate(trainee.models)
+            }
+        metadata = {"dp_cp_group": trainee.groups.dp_cp}
         return {
             f"model{number}": unwrap(chunk).sharded_state_dict(metadata=metadata)
-            for number, chunk in enumerate(self.trainee.models)
+            for number, chunk in enumerate(trainee.models)
         }
 
     def _rng_slot(self, data: Any) -> ShardedObject:
@@ -177,8 +195,10 @@ class TrainingStates:
         return {"world_size": dist.get_world_size(), **self.trainee.parallel.model_dump()}
 
     def _bytes(self) -> int:
-        """Size of a state: weights, and a master weight and two moments in fp32 with an optimizer."""
-        numbers = sum(torch.Size(shape).numel() for shape in self.trainee.model.tensors.values())
+        """Size of a state: what is trained, and a master weight and two moments in fp32 with an optimizer."""
+        trainee = self.trainee
+        tensors = adapter_tensors(trainee.model, trainee.lora) if trainee.lora else trainee.model.tensors
+        numbers = sum(torch.Size(shape).numel() for shape in tensors.values())
         return numbers * (self._dtype().itemsize + (12 if self.trainee.optimizer else 0))
 
     def _dtype(self) -> torch.dtype:
@@ -194,6 +214,7 @@ class TrainingStates:
             "step": step,
             "model": model_signature(trainee.model),
             "dtype": str(self._dtype()),
+            "lora": lora_signature(trainee.lora),
             "layout": self._layout(),
             "optimizer_step": optimizer_state.optimizer_step(trainee.optimizer) if trainee.optimizer else None,
             "grad_scaler": optimizer_state.grad_scaler_state(trainee.optimizer) if trainee.optimizer else {},
@@ -209,6 +230,11 @@ class TrainingStates:
                 raise UserError(
                     f"{source} is of another model: {field} is {described['model'].get(field)!r} there, {value!r} here"
                 )
+        lora = lora_signature(trainee.lora)
+        if described.get("lora") != lora:
+            raise UserError(
+                f"{source} holds {_weights(described.get('lora'))}, this run trains {_weights(lora)}; set lora alike"
+            )
         dtype = str(self._dtype())
         if described["dtype"] != dtype:
             raise UserError(f"{source} holds {described['dtype']} weights, this run trains {dtype}; set the same dtype")
@@ -271,6 +297,19 @@ class TrainingStates:
             f"cannot write a checkpoint under {self.root} ({free / 1e9:.2f} GB free there): {reason[0]}; earlier ones "
             "are untouched"
         )
+
+
+def lora_signature(lora: LoraConfig | None) -> dict[str, Any] | None:
+    """What two runs must agree on for the adapters of one to fit the other; None for a run on all weights."""
+    return None if lora is None else lora.model_dump(mode="json", exclude={"adapter"})
+
+
+def _weights(lora: dict[str, Any] | None) -> str:
+    return (
+        "all weights"
+        if lora is None
+        else f"adapters of rank {lora['rank']}, alpha {lora['alpha']} on {lora['targets']}"
+    )
 
 
 def _reason(error: BaseException) -> BaseException:

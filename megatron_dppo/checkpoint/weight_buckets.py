@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -72,7 +72,7 @@ class WeightBuckets:
         self,
         tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]],
         sources: Mapping[str, Sequence[Source]],
-        local: Mapping[tuple[str, Block], tuple[torch.nn.Parameter, Block]],
+        local: Mapping[tuple[str, Block], Callable[[], torch.Tensor]],
         *,
         rank: int,
         bucket_bytes: int,
@@ -80,7 +80,8 @@ class WeightBuckets:
         """
         tensors       (Hugging Face name, shape, dtype) of the whole model, in order
         sources       of each tensor; blocks tile it
-        local         blocks that this rank sends: the parameter, and which part of it
+        local         blocks that this rank sends: how to get one, asked anew for each sync (Megatron-Core's buffers,
+                      and offloading, put other memory behind a parameter)
         bucket_bytes  of a bucket; a dense tensor that is larger gets a bucket of its own
         """
         self._local, self._rank = local, rank
@@ -124,7 +125,7 @@ class WeightBuckets:
         large as the bucket). Asynchronous on a GPU; no collectives."""
         for own in self._own[index]:
             target = payload[own.start : own.stop].view(own.dtype)
-            parts = [self._view(name, block) for name, block in own.blocks]
+            parts = [self._local[key]().reshape(-1) for key in own.blocks]
             if len(parts) == 1:
                 target.copy_(parts[0])
             else:
@@ -151,11 +152,6 @@ class WeightBuckets:
         self.write(index, payload)
         for segment in self.layouts[index].segments:
             dist.broadcast(payload[segment.start : segment.stop], src=segment.source)
-
-    def _view(self, name: str, block: Block) -> torch.Tensor:
-        # Made anew each time: Megatron-Core's buffers, and offloading, put other memory behind a parameter.
-        parameter, local = self._local[name, block]
-        return parameter.data[tuple(slice(*span) for span in local)].reshape(-1)
 
     def _close(self, items: list[_Item], size: int) -> None:
         """Make a bucket of what was collected."""

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
 from megatron_dppo.config.algorithm import AlgorithmConfig
 from megatron_dppo.config.base import ConfigModel
+from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.tasks.config import TaskConfig
@@ -45,6 +46,8 @@ class Config(ConfigModel):
 
     run: RunConfig
     model: ModelConfig
+    lora: LoraConfig | None = None
+    """Adapters to train in place of the weights; null trains all of them."""
     parallel: ParallelConfig = ParallelConfig()
     actor: ActorConfig = ActorConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_dppo.models.hf_config import HFConfig
-from megatron_dppo.models.names import Piece, Shape
+from megatron_dppo.models.names import Block, Piece, Shape
+
+ADAPTER = "lora"
+"""Attribute of a layer under which its adapter is (`megatron_dppo.models.lora`)."""
 
 # TransformerEngine fuses a norm into the linear layer after it, and numbers experts within one grouped module.
 _TE_NORMS = {
@@ -24,6 +28,14 @@ _GLOBAL_EXPERT = re.compile(r"mlp\.experts\.(\d+)\..+")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 
 
+class Adapter(Protocol):
+    """What is added to a frozen weight."""
+
+    def delta(self, tensor: str, local: Block) -> torch.Tensor:
+        """On a block of the weight that is one of Hugging Face's `tensor`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Owned:
     """One parameter of this rank. `name` is global (layer and expert numbers of the whole model, local-spec names)."""
@@ -32,6 +44,12 @@ class Owned:
     parameter: torch.nn.Parameter
     pieces: tuple[Piece, ...]
     shape: Shape
+    adapter: Adapter | None = None
+
+    def block(self, piece: Piece) -> torch.Tensor:
+        """What the model computes with on a piece: the parameter, or a new tensor, its adapter added in float32."""
+        value = self.parameter[tuple(slice(*span) for span in piece.local)]
+        return value if self.adapter is None else self.adapter.delta(piece.hf_name, piece.local).add_(value)
 
 
 def unwrap(module: torch.nn.Module) -> GPTModel:
@@ -45,7 +63,7 @@ def unwrap(module: torch.nn.Module) -> GPTModel:
 def owned_parameters(
     models: Sequence[torch.nn.Module], model: HFConfig, groups: ProcessGroupCollection
 ) -> Iterator[Owned]:
-    """Every parameter of this rank's chunks, in the chunks' order.
+    """Every parameter of this rank's chunks, in the chunks' order, with their adapters where they have some.
 
     Raises RuntimeError where the family's table and the layer spec disagree: a parameter the table does not know, or
     one it has for these layers that the chunks lack.
@@ -58,6 +76,8 @@ def owned_parameters(
         numbers = [layer.layer_number - 1 for layer in gpt.decoder.layers]
         missing = _expected(transforms, gpt, set(numbers), range(first_expert, first_expert + experts))
         for local_name, parameter in gpt.named_parameters():
+            if ADAPTER in local_name.split("."):
+                continue
             name = _global_name(local_name, numbers, first_expert)
             if name not in missing:
                 raise RuntimeError(f"{model.family.model_type} has no table entry for {name} ({local_name} here)")
@@ -65,7 +85,10 @@ def owned_parameters(
             group = groups.expt_tp if ".mlp.experts." in name else groups.tp
             part, parts = group.rank(), group.size()
             pieces = tuple(transforms[name].pieces(model, part, parts))
-            yield Owned(name, parameter, pieces, transforms[name].shape(model, parts))
+            layer = gpt.get_submodule(local_name.rpartition(".")[0])
+            # A layer's norm or bias has none.
+            adapter = getattr(layer, ADAPTER, None) if parameter.ndim == 2 else None
+            yield Owned(name, parameter, pieces, transforms[name].shape(model, parts), adapter)
         if missing:
             raise RuntimeError(f"{len(missing)} parameters of the table are not in this chunk: {sorted(missing)[:5]}")
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
+from megatron_dppo.compat.upload import to_device
 from megatron_dppo.router_replay.accounting import ReplayCounts
 from megatron_dppo.router_replay.layout import LocalRoutes
 from megatron_dppo.router_replay.requirements import check_same_model
@@ -97,12 +98,12 @@ class RouterReplayController:
         """
         for router, hook in self._hooks:
             check_same_model(routes, hook.index, router)
-        forced, real = torch.from_numpy(routes.forced), torch.from_numpy(routes.real)
+        forced, real = routes.forced, routes.real
         self._targets = _Targets(
             microbatch=index,
-            experts=torch.from_numpy(routes.experts).to(device),
-            forced=forced.to(device),
-            counted=(forced & real).to(device),
+            experts=to_device(routes.experts, device),
+            forced=to_device(forced, device),
+            counted=to_device(forced & real, device),
             recorded=int((forced & real).sum()),
             gaps=int((~forced & real).sum()),
         )

@@ -16,6 +16,7 @@ from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.checkpoint.hf_files import HFFiles
 from megatron_dppo.checkpoint.hf_import import check_tensors, load_hf_weights, stores_stacked_experts
 from megatron_dppo.checkpoint.hf_save import save_hf_checkpoint
+from megatron_dppo.checkpoint.peft_adapter import check_peft_adapter, load_peft_adapter, save_peft_adapter
 from megatron_dppo.checkpoint.random_weights import fill_random
 from megatron_dppo.checkpoint.state_folder import latest_state
 from megatron_dppo.config.load import save_config
@@ -26,6 +27,8 @@ from megatron_dppo.launch.logs import logging_to
 from megatron_dppo.launch.stop import StopRequest
 from megatron_dppo.models.build import build_model
 from megatron_dppo.models.hf_config import HFConfig, load_hf_config
+from megatron_dppo.models.lora.attach import attach_adapters
+from megatron_dppo.models.lora.sites import adapter_tensors
 from megatron_dppo.models.megatron_config import transformer_config
 from megatron_dppo.rollout.fleet import EngineFleet
 from megatron_dppo.rollout.placement import find_places
@@ -41,8 +44,8 @@ from megatron_dppo.trainer.sinks import open_sinks, require_services
 from megatron_dppo.trainer.summary import print_summary
 from megatron_dppo.trainer.tracking import Tracker, require_unused
 
-MODEL_FOLDER = "hf"
-"""Where, in the run's folder, the trained model is written."""
+MODEL_FOLDER, ADAPTER_FOLDER = "hf", "adapter"
+"""Where, in the run's folder, the trained model is written (adapters merged), and the adapter alone."""
 
 
 def train(config: Config) -> int:
@@ -58,6 +61,10 @@ def train(config: Config) -> int:
     if not config.model.random_weights:
         files = HFFiles(config.model.path)
         check_tensors(files, hf_config, stores_stacked_experts(files, hf_config))
+    if config.lora:
+        adapter_tensors(hf_config, config.lora)
+        if config.lora.adapter:
+            check_peft_adapter(config.lora.adapter, hf_config, config.lora)
     _make_run_folder(config)
     if config.trainer.resume:
         latest_state(checkpoint_root(config))
@@ -111,6 +118,15 @@ def train(config: Config) -> int:
             stop=StopRequest(config.run.dir),
         )
         finished = trainer.run(first_step)
+        if finished and config.lora:
+            save_peft_adapter(
+                config.run.dir / ADAPTER_FOLDER,
+                actor.model,
+                hf_config,
+                runtime.groups,
+                config.lora,
+                overwrite=config.trainer.resume,
+            )
         if finished and config.trainer.export_hugging_face:
             save_hf_checkpoint(
                 config.run.dir / MODEL_FOLDER, actor.model, hf_config, runtime.groups, overwrite=config.trainer.resume
@@ -136,6 +152,10 @@ def build_actor(runtime: Runtime, config: Config, hf_config: HFConfig) -> Megatr
         fill_random(chunks, hf_config, runtime.groups, config.run.seed)
     else:
         load_hf_weights(chunks, hf_config, runtime.groups)
+    if config.lora:
+        attach_adapters(chunks, hf_config, runtime.groups, config.lora, seed=config.run.seed)
+        if config.lora.adapter:
+            load_peft_adapter(chunks, hf_config, config.lora, config.lora.adapter)
     return MegatronActor(
         runtime,
         chunks,
@@ -146,6 +166,7 @@ def build_actor(runtime: Runtime, config: Config, hf_config: HFConfig) -> Megatr
         hf_config=hf_config,
         temperature=config.rollout.temperature,
         normaliser=config.algorithm.normaliser or float(config.rollout.max_response_tokens),
+        lora=config.lora,
     )
 
 
@@ -222,4 +243,6 @@ def _report(config: Config, wall_seconds: float) -> None:
     paths: dict[str, Path] = {"metrics": folder / "metrics.jsonl", "curves": picture}
     if config.trainer.export_hugging_face:
         paths["model"] = folder / MODEL_FOLDER
+    if config.lora:
+        paths["adapter"] = folder / ADAPTER_FOLDER
     print_summary(history, title=config.run.name, wall_seconds=wall_seconds, paths=paths)

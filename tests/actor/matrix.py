@@ -110,16 +110,21 @@ def build_actor(
     aux: tuple[float, float] = (0, 0),
     mode: str | None = None,
     temperature: float = TEMPERATURE,
+    lora: dict[str, Any] | None = None,
     **optimizer: Any,
 ):
-    """A `MegatronActor` with the weights of `path` on this rank. `mode`: whose routes, where the case does not say."""
+    """A `MegatronActor` with the weights of `path` on this rank. `mode`: whose routes, where the case does not say;
+    `lora`: fields of LoraConfig, for adapters in place of the weights."""
     from megatron_dppo.actor.actor import MegatronActor
     from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
     from megatron_dppo.actor.runtime import start
     from megatron_dppo.algorithm import presets
     from megatron_dppo.checkpoint.hf_import import load_hf_weights
+    from megatron_dppo.checkpoint.peft_adapter import load_peft_adapter
     from megatron_dppo.models.build import build_model
     from megatron_dppo.models.hf_config import load_hf_config
+    from megatron_dppo.models.lora.attach import attach_adapters
+    from megatron_dppo.models.lora.config import LoraConfig
     from megatron_dppo.models.megatron_config import transformer_config
     from megatron_dppo.models.parallel import ParallelConfig
 
@@ -148,6 +153,11 @@ def build_actor(
     )
     chunks = build_model(model, settings, runtime.groups)
     load_hf_weights(chunks, model, runtime.groups, path)
+    adapters = LoraConfig(**lora) if lora else None
+    if adapters:
+        attach_adapters(chunks, model, runtime.groups, adapters)
+        if adapters.adapter:
+            load_peft_adapter(chunks, model, adapters, adapters.adapter)
     return MegatronActor(
         runtime,
         chunks,
@@ -158,6 +168,7 @@ def build_actor(
         hf_config=model,
         temperature=temperature,
         normaliser=NORMALISER,
+        lora=adapters,
     )
 
 
@@ -189,7 +200,7 @@ def exported(actor: Any) -> dict[str, np.ndarray]:
 
 @contextmanager
 def gradients_as_weights(chunks: Any) -> Iterator[None]:
-    """Inside, every parameter holds its reduced gradient, so that the exporter names gradients as it does weights.
+    """Inside, every trained parameter holds its reduced gradient, so that exporters name gradients as they do weights.
 
     The distributed optimizer leaves each data-parallel rank its shard of the sum; the shards are gathered first.
     """
@@ -202,8 +213,9 @@ def gradients_as_weights(chunks: Any) -> Iterator[None]:
                 own = shards[group.rank()].clone()
                 dist.all_gather(shards, own, group=group)
         for parameter in chunk.module.parameters():
-            kept.append((parameter, parameter.data))
-            parameter.data = parameter.main_grad.detach().to(parameter.dtype)
+            if parameter.requires_grad:
+                kept.append((parameter, parameter.data))
+                parameter.data = parameter.main_grad.detach().to(parameter.dtype)
     yield
     for parameter, weights in kept:
         parameter.data = weights

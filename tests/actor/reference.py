@@ -178,7 +178,8 @@ class Reference:
                 optimizer.zero_grad()
                 loss = self.loss(sequences, before)
                 loss.backward()
-                gradients = {name: p.grad.numpy().copy() for name, p in self.model.named_parameters()}
+                trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+                gradients = {name: p.grad.numpy().copy() for name, p in trained}
                 norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
                 optimizer.step()
                 history.append((float(loss.detach()), float(norm), gradients))

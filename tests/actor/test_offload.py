@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ def train(rank: int, path: str, layout: dict, dtype: str, batch: Any) -> dict[st
 
 def move(actor: Any, source: Any, signal: Any) -> dict[str, Any]:
     from megatron_dppo.checkpoint.optimizer_state import distributed_parts
+    from megatron_dppo.checkpoint.training_state import TrainingStates
 
     buffers = [b for chunk in actor.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     parts = distributed_parts(actor.optimizer)
@@ -51,11 +53,16 @@ def move(actor: Any, source: Any, signal: Any) -> dict[str, Any]:
     exported = sum(t is not None for _, t in actor.export_weights())
     freed += actor.offload()
     left = sum(s.nbytes() for s in storages.values())
-    refusals = []
-    for call in (lambda: actor.update(source, signal), lambda: actor.parity(source, replay=True), actor.export_weights):
-        with pytest.raises(RuntimeError, match="offloaded to the host") as caught:
+    states = TrainingStates(Path("nowhere"), actor.trainee)
+    for call in (
+        lambda: actor.update(source, signal),
+        lambda: actor.parity(source, replay=True),
+        actor.export_weights,
+        lambda: states.save(1, {}),
+        states.load,
+    ):
+        with pytest.raises(RuntimeError, match="offloaded to the host"):
             call()
-        refusals.append(str(caught.value))
     again = actor.offload()
     actor.onload(["weights"])
     with pytest.raises(RuntimeError, match="optimizer, gradients are offloaded"):

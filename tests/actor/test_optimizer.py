@@ -1,18 +1,25 @@
-"""Overlapped gradient reduction and weight gathering change when ranks talk, not what they compute; bad settings."""
+"""Overlapped gradient reduction and weight gathering change when ranks talk, not what they compute, and few launches
+compute what many do; bad settings."""
 
 from __future__ import annotations
 
+import sys
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pydantic import ValidationError
 
 from megatron_dppo.actor.config import OptimizerConfig
+from megatron_dppo.errors import UserError
 from tests.actor.matrix import LAYOUTS, SHAPE, TEMPERATURE, Case, advantages, build_actor, exported
 from tests.distributed import run_ranks
 from tests.tiny import tiny_qwen3_moe
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 OVERLAPS = [{}, {"overlap_grad_reduce": True}, {"overlap_grad_reduce": True, "overlap_param_gather": True}]
 
 
@@ -55,6 +62,45 @@ def test_overlap_changes_nothing(tmp_path) -> None:
                 np.testing.assert_allclose(other[2][name], tensor, atol=1e-6, rtol=0, err_msg=f"{layout} {name}")
 
 
+def train_both_ways(rank: int, path: str, batch: Any) -> list[Any]:
+    """Metrics of two updates in bfloat16 and the weights after them, by our optimizer and Megatron-Core's own class."""
+    from actor_step.stock import stock_optimizer
+    from megatron.core import parallel_state
+
+    from megatron_dppo.actor.actor import TrainingSignal
+    from megatron_dppo.batch import InMemorySource
+
+    found = []
+    for stock in (False, True):
+        actor = build_actor(path, LAYOUTS["EP2"][1], Case(), dtype="bfloat16", weight_decay=0.1)
+        signal = TrainingSignal(advantages(), advantages(), [np.arange(0, 6), np.arange(6, 12)])
+        with ExitStack() as stack:
+            if stock:
+                stack.enter_context(stock_optimizer(actor.optimizer))
+            metrics = [actor.update(InMemorySource.of(batch), signal) for _ in range(2)]
+        masters = [
+            p.detach().numpy().copy() for part in actor.optimizer.chained_optimizers for p in part.get_parameters()
+        ]
+        weights = [p.detach().float().numpy() for chunk in actor.model for p in chunk.parameters()]
+        found.append((metrics, masters, weights))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_few_launches_compute_what_many_do(tmp_path) -> None:
+    """EP2: dense and expert parameters in optimizers of their own, dense ones sharded over two data-parallel ranks."""
+    from tests.actor.reference import make_rollout
+
+    batch = make_rollout(tiny_qwen3_moe(tmp_path, seed=3), seed=4, temperature=TEMPERATURE, **SHAPE)
+    for (metrics, masters, weights), (stock_metrics, stock_masters, stock_weights) in run_ranks(
+        train_both_ways, 2, str(tmp_path), batch
+    ):
+        assert metrics == stock_metrics
+        assert metrics[0]["optimizer/grad_norm"] > 1, "clipping had something to do"
+        for ours, theirs in zip([*masters, *weights], [*stock_masters, *stock_weights], strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -66,3 +112,10 @@ def test_overlap_changes_nothing(tmp_path) -> None:
 def test_settings_that_do_not_fit(settings: dict, named: str) -> None:
     with pytest.raises(ValidationError, match=f"optimizer.{named}"):
         OptimizerConfig(**settings)
+
+
+def test_state_on_the_host_needs_a_device_to_be_away_from() -> None:
+    from megatron_dppo.actor.optimizer import build_optimizer
+
+    with pytest.raises(UserError, match=r"optimizer.cpu_offload_fraction=0.5 needs a CUDA device"):
+        build_optimizer(OptimizerConfig(cpu_offload_fraction=0.5), [torch.nn.Linear(1, 1)], torch.bfloat16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -75,7 +76,7 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, model) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    return folder, run(folder, model)
+    return folder, run(folder, model, f"trainer.checkpoint_every={HALF}")
 
 
 @pytest.mark.slow
@@ -148,15 +149,18 @@ def test_the_trained_model_is_another_one_that_transformers_loads(whole, model):
 
 @pytest.mark.slow
 def test_a_run_in_two_halves_is_the_same_run(whole, model, tmp_path):
-    """Weights, moments, schedule, data order and request seeds all go on where they were."""
+    """Weights, moments, schedule, data order and request seeds all go on where they were when the run is taken back to
+    the checkpoint in its middle, and made one step longer."""
     halves = tmp_path / "halves"
-    run(halves, model, f"trainer.steps={HALF}", f"trainer.checkpoint_every={HALF}", "trainer.export_hugging_face=false")
-    run(halves, model, "trainer.resume=true", "trainer.export_hugging_face=false")
+    shutil.copytree(whole[0], halves)
+    (halves / "checkpoints/latest").write_text(f"step_{HALF:08d}\n")
+    run(halves, model, "trainer.resume=true", f"trainer.steps={STEPS + 1}", "trainer.export_hugging_face=false")
     expected = {row["step"]: row for row in rows(whole[0]) if "optimizer/loss" in row}
     resumed = {row["step"]: row for row in rows(halves) if "optimizer/loss" in row}
-    assert list(resumed) == list(expected)
-    for step, row in resumed.items():
+    assert list(resumed) == [*expected, STEPS + 1]
+    for step, before in expected.items():
+        assert (resumed[step]["time/step_s"] == before["time/step_s"]) == (step <= HALF), "made anew after the half"
         for name in ("optimizer/loss", "optimizer/grad_norm", "optimizer/lr", "reward/mean", "policy/entropy"):
             np.testing.assert_allclose(
-                row[name], expected[step][name], rtol=1e-5, atol=1e-6, err_msg=f"{name} of step {step}"
+                resumed[step][name], before[name], rtol=1e-5, atol=1e-6, err_msg=f"{name} of step {step}"
             )

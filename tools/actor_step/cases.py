@@ -79,6 +79,10 @@ class Case:
     """Also plain cross-entropy training through Megatron-Core's own loss."""
     wgrad_arm: bool = False
     """Also without adding weight gradients to the float32 buffer inside the matrix product."""
+    optimizer_arm: bool = False
+    """Also with Megatron-Core's optimizer step, parameter by parameter."""
+    most_rounds: int = 9
+    """Turns that each way to train gets at most, time permitting."""
     trace: bool = False
     """Keep the Chrome trace of the profiled step."""
     offload: bool = False
@@ -101,7 +105,8 @@ _PP2_EP2 = {"pipeline": 2, "expert": 2}
 
 CASES = [
     Case("b2", 2, 8, _TP2_EP2, recompute="selective", wgrad_arm=True, trace=True),
-    Case("a1", 1, 4, cross_entropy=False, wgrad_arm=True),
+    Case("a1", 1, 4, cross_entropy=False, optimizer_arm=True, most_rounds=40, trace=True),
+    Case("a1-wgrad", 1, 4, cross_entropy=False, wgrad_arm=True),
     Case("a1-small", 1, 2, offload=True),
     Case(
         "a1-cutlass",
@@ -114,6 +119,8 @@ CASES = [
     Case("same-1-small-packs", 1, 4, measure="agreement", budget_divisor=2),
     Case("c2", 2, 6, {"expert": 2}, recompute="full"),
     Case("d2", 2, 6, _CP2_EP2, recompute="full", cross_entropy=False),
+    Case("cp2", 2, 4, {"context": 2}, cross_entropy=False),
+    Case("same-cp2", 2, 4, {"context": 2}, measure="agreement"),
     Case("same-tp2-ep2", 2, 4, _TP2_EP2, measure="agreement"),
     Case("same-cp2-ep2", 2, 4, _CP2_EP2, measure="agreement"),
     Case("f4", 4, 12, {"expert": 4}, recompute="full"),

@@ -10,6 +10,7 @@ from megatron_dppo.models.flops import H100_BF16_DENSE
 
 Found = dict[str, dict[str, Any]]
 MAIN, REPLAY, NO_REPLAY = "dppo-topk-tv, replay", "dppo-binary-tv, replay", "dppo-binary-tv"
+STOCK = "dppo-binary-tv, replay, Megatron-Core's optimizer step"
 
 
 def report(found: Found, failures: dict[str, str]) -> str:
@@ -56,6 +57,7 @@ def _ratios(found: Found) -> str:
         row: list[Any] = [case.name]
         row.append(_ratio(_median(got, "with_replay", REPLAY), _median(got, "with_replay", NO_REPLAY)))
         row.append(_ratio(_median(got, "with_replay", REPLAY), _median(got, "without_wgrad_fusion", REPLAY)))
+        row.append(_ratio(_median(got, "stock_optimizer", REPLAY), _median(got, "stock_optimizer", STOCK)))
         for group, names in (
             ("objective", (NO_REPLAY, "dppo-topk-tv", "dppo-topk-kl")),
             ("objective_fused", (NO_REPLAY,)),
@@ -65,7 +67,13 @@ def _ratios(found: Found) -> str:
             row += [_ratio(_median(got, group, name), base) for name in names]
         row.append(f"{got['cross_entropy_peak_gib']:.1f}" if "cross_entropy_peak_gib" in got else "")
         rows.append(row)
-    head = ["case", "replay on / off", "weight gradients fused / not", "cross-entropy (CE) s"]
+    head = [
+        "case",
+        "replay on / off",
+        "weight gradients fused / not",
+        "optimizer: ours / stock",
+        "cross-entropy (CE) s",
+    ]
     head += ["binary TV / CE", "top-20 TV / CE", "top-20 KL / CE", "fused CE s", "binary TV / fused CE"]
     return _table("Ratios of medians, arms in turn in one process.", [*head, "peak GiB with CE"], rows)
 
@@ -73,6 +81,8 @@ def _ratios(found: Found) -> str:
 def _work(found: Found) -> str:
     cases = [case for case in _cases(found, "time") if "profile" in found[case.name]]
     profiles = {case.name: found[case.name]["profile"] for case in cases}
+    stock = "stock_optimizer_profile"
+    profiles |= {f"{c.name}, stock optimizer": found[c.name][stock] for c in cases if stock in found[c.name]}
     if not profiles:
         return ""
     kinds = sorted(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from actor_step.arms import Arm, cross_entropy_arm, policy_arm
 from actor_step.cases import FULL, LEARNING_RATE, SEQUENCES_PER_PACK, SMALL, TOPK, Case
 from actor_step.problem import advantages, agreement_batch, build, describe, timing_batch
+from actor_step.stock import stock_optimizer
 from megatron_dppo.actor import runtime as actor_runtime
 from megatron_dppo.actor.actor import MegatronActor, TrainingSignal
 from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
@@ -27,6 +28,7 @@ from megatron_dppo.models.flops import training_flops
 from megatron_dppo.models.parallel import ParallelConfig
 
 MAIN, REPLAY, NO_REPLAY = "dppo-topk-tv, replay", "dppo-binary-tv, replay", "dppo-binary-tv"
+STOCK = "dppo-binary-tv, replay, Megatron-Core's optimizer step"
 
 
 class Bench:
@@ -112,6 +114,11 @@ class Bench:
         profile = self._profile(arms[MAIN])
         self.note("profile", profile)
 
+        if self.case.optimizer_arm:
+            with stock_optimizer(self.actor.optimizer):
+                self.note("stock_optimizer_profile", self._profile(arms[MAIN]))
+            self.note("stock_optimizer", self._rounds({REPLAY: arms[REPLAY], STOCK: self._stock(arms[REPLAY])}))
+
         if self.case.wgrad_arm and self.fusion:
             fuse_weight_gradients(self.actor.model, on=False)
             self.note("without_wgrad_fusion", self._rounds({REPLAY: arms[REPLAY]}))
@@ -138,6 +145,13 @@ class Bench:
 
         if self.case.offload:
             self.note("offload", self._offload(arms[MAIN]))
+
+    def _stock(self, arm: Arm) -> Arm:
+        def run() -> None:
+            with stock_optimizer(self.actor.optimizer):
+                arm()
+
+        return run
 
     def _offload(self, arm: Arm) -> dict[str, Any]:
         """What offloading frees and how long it takes, the second time (host buffers exist then)."""
@@ -179,7 +193,7 @@ class Bench:
             for name in names:
                 taken[name].append(self._step(arms[name]))
             rounds = len(taken[names[0]])
-            if self.runtime.broadcast(rounds >= 3 and (time.perf_counter() > end or rounds >= 9)):
+            if self.runtime.broadcast(rounds >= 3 and (time.perf_counter() > end or rounds >= self.case.most_rounds)):
                 return taken
 
     def _step(self, arm: Arm) -> float:

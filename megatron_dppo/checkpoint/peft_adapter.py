@@ -1,0 +1,193 @@
+"""Adapters as PEFT stores them: `adapter_config.json` and `adapter_model.safetensors`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from safetensors import SafetensorError, safe_open
+
+from megatron_dppo.checkpoint.atomic import whole_folder, write_synced
+from megatron_dppo.checkpoint.hf_export import ShardExporter
+from megatron_dppo.checkpoint.peft_stacked import StackedExperts
+from megatron_dppo.checkpoint.safetensors_stream import SafetensorsStream
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.live import Owned
+from megatron_dppo.models.lora.attach import adapters
+from megatron_dppo.models.lora.config import LoraConfig
+from megatron_dppo.models.lora.sites import adapter_tensors
+from megatron_dppo.models.names import Block
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_MODULES = {
+    "qkv": ["q_proj", "k_proj", "v_proj"],
+    "o": ["o_proj"],
+    "mlp": ["gate_proj", "up_proj", "down_proj"],
+    "experts": ["gate_proj", "up_proj", "down_proj"],
+}
+_WITHOUT_EFFECT: dict[str, Any] = {
+    "use_rslora": False,
+    "use_dora": False,
+    "lora_bias": False,
+    "fan_in_fan_out": False,
+    "bias": "none",
+    "modules_to_save": None,
+    "layer_replication": None,
+}
+"""Settings that would change the mathematics, with the only value supported."""
+_LISTED = 5
+
+
+class AdapterExporter(ShardExporter):
+    """Streams the adapters of one model by PEFT's names; see `ShardExporter`."""
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        model: HFConfig,
+        groups: ProcessGroupCollection,
+        config: LoraConfig,
+        *,
+        destination: int = 0,
+    ) -> None:
+        super().__init__(owned_adapters(models), adapter_tensors(model, config), groups, destination=destination)
+
+
+def owned_adapters(models: Sequence[torch.nn.Module]) -> Iterator[Owned]:
+    """The A and B parameters of this rank, as pieces of PEFT's tensors."""
+    for adapter in adapters(models):
+        for parameter, pieces in adapter.pieces():
+            yield Owned(adapter.local[0].site.name, parameter, tuple(pieces), tuple(parameter.shape))
+
+
+def save_peft_adapter(
+    path: Path | str,
+    models: Sequence[torch.nn.Module],
+    model: HFConfig,
+    groups: ProcessGroupCollection,
+    config: LoraConfig,
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Write the adapter as PEFT and vLLM load it: one A `[rank, in]` and B `[out, rank]` for each projection, each
+    expert's under its own number (PEFT stacks them on loading, as transformers 5 does the experts themselves).
+
+    A collective over all ranks; rank 0 writes. The folder appears whole or not at all; every rank then raises the same
+    `UserError`.
+    """
+    target, problem = Path(path), [""]
+    exporter = AdapterExporter(models, model, groups, config)
+    stream = exporter.stream()
+    if dist.get_rank() == 0:
+        try:
+            with whole_folder(target, overwrite=overwrite) as folder:
+                with SafetensorsStream(folder / WEIGHTS, exporter.tensors) as writer:
+                    for name, tensor in stream:
+                        assert tensor is not None
+                        writer.write(name, tensor)
+                write_synced(folder / CONFIG, json.dumps(_peft_config(model, config), indent=2) + "\n")
+        except OSError as error:
+            problem = [f"cannot write {target}: {error.strerror or error}; nothing was left there"]
+        except UserError as error:
+            problem = [str(error)]
+    for _ in stream:  # the other ranks send, also where rank 0 cannot write
+        pass
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0]:
+        raise UserError(problem[0])
+
+
+def _peft_config(model: HFConfig, config: LoraConfig) -> dict[str, Any]:
+    alpha = int(config.alpha) if config.alpha == int(config.alpha) else config.alpha
+    modules = {name for target in config.targets for name in _MODULES[target]}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model.path) if model.path else None,
+        "r": config.rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(modules),
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+
+
+def check_peft_adapter(folder: Path, model: HFConfig, config: LoraConfig) -> None:
+    """`UserError` where the adapter in `folder` is not one for this model, rank, alpha and targets."""
+    _AdapterFile(folder, model, config)
+
+
+def load_peft_adapter(models: Sequence[torch.nn.Module], model: HFConfig, config: LoraConfig, folder: Path) -> None:
+    """Fill the adapters of this rank's chunks from a PEFT folder. Each rank reads the blocks it holds; no collectives.
+
+    Experts may be stored one by one (as `save_peft_adapter` does) or stacked as PEFT itself saves them. The latter with
+    `rank` rows for gate and up together are one A for both: each gets a copy. `UserError` for anything that does not
+    fit.
+    """
+    file = _AdapterFile(folder, model, config)
+    with torch.no_grad():
+        for owned in owned_adapters(models):
+            for piece in owned.pieces:
+                target = owned.parameter[tuple(slice(*span) for span in piece.local)]
+                target.copy_(file.read(piece.hf_name, piece.source).reshape(target.shape))
+
+
+class _AdapterFile:
+    """The tensors of a checked adapter folder, by the name each projection's has."""
+
+    def __init__(self, folder: Path, model: HFConfig, config: LoraConfig) -> None:
+        self._file = folder / WEIGHTS
+        _check_config(folder / CONFIG, config)
+        if not self._file.is_file():
+            raise UserError(f"{folder} has no {WEIGHTS}; export the adapter as safetensors")
+        try:
+            self._handle = safe_open(self._file, "pt")
+            shapes = {name: tuple(self._handle.get_slice(name).get_shape()) for name in self._handle.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise UserError(f"{self._file} is no intact safetensors file ({error}); fetch it again") from None
+        expected = adapter_tensors(model, config)
+        self._stacked = None
+        if model.moe and StackedExperts.stored(shapes):
+            self._stacked = StackedExperts(self._handle, model.moe.experts, config.rank, str(self._file))
+            expected = self._stacked.shapes(expected, shapes)
+        for what, names in (
+            ("lacks", [n for n in expected if n not in shapes]),
+            ("has tensors of the wrong shape:", [n for n in expected if n in shapes and shapes[n] != expected[n]]),
+            ("has unused tensors:", sorted(n for n in shapes if n not in expected)),
+        ):
+            if names:
+                more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+                raise UserError(
+                    f"{self._file} {what} {', '.join(names[:_LISTED])}{more}; it does not fit lora.rank={config.rank}, "
+                    f"lora.targets={list(config.targets)} and the model"
+                )
+
+    def read(self, name: str, block: Block) -> torch.Tensor:
+        found = self._stacked.find(name) if self._stacked else None
+        source = self._handle.get_slice(name) if found is None else found
+        return source[tuple(slice(*span) for span in block)]
+
+
+def _check_config(file: Path, config: LoraConfig) -> None:
+    if not file.is_file():
+        raise UserError(f"{file.parent} is no PEFT adapter: it has no {CONFIG}")
+    try:
+        described: dict[str, Any] = json.loads(file.read_text())
+    except ValueError as error:
+        raise UserError(f"{file} is not valid JSON: {error}") from None
+    if described.get("peft_type") != "LORA":
+        raise UserError(f"{file}: peft_type is {described.get('peft_type')!r}, only 'LORA' is supported")
+    for name, value in _WITHOUT_EFFECT.items():
+        if described.get(name, value) not in (value, []):
+            raise UserError(f"{file}: {name} is {described[name]!r}, only {value!r} is supported")
+    for field, name, value in (("r", "rank", config.rank), ("lora_alpha", "alpha", config.alpha)):
+        if described.get(field) != value:
+            raise UserError(f"{file}: {field} is {described.get(field)!r}, lora.{name} is {value!r}; set them alike")

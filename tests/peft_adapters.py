@@ -1,0 +1,88 @@
+"""Random adapters as PEFT stores them, and transformers + PEFT with them, for tests."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+RANK, ALPHA = 4, 10.0
+LORA = {"rank": RANK, "alpha": ALPHA}
+_LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)")
+
+
+def write_adapter(folder: Path, model: PreTrainedModel, *, dtype: torch.dtype = torch.float32, seed: int = 5) -> None:
+    """A random adapter (B too) on every projection of attention, MLPs and experts, by the layout vLLM loads."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def add(name: str, rows: int, cols: int) -> None:
+        for matrix, shape in (("A", (RANK, cols)), ("B", (rows, RANK))):
+            noise = torch.randn(shape, generator=generator) * 0.3 / shape[1] ** 0.5
+            tensors[f"base_model.model.{name}.lora_{matrix}.weight"] = noise.to(dtype)
+
+    for name, module in model.named_modules():
+        if _LINEAR.fullmatch(name):
+            add(name, *module.weight.shape)
+        elif name.endswith(".mlp.experts"):
+            experts, both, cols = module.gate_up_proj.shape
+            for expert in range(experts):
+                for kind in ("gate", "up"):
+                    add(f"{name}.{expert}.{kind}_proj", both // 2, cols)
+                add(f"{name}.{expert}.down_proj", *module.down_proj.shape[1:])
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    described = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": modules, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(described | {"task_type": "CAUSAL_LM"}))
+
+
+def with_peft(
+    model: PreTrainedModel, folder: Path, *, dtype: torch.dtype = torch.float64, trainable: bool = False
+) -> PeftModel:
+    """A copy of `model` in `dtype` with PEFT's adapter of `folder`.
+
+    PEFT makes one adapter of gate's and up's: B is block-diagonal and trained, it would not stay so. The gradient of
+    what must stay zero is dropped, so that PEFT trains the two adapters that the folder holds.
+    """
+    from peft import PeftModel  # ranks import this module too, and need not wait for PEFT
+
+    base = copy.deepcopy(model).to(dtype)
+    if getattr(base.config, "num_experts", 0):
+        base.set_experts_implementation("eager")  # the grouped product has no float64
+    adapted = PeftModel.from_pretrained(base, folder, is_trainable=trainable, autocast_adapter_dtype=False)
+    if trainable:
+        for name, parameter in adapted.named_parameters():
+            if name.endswith(".experts.base_layer.lora_B.default.weight"):
+                parameter.register_hook(_block_diagonal)
+    return adapted
+
+
+def _block_diagonal(gradient: torch.Tensor) -> torch.Tensor:
+    kept = gradient.clone().view(2, gradient.shape[0] // 2, 2, RANK, -1)
+    kept[0, :, 1] = kept[1, :, 0] = 0
+    return kept.view(gradient.shape)
+
+
+def by_projection(state: dict[str, np.ndarray], name: str) -> np.ndarray:
+    """The entry behind a folder's tensor name in a PEFT model's state, which has all experts of a layer in one."""
+    name = name.removeprefix("base_model.model.")
+    match = re.fullmatch(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.lora_([AB])\.weight", name)
+    if not match:
+        return state[name.removesuffix(".weight") + ".default.weight"]
+    layer, expert, kind, matrix = match[1], int(match[2]), match[3], match[4]
+    stacked = state[f"{layer}{'' if kind == 'down' else '.base_layer'}.lora_{matrix}.default.weight"]
+    kinds, half = (1, 0) if kind == "down" else (2, int(kind == "up"))
+    if matrix == "A":
+        return stacked.reshape(-1, kinds, RANK, stacked.shape[1])[expert, half]
+    return stacked.reshape(kinds, stacked.shape[0] // kinds, kinds, RANK, -1)[half, :, half, :, expert]
