@@ -22,8 +22,8 @@ CASES = {
     "1 rank": Case("dppo-binary-tv"),
     "TP2": Case("dppo-binary-tv", recompute="full"),
     "EP2": Case("dppo-binary-tv", recompute="selective"),
-    "TP2 EP2": Case("grpo-clip-higher", replay=False),
-    "PP2": Case("grpo-clip-higher", replay=False, recompute="full", dispatcher="allgather"),
+    "TP2 EP2": Case("dppo-binary-tv", dispatcher="allgather"),
+    "PP2": Case("dppo-binary-tv", recompute="full", dispatcher="allgather"),
     "TP2 ETP2": Case("dppo-binary-tv"),
     "TP2 PP2 EP2": Case("dppo-binary-tv", recompute="full"),
     "PP2 VPP2": Case("dppo-binary-tv"),
@@ -31,7 +31,7 @@ CASES = {
     "DP2": Case("grpo-clip-higher", replay=False),
     "TP2 EP2 ETP2": Case("grpo-clip-higher", replay=False),
 }
-ONLY_IN_FULL = ("TP2 PP2 EP2", "PP2 VPP2", "CP2", "DP2", "TP2 EP2 ETP2")
+ONLY_IN_FULL = ("TP2 ETP2", "TP2 PP2 EP2", "PP2 VPP2", "CP2", "DP2", "TP2 EP2 ETP2")
 
 
 @pytest.fixture(scope="module")
