@@ -164,7 +164,7 @@ def _grouped(adapter: LoraAdapter) -> dict[str, float]:
     x_, output_, a_, b_ = exact
     parts = []
     for i, (piece, y_) in enumerate(zip(x_.split(splits), output_.split(splits), strict=True)):
-        hidden = F.linear(piece, a_[i]).view(len(piece), -1, adapter.rank)
+        hidden = F.linear(piece, a_[i]).view(len(piece), len(a_[i]) // adapter.rank, adapter.rank)
         mine = torch.einsum("tkr,ok,or->to", hidden, adapter._belongs.double(), b_[i].flatten(0, 1))
         parts.append(y_ + adapter.scale * mine)
     whole = torch.cat(parts)
