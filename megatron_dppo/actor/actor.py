@@ -58,11 +58,14 @@ class TrainingSignal:
     advantages    float32 `[B]`
     returns       float32 `[B]`, rewards before the baseline
     mini_batches  sequence numbers of each gradient step, every sequence at most once
+    epochs        passes over the mini-batches. The anchor does not move between them: mu is the rollout's, and what is
+                  recomputed (its statistics and, for R2, its routes) is so once, before the first pass
     """
 
     advantages: np.ndarray
     returns: np.ndarray
     mini_batches: Sequence[np.ndarray]
+    epochs: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +116,9 @@ class MegatronActor:
         self._skipped_in_a_row = 0
         self.masked_counts: Tensor | None = None
         """Of the last `update` that counted: int64 `[2, V]`, see `masked_token_counts`; equal on all ranks."""
-        self.parity_tokens = np.zeros((0, 2), dtype=np.float32)
-        """Of the last `parity` that kept some: (log mu, log pi) of tokens, float32 `[n, 2]`; equal on all ranks."""
+        self.parity_tokens = np.zeros((0, 5), dtype=np.float32)
+        """Of the last `parity` that kept some: log mu, log pi, id, number of the sequence and row in it of tokens,
+        float32 `[n, 5]`; equal on all ranks."""
         self.phases = Phases()
         """Names the parts of a step for profiles (`megatron_dppo.actor.profiling`)."""
 
@@ -181,7 +185,7 @@ class MegatronActor:
         return self._config.router_replay if self._moe_layers else "none"
 
     def update(self, source: SequenceSource, signal: TrainingSignal, *, count_masked: bool = False) -> dict[str, float]:
-        """One gradient step per mini-batch. Returns metrics, the same on all ranks. With `count_masked`,
+        """One gradient step per mini-batch and epoch. Returns metrics, the same on all ranks. With `count_masked`,
         `masked_counts` afterwards says which tokens the trust region blocked.
 
         Raises NonFiniteTraining after too many skipped steps in a row, RuntimeError where routes went missing.
@@ -201,7 +205,8 @@ class MegatronActor:
         metrics = TokenMetrics.empty(device)
         totals = StepTotals()
         blocked: Tensor | None = None
-        for number, (sequences, plan) in enumerate(zip(signal.mini_batches, plans, strict=True)):
+        for number in list(range(len(plans))) * signal.epochs:
+            sequences, plan = signal.mini_batches[number], plans[number]
             objective = MiniBatchObjective(
                 preset=self._preset,
                 denominators=Denominators(
@@ -250,7 +255,7 @@ class MegatronActor:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)  # no forward comes that would wait for the last step's weights
         self.masked_counts = blocked if count_masked else self.masked_counts
-        sequences_in_all = sum(len(sequences) for sequences in signal.mini_batches)
+        sequences_in_all = signal.epochs * sum(len(sequences) for sequences in signal.mini_batches)
         finals = metrics.finalize(sequences_in_all)
         policy = {f"policy/{_SHORT_NAMES.get(name, name)}": value for name, value in finals.items()}
         return (
@@ -285,15 +290,16 @@ class MegatronActor:
             for microbatch, stats in passed:
                 rows = microbatch.rows
                 assert rows is not None
-                pi, mu = stats.logp[rows.loss_mask].double(), rows.mu_logp[rows.loss_mask].double()
+                pi, mu = stats.logp[rows.loss_mask].detach().double(), rows.mu_logp[rows.loss_mask].double()
                 if len(pi):
                     gap = torch.maximum(gap, (pi - mu).abs().max())
-                kept.append(torch.stack([mu, pi], dim=1).detach())
+                which = [rows.targets, rows.sequence, rows.position]
+                kept.append(torch.stack([mu, pi, *(one[rows.loss_mask].double() for one in which)], dim=1))
                 sums += torch.stack([(pi.exp() - mu.exp()).abs().sum(), rows.loss_mask.sum().double()])
         dist.all_reduce(gap, op=dist.ReduceOp.MAX)
         dist.all_reduce(sums)
         if keep:
-            self.parity_tokens = gather_rows(kept, keep)
+            self.parity_tokens = gather_rows(kept, keep, self.parity_tokens.shape[1])
         result = {"max_abs_logp_gap": float(gap), "mean_abs_prob_gap": float(sums[0] / sums[1].clamp(min=1))}
         if controller is not None:
             account = self._account(controller, plan, source, source.routed)

@@ -46,10 +46,10 @@ def reduce_masked(
     return counts
 
 
-def gather_rows(parts: Sequence[torch.Tensor], limit: int) -> np.ndarray:
-    """The first `limit` rows of each rank's `parts` (`[n, 2]` each, none on ranks that hold none), rank after rank,
-    float32. Collective over the job."""
-    mine = torch.cat(list(parts))[:limit].float().cpu().numpy() if parts else np.zeros((0, 2), dtype=np.float32)
+def gather_rows(parts: Sequence[torch.Tensor], limit: int, columns: int) -> np.ndarray:
+    """The first `limit` rows of each rank's `parts` (`[n, columns]` each, none on ranks that hold none), rank after
+    rank, float32. Collective over the job."""
+    mine = torch.cat(list(parts))[:limit].float().cpu().numpy() if parts else np.zeros((0, columns), dtype=np.float32)
     everybody: list[np.ndarray] = [mine] * dist.get_world_size()
     dist.all_gather_object(everybody, mine)
     return np.concatenate(everybody)

@@ -42,12 +42,12 @@ class Runtime:
         return box[0]  # type: ignore[return-value]
 
 
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def world_size() -> int:
     """Ranks of the job, before any of them has joined. Raises UserError where torchrun did not start this process."""
-    missing = [name for name in _TORCHRUN if name not in os.environ]
+    missing = [name for name in TORCHRUN if name not in os.environ]
     if missing:
         raise UserError(
             f"{', '.join(missing)} not set: start training with torchrun, e.g. "

@@ -22,6 +22,25 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
         "--bandwidth", action="store_true", help="measure the network (started by torchrun on all nodes)"
     )
     parser.add_argument("--min-bandwidth", type=float, metavar="GB/s", help="what it must reach (NVLink 50, nodes 5)")
+    parser.add_argument(
+        "--parity",
+        type=Path,
+        metavar="MODEL",
+        help="instead: compare the engine's log-probabilities with the trainer's for this Hugging Face folder, on the "
+        "first rollout of CONFIG's run or on 64 sums (under torchrun in CONFIG's layout, else on one rank)",
+    )
+    parser.add_argument(
+        "--precision",
+        action="append",
+        metavar="ENGINE[/TRAINER]",
+        help="of --parity, may be repeated (default: float32 and bfloat16 on both sides)",
+    )
+    parser.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        help="folder for the picture and numbers of --parity (default: parity/ and MODEL's name)",
+    )
     parser.add_argument("--strict", action="store_true", help="warnings count as errors")
 
 
@@ -37,10 +56,27 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _parity(arguments: argparse.Namespace) -> Iterator[Finding]:
+    from megatron_dppo.doctor.parity import Precision, parity_config
+    from megatron_dppo.doctor.parity_report import run_parity
+
+    model, file, overrides = arguments.parity, arguments.config, list(arguments.overrides)
+    if file is not None and "=" in file.name and not file.exists():  # no CONFIG, and the first override in its place
+        file, overrides = None, [str(file), *overrides]
+    precisions = [Precision.parse(text) for text in arguments.precision or ("float32", "bfloat16")]
+    out = arguments.out or Path("parity") / model.resolve().name
+    yield from run_parity(parity_config(model, file, overrides, out), precisions)
+
+
 def _all(arguments: argparse.Namespace) -> Iterator[Finding]:
     from megatron_dppo.doctor import gpu, machine, packages
 
     there = gpu.cards() > 0
+    if arguments.parity is not None:
+        yield from _parity(arguments)
+        return
+    if arguments.precision or arguments.out:
+        raise UserError("--precision and --out belong to --parity MODEL")
     yield from packages.check_python()
     yield from packages.check_packages(gpu=there or arguments.gpu)
     yield from gpu.check_cuda(expected=arguments.gpu)

@@ -19,6 +19,9 @@ class TrainerConfig(ConfigModel):
     """Answers sampled per prompt; their mean reward is the baseline."""
     prompts_per_mini_batch: int = Field(default=32, ge=1)
     """Prompts per gradient step (`ppo_mini_batch_size` counts prompts); must divide `prompts_per_step`."""
+    ppo_epochs: int = Field(default=1, ge=1)
+    """Passes over the mini-batches of each rollout. The trust region's anchor stays that of the first pass. Metrics of
+    tokens and sequences count every pass."""
     checkpoint_every: int = Field(default=0, ge=0)
     """Save the training state every so many steps, and at the end; 0 saves none."""
     keep_checkpoints: int = Field(default=2, ge=1)

@@ -194,7 +194,7 @@ class Trainer:
         with profiled(self._actor.phases, trace=trace) as profile:
             metrics = self._actor.update(source, signal, count_masked=count_masked)
         if self._controller:
-            lengths = source.lengths[np.concatenate(signal.mini_batches)]
+            lengths = source.lengths[np.concatenate(list(signal.mini_batches) * signal.epochs)]
             flops = training_flops(self._actor.trainee.model, lengths) / self._runtime.world_size
             device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
             for table in profile.tables(flops=flops, peak_flops=peak_flops(device)):

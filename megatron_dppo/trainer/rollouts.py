@@ -60,7 +60,7 @@ class Experience:
                     f"rollout.max_response_tokens={config.rollout.max_response_tokens}; raise that, or set the filter "
                     "off"
                 )
-        return TrainingSignal(advantages.numpy(), self.rewards, sequences)
+        return TrainingSignal(advantages.numpy(), self.rewards, sequences, config.trainer.ppo_epochs)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,204 @@
+"""`megatron-dppo doctor --parity MODEL`: the engine's log-probabilities against the trainer's, same weights."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from megatron_dppo.actor import runtime as actor_runtime
+from megatron_dppo.actor.actor import MegatronActor
+from megatron_dppo.actor.runtime import TORCHRUN, Runtime
+from megatron_dppo.batch import InMemorySource, RolloutBatch
+from megatron_dppo.config.load import build_config, read_tree
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.hf_config import load_hf_config
+from megatron_dppo.rollout.seeds import TRAINING
+from megatron_dppo.rollout.vllm_engine import VllmEngine
+from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
+from megatron_dppo.trainer.examiner import build_examiner
+from megatron_dppo.trainer.mismatch import Mismatch
+from megatron_dppo.trainer.requests import requests_for
+from megatron_dppo.trainer.rollouts import training_law
+from megatron_dppo.trainer.train import build_actor
+
+DTYPES = ("float32", "bfloat16", "float16")
+DEFAULTS = {
+    "rollout": {"max_prompt_tokens": 512, "max_response_tokens": 256, "max_num_seqs": 64},
+    "trainer": {"prompts_per_step": 16, "samples_per_prompt": 4, "prompts_per_mini_batch": 16},
+}
+"""Of a comparison without a configuration: 64 answers to sums, 16,384 tokens at most."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Types of weights and activations on both sides."""
+
+    engine: str
+    trainer: str
+
+    @staticmethod
+    def parse(text: str) -> Precision:
+        """`float32`, or `bfloat16/float32` for the engine's and the trainer's. Raises UserError."""
+        parts = text.split("/")
+        if len(parts) > 2 or not set(parts) <= set(DTYPES):
+            raise UserError(f"--precision {text}: must be one of {', '.join(DTYPES)}, or ENGINE/TRAINER of these")
+        return Precision(parts[0], parts[-1])
+
+    def __str__(self) -> str:
+        return self.engine if self.engine == self.trainer else f"{self.engine}/{self.trainer}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The sampled tokens of one rollout under one precision, `n` of them, and what both sides say of them."""
+
+    mismatch: Mismatch
+    """Log-probabilities `[n]`: the engine's, the trainer's with its routes replayed and with live routers."""
+    token_ids: np.ndarray
+    """int64 `[n]`"""
+    sequence: np.ndarray
+    """int64 `[n]`, number of the sequence in the rollout"""
+    position: np.ndarray
+    """int64 `[n]`, place of the token in its sequence, prompt included"""
+    differing_tokens: float | None
+    """Tokens of prompts and responses that live routers sent to other experts in some layer; None without experts."""
+
+    def passes(self) -> Iterator[tuple[str, np.ndarray]]:
+        """(whether R3 is on, log pi `[n]`); a model without experts has one of them."""
+        if self.differing_tokens is None:
+            yield "-", self.mismatch.log_pi
+            return
+        yield "on", self.mismatch.log_pi
+        yield "off", self.mismatch.log_pi_live
+
+
+def parity_config(model: Path, config_file: Path | None, overrides: Sequence[str], out: Path) -> Config:
+    """The run whose first rollout is compared: of a file, or `DEFAULTS`, with `overrides`. Raises UserError."""
+    tree: dict[str, Any] = dict(DEFAULTS) if config_file is None else read_tree(config_file)
+    tree["model"] = {"path": str(model)}
+    tree["run"] = dict(tree.get("run") or {}) | {"dir": str(out)}
+    config = build_config(Config, tree, overrides, where=str(config_file or "the defaults"))
+    hf_config = load_hf_config(model)
+    config.parallel.check_fits(hf_config, int(os.environ.get("WORLD_SIZE", "1")))
+    if hf_config.moe is not None and not config.rollout.router_replay:
+        raise UserError("doctor --parity: rollout.router_replay=false records no routes to replay; set it to true")
+    return config
+
+
+def measure(
+    config: Config, precisions: Sequence[Precision]
+) -> tuple[dict[str, Comparison], dict[str, RolloutBatch] | None]:
+    """One rollout per precision of the engine, recomputed by the trainer without an update in between: comparisons and,
+    on rank 0, rollouts by precision.
+
+    Engines come first, one after another, on rank 0; they are closed before the trainer takes the memory. Started by
+    torchrun it is a collective over all ranks, in `config.parallel`'s layout; otherwise this process is the one rank.
+    """
+    engines = list(dict.fromkeys(precision.engine for precision in precisions))
+    batches = {dtype: _roll_out(config, dtype) for dtype in engines} if actor_runtime.rank() == 0 else None
+    with _one_rank():
+        runtime = actor_runtime.start(
+            config.parallel, seed=config.run.seed, timeout_minutes=config.run.collective_timeout_minutes
+        )
+        try:
+            shared = runtime.broadcast(batches)
+            found = {str(p): _recompute(runtime, config, p.trainer, shared[p.engine]) for p in precisions}
+            controller = runtime.is_controller
+        finally:
+            actor_runtime.stop()
+    return found, {str(precision): shared[precision.engine] for precision in precisions} if controller else None
+
+
+def compare(actor: MegatronActor, batch: RolloutBatch) -> Comparison:
+    """Two forward passes of the trainer over the engine's tokens. Collective."""
+    source = InMemorySource.of(batch)
+    tokens = int(source.trained.sum())
+    actor.parity(source, replay=True, keep=tokens)
+    replayed = actor.parity_tokens
+    account = actor.parity(source, replay=False, keep=tokens)
+    return Comparison(
+        mismatch=Mismatch.of(replayed, actor.parity_tokens),
+        token_ids=replayed[:, 2].astype(np.int64),
+        sequence=replayed[:, 3].astype(np.int64),
+        position=replayed[:, 4].astype(np.int64) + 1,  # row t predicts token t + 1
+        differing_tokens=account.get("differing_tokens"),
+    )
+
+
+def spell(tokenizer: PreTrainedTokenizerBase, batch: RolloutBatch, sequence: int, position: int) -> tuple[str, str]:
+    """(the 12 tokens before, the token) as text."""
+    ids = batch.token_ids[batch.offsets[sequence] : batch.offsets[sequence + 1]]
+    return tokenizer.decode(ids[max(0, position - 12) : position]), tokenizer.decode(ids[position : position + 1])
+
+
+def _roll_out(config: Config, dtype: str) -> RolloutBatch:
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    examiner = build_examiner(config, tokenizer)
+    try:
+        if isinstance(examiner.task, EnvironmentTask):
+            raise UserError("doctor --parity: task.kind=environment is not compared; set another, or leave CONFIG out")
+        prompts = examiner.task.prompts(0, config.trainer.prompts_per_step)
+    finally:
+        examiner.close()
+    requests = requests_for(
+        prompts, config.trainer.samples_per_prompt, run_seed=config.run.seed, step=0, stream=TRAINING
+    )
+    with _no_rank():
+        engine = VllmEngine(config.model.path, config.rollout.model_copy(update={"dtype": dtype}))
+        try:
+            return engine.generate(requests, training_law(config.rollout), training=True)
+        finally:
+            engine.close()
+
+
+def _recompute(runtime: Runtime, config: Config, dtype: str, batch: RolloutBatch) -> Comparison:
+    actor = build_actor(
+        runtime,
+        config.model_copy(update={"actor": config.actor.model_copy(update={"dtype": dtype})}),
+        load_hf_config(config.model.path),
+    )
+    found = compare(actor, batch)
+    del actor
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return found
+
+
+@contextmanager
+def _no_rank() -> Iterator[None]:
+    """Without what torchrun told this process: the engine is no rank of the trainer."""
+    kept = {name: os.environ.pop(name) for name in TORCHRUN if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ |= kept
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    """Where torchrun did not start this process: a job of one rank."""
+    if any(name in os.environ for name in TORCHRUN):
+        yield
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alone = dict(zip(TORCHRUN, ("0", "1", "0", "127.0.0.1", str(port)), strict=True))
+    os.environ |= alone
+    try:
+        yield
+    finally:
+        for name in alone:
+            os.environ.pop(name, None)

@@ -1,0 +1,116 @@
+"""What `doctor --parity` prints and draws."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer
+
+from megatron_dppo.batch import RolloutBatch
+from megatron_dppo.config.schema import Config
+from megatron_dppo.doctor.finding import Finding, error
+from megatron_dppo.doctor.parity import Comparison, Precision, measure, spell
+from megatron_dppo.trainer.mismatch import plot_mismatch
+
+FLOAT32_LIMIT = 1e-2
+"""Nats. Two right float32 forwards of the same experts are 1e-5 to 1e-3 apart; what is more is another model."""
+WORST = 8
+"""Tokens listed per precision."""
+STATISTICS = ("mean", "p99", "max")
+
+
+def run_parity(config: Config, precisions: list[Precision]) -> Iterator[Finding]:
+    """Measure, print two tables, write `run.dir`/parity.json and parity.png; findings where float32 does not agree.
+
+    Only rank 0 prints, writes and finds."""
+    found, batches = measure(config, precisions)
+    if batches is None:
+        return
+    folder = config.run.dir
+    folder.mkdir(parents=True, exist_ok=True)
+    console = Console(highlight=False)
+    numbers = {name: summarise(one) for name, one in found.items()}
+    console.print(_summary(str(config.model.path), numbers))
+    console.print(_worst(config, found, batches))
+    (folder / "parity.json").write_text(json.dumps(numbers, indent=2) + "\n")
+    plot_mismatch({name: one.mismatch for name, one in found.items()}, folder / "parity.png")
+    console.print(f"picture and numbers: {folder}/parity.png, {folder}/parity.json", markup=False, soft_wrap=True)
+    for name, passes in numbers.items():
+        worst = next(iter(passes.values()))["logp_max"]
+        if name == "float32" and not worst <= FLOAT32_LIMIT:
+            yield error(
+                "parity",
+                f"in float32 the trainer is up to {worst:.3g} nats from the engine with the same weights and experts",
+                "training on this would optimise another objective; compare the versions of vLLM and transformers "
+                "with `megatron-dppo doctor`, and report the model",
+            )
+
+
+def summarise(one: Comparison) -> dict[str, dict[str, float]]:
+    """Per pass (R3 on, off, or "-"): tokens, and mean, 99th percentile and maximum of |log pi - log mu| in nats
+    (`logp_*`) and of |pi - mu| (`prob_*`)."""
+    result: dict[str, dict[str, float]] = {}
+    for replay, log_pi in one.passes():
+        row = {"tokens": float(len(log_pi))}
+        for name, gaps in (("logp", _logp_gaps(one, log_pi)), ("prob", _prob_gaps(one, log_pi))):
+            values = (gaps.mean(), np.quantile(gaps, 0.99), gaps.max())
+            row |= {f"{name}_{statistic}": float(value) for statistic, value in zip(STATISTICS, values, strict=True)}
+        if replay == "off":
+            row["routed_otherwise"] = float(one.differing_tokens or 0)
+        result[replay] = row
+    return result
+
+
+def _logp_gaps(one: Comparison, log_pi: np.ndarray) -> np.ndarray:
+    return np.abs(log_pi.astype(np.float64) - one.mismatch.log_mu)
+
+
+def _prob_gaps(one: Comparison, log_pi: np.ndarray) -> np.ndarray:
+    return np.abs(np.exp(log_pi.astype(np.float64)) - np.exp(one.mismatch.log_mu.astype(np.float64)))
+
+
+def _summary(model: str, numbers: dict[str, dict[str, dict[str, float]]]) -> Table:
+    table = Table(
+        title=f"{model}: trainer (pi) against engine (mu), same weights",
+        title_justify="left",
+        caption="precision is ENGINE/TRAINER where they differ; log-probabilities in nats",
+    )
+    for header in ("precision", "R3", "tokens", *(f"|log pi - log mu| {s}" for s in STATISTICS)):
+        table.add_column(header, justify="left" if header in ("precision", "R3") else "right")
+    for header in (*(f"|pi - mu| {s}" for s in STATISTICS), "routed otherwise"):
+        table.add_column(header, justify="right")
+    for precision, passes in numbers.items():
+        for replay, row in passes.items():
+            gaps = [f"{row[f'{name}_{statistic}']:.2e}" for name in ("logp", "prob") for statistic in STATISTICS]
+            routed = f"{row['routed_otherwise']:,.0f}" if "routed_otherwise" in row else "-"
+            table.add_row(precision, replay, f"{row['tokens']:,.0f}", *gaps, routed)
+    return table
+
+
+def _worst(config: Config, found: dict[str, Comparison], batches: dict[str, RolloutBatch]) -> Table:
+    """The tokens whose probability differs most, by the pass that the trainer uses (R3 on where there are experts)."""
+    table = Table(title="largest |pi - mu|", title_justify="left")
+    for header in ("precision", "mu", "pi"):
+        table.add_column(header, justify="left" if header == "precision" else "right")
+    live = any(one.differing_tokens is not None for one in found.values())
+    if live:
+        table.add_column("pi, R3 off", justify="right")
+    for header in ("token", "after"):
+        table.add_column(header, overflow="fold")
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    for name, one in found.items():
+        order = np.argsort(-_prob_gaps(one, one.mismatch.log_pi), kind="stable")[:WORST]
+        for i in order:
+            before, token = spell(tokenizer, batches[name], int(one.sequence[i]), int(one.position[i]))
+            laws = [one.mismatch.log_mu[i], one.mismatch.log_pi[i], *([one.mismatch.log_pi_live[i]] if live else [])]
+            table.add_row(name, *(f"{np.exp(float(law)):.6f}" for law in laws), _quoted(token), _quoted(before))
+    return table
+
+
+def _quoted(text: str) -> str:
+    """With visible spaces and line breaks, and no markup."""
+    return json.dumps(text, ensure_ascii=False).replace("[", r"\[")

@@ -1,0 +1,103 @@
+"""`doctor --parity` with the real vLLM and Megatron-Core, each in a type of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megatron_dppo.cli import main
+from megatron_dppo.doctor.parity import Comparison, parity_config
+from megatron_dppo.doctor.parity_report import summarise
+from megatron_dppo.trainer.mismatch import Mismatch
+from tests.tiny import tiny_qwen3_moe
+
+ROOT = str(Path(__file__).resolve().parents[2])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_qwen3_moe(folder, seed=1)
+    return folder
+
+
+def test_replay_cuts_the_worst_gap_of_a_bf16_engine(model: Path, tmp_path: Path) -> None:
+    """A bf16 engine and a float32 trainer; the prompts are the defaults, sums under the tokenizer's chat template."""
+    out = tmp_path / "parity"
+    command = [
+        *(str(Path(sys.executable).with_name("megatron-dppo")), "doctor", "--parity", str(model), "-o", str(out)),
+        *("--precision", "bfloat16/float32", "rollout.max_response_tokens=24", "rollout.kv_cache_mib=64"),
+        *("rollout.max_prompt_tokens=128", "trainer.prompts_per_step=32", "trainer.prompts_per_mini_batch=32"),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT, "COLUMNS": "200"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    passes = json.loads((out / "parity.json").read_text())["bfloat16/float32"]
+    on, off = passes["on"], passes["off"]
+    assert on["tokens"] == off["tokens"] > 1000
+    assert off["routed_otherwise"] > 20, "bf16 changed no routes: the case is too easy"
+    assert off["logp_max"] > 3 * on["logp_max"]
+    for row in (on, off):
+        assert 0 < row["logp_mean"] < row["logp_p99"] < row["logp_max"]
+        assert 0 < row["prob_mean"] < row["prob_p99"] < row["prob_max"] < 1
+    pixels = np.asarray(Image.open(out / "parity.png").convert("RGB")).astype(int)
+    assert (pixels.max(axis=2) - pixels.min(axis=2) > 40).mean() > 0.005
+    lines = done.stdout.splitlines()
+    assert sum(line.count("bfloat16/float32") for line in lines) == 2 + 8  # two passes, eight tokens that differ most
+    worst = [line for line in lines if line.count('"') >= 4]
+    assert len(worst) == 8
+    mu, pi = (float(part) for part in worst[0].replace("│", " ").split()[1:3])
+    assert abs(mu - pi) == pytest.approx(on["prob_max"], abs=2e-6)
+
+
+def test_the_numbers_are_those_of_the_definition() -> None:
+    mu, pi, live = np.array([0.5, 0.25, 0.9]), np.array([0.5, 0.5, 0.8]), np.array([0.1, 0.25, 0.9])
+    logs = [np.log(one).astype(np.float32) for one in (mu, pi, live)]
+    whole = np.arange(3)
+    of_experts = summarise(Comparison(Mismatch(*logs), whole, whole, whole, differing_tokens=4.0))
+    assert of_experts["on"]["logp_max"] == pytest.approx(np.log(2), rel=1e-6)
+    assert of_experts["on"]["prob_mean"] == pytest.approx((0 + 0.25 + 0.1) / 3, rel=1e-6)
+    assert of_experts["on"]["prob_p99"] == pytest.approx(np.quantile([0, 0.25, 0.1], 0.99), rel=1e-6)
+    assert of_experts["off"]["logp_max"] == pytest.approx(np.log(5), rel=1e-6)
+    assert of_experts["off"]["routed_otherwise"] == 4
+    dense = summarise(Comparison(Mismatch(logs[0], logs[1], logs[1]), whole, whole, whole, differing_tokens=None))
+    assert list(dense) == ["-"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--precision", "float8"],
+            "--precision float8: must be one of float32, bfloat16, float16, or EN",
+        ),
+        (["rollout.max_respons_tokens=3"], "did you mean rollout.max_response_tokens?"),
+        (["rollout.router_replay=false"], "records no routes to replay"),
+        (["parallel.tensor=2", "parallel.sequence_parallel=true"], "world size 1 is not a multiple"),
+    ],
+)
+def test_bad_arguments(model: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert main(["doctor", "--parity", str(model), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_configuration_gives_layout_and_lengths(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"run: {{dir: /nowhere, seed: 5}}\nmodel: {{path: {tmp_path}}}\nrollout: {{max_prompt_tokens: 77}}\n"
+    )
+    config = parity_config(model, file, ["trainer.samples_per_prompt=2"], tmp_path / "out")
+    assert (config.model.path, config.run.dir, config.run.seed) == (model, tmp_path / "out", 5)
+    assert (config.rollout.max_prompt_tokens, config.trainer.samples_per_prompt) == (77, 2)
+
+
+def test_options_without_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--precision", "float32"]) == 2
+    assert "belong to --parity MODEL" in capsys.readouterr().err
