@@ -5,7 +5,8 @@
 #
 # Each a.b=c overrides a key of examples/stability_study.yaml in all runs, for example trainer.steps=200, or
 # trainer.engine_weight_noise=0.01 for a larger mismatch. Runs that are complete are not repeated, and one that was
-# interrupted goes on from its last checkpoint: start the same command again. Variables:
+# interrupted goes on from its last checkpoint: start the same command again. A run that fails does not keep the others
+# from running; it is named at the end, and tried again the next time. Variables:
 #   OUT         folder of the study (default runs/stability_study); its runs are OUT/ALGORITHM/seed-N
 #   SEEDS       of the order and the sampling (default "0 1 2")
 #   ALGORITHMS  some of pg-is cispo grpo-clip-higher minirl minirl-tis dppo-binary-tv dppo-binary-kl
@@ -26,12 +27,19 @@ model=${MODEL_DIR:-$root/runs/tiny_moe_model/seed-0}
 config=$root/examples/stability_study.yaml
 if [ ! -d "$model" ]; then "$PYTHON" "$root/tools/make_tiny_model.py" "$model" --seed 0; fi
 
+trap 'exit 130' INT TERM # Ctrl-C ends the study, not just one of its runs
+failed=
 plan=$("$PYTHON" -m megatron_dppo.trainer.study plan "$config" "$out" "${SEEDS:-0 1 2}" "${ALGORITHMS:-}" "$@")
 while read -r -u 3 seed algorithm options; do
   echo "== $algorithm, seed $seed"
   if [ "$options" = complete ]; then continue; fi
   # shellcheck disable=SC2086  # the options are several words without spaces in them
   "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-1}" -m megatron_dppo.cli train "$config" \
-    "model.path=$model" "run.dir=$out/$algorithm/seed-$seed" "run.name=$algorithm" "run.seed=$seed" "$@" $options
+    "model.path=$model" "run.dir=$out/$algorithm/seed-$seed" "run.name=$algorithm" "run.seed=$seed" "$@" $options ||
+    failed="$failed $algorithm/seed-$seed"
 done 3<<<"$plan"
 "$PYTHON" -m megatron_dppo.trainer.study report "$out"
+if [ -n "$failed" ]; then
+  echo "stability study: these runs failed, see the reasons above:$failed" >&2
+  exit 1
+fi

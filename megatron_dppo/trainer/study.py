@@ -113,11 +113,17 @@ def options(run: Path, algorithm: str, steps: int) -> str:
     return " ".join(chosen)
 
 
+def _has_steps(run: Path) -> bool:
+    """Not so where it failed, or was stopped, before its first step was over."""
+    file = run / METRICS_FILE
+    return file.exists() and any(REWARD in row for row in read_rows(file))
+
+
 def read_study(out: Path) -> dict[str, list[History]]:
-    """The runs of each algorithm, by seed. Raises UserError where there are none."""
+    """The runs of each algorithm, by seed, as far as they came. Raises UserError where there are none."""
     study = {}
     for algorithm in LABELS:
-        runs = sorted((out / algorithm).glob("seed-*"))
+        runs = [run for run in sorted((out / algorithm).glob("seed-*")) if _has_steps(run)]
         if runs:
             study[algorithm] = [History.read(run) for run in runs]
     if not study:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -130,6 +131,36 @@ def test_the_script_is_valid() -> None:
     subprocess.run([str(Path(sys.executable).with_name("shellcheck")), str(script)], check=True)
     named = set(script.read_text().replace("\n#", " ").split())
     assert set(LABELS) <= {word.rstrip(",()") for word in named}
+
+
+TRAINING = """#!/usr/bin/env bash
+# Stands for the trainer: a run of cispo takes three steps, the others fail before their first.
+case "$*" in *torch.distributed.run*) ;; *) exec {python} "$@" ;; esac
+for word in "$@"; do case $word in run.dir=*) folder=${{word#run.dir=}} ;; esac; done
+echo "${{folder#{out}/}}" >> {out}/started
+mkdir -p "$folder"
+case $folder in *cispo*) ;; *) exit 1 ;; esac
+for step in 1 2 3; do
+  echo '{{"step": '$step', "reward/mean": 0.5, "policy/mean_abs_pi_mu": 0.1, "policy/bad_update_fraction": 0.0}}'
+done > "$folder/metrics.jsonl"
+"""
+
+
+def test_a_run_that_fails_does_not_keep_the_others_from_running(tmp_path: Path) -> None:
+    out, python = tmp_path / "study", tmp_path / "python"
+    out.mkdir()
+    python.write_text(TRAINING.format(python=sys.executable, out=out))
+    python.chmod(0o755)
+    environment = os.environ | {"OUT": str(out), "SEEDS": "0 1", "ALGORITHMS": "pg-is cispo", "PYTHON": str(python)}
+    environment |= {"MODEL_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = ["bash", str(ROOT / "examples/stability_study.sh"), "trainer.steps=3"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("see the reasons above: pg-is/seed-0 pg-is/seed-1")
+    started = (out / "started").read_text().splitlines()
+    assert started == ["pg-is/seed-0", "cispo/seed-0", "pg-is/seed-1", "cispo/seed-1"]
+    (row,) = (line for line in (out / "study.md").read_text().splitlines() if "PG-TIS" in line)
+    assert row.startswith("| PG-TIS (CISPO) | 2 | 3 |")
 
 
 def test_noise_is_relative_repeatable_and_leans_one_way() -> None:
