@@ -178,8 +178,9 @@ def _recompute(runtime: Runtime, config: Config, dtype: str, batch: RolloutBatch
 
 @contextmanager
 def _no_rank() -> Iterator[None]:
-    """Without what torchrun told this process: the engine is no rank of the trainer."""
-    kept = {name: os.environ.pop(name) for name in TORCHRUN if name in os.environ}
+    """Without what torchrun told this process: the engine is no rank of the trainer, and would wait for its agent."""
+    told = [n for n in os.environ if n in (*TORCHRUN, "LOCAL_WORLD_SIZE") or n.startswith(("TORCHELASTIC_", "ROLE_"))]
+    kept = {name: os.environ.pop(name) for name in told}
     try:
         yield
     finally:

@@ -315,9 +315,9 @@ class VllmEngine:
             del self._engine  # its finalizer must run while the modules it uses still exist
 
     async def _start(self) -> AsyncLLM:
-        os.environ.update(engine_environment(self.config))
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before the next line, which imports vLLM
+        os.environ.update(engine_environment(self.config))
         os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(self.config.start_timeout_s)))
         from importlib.metadata import entry_points
 
