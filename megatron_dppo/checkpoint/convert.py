@@ -24,13 +24,15 @@ from megatron_dppo.checkpoint.hf_files import HFFiles
 from megatron_dppo.checkpoint.hf_import import check_tensors, load_hf_weights, stores_stacked_experts
 from megatron_dppo.checkpoint.hf_save import SHARD_BYTES, save_hf_checkpoint
 from megatron_dppo.checkpoint.hf_side_files import CONFIG
-from megatron_dppo.checkpoint.training_state import Trainee, TrainingStates
+from megatron_dppo.checkpoint.training_state import Trainee, TrainingStates, model_signature
 from megatron_dppo.checkpoint.verify import compare_with_transformers
 from megatron_dppo.compat import megatron_cpu
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.build import build_model
 from megatron_dppo.models.groups import initialize_groups
 from megatron_dppo.models.hf_config import HFConfig, load_hf_config
+from megatron_dppo.models.lora.attach import attach_adapters
+from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.megatron_config import transformer_config
 from megatron_dppo.models.parallel import ParallelConfig
 
@@ -47,6 +49,7 @@ def convert_command(
     verify: bool = False,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
+    base: Path | None = None,
     console: Console | None = None,
 ) -> None:
     """Convert `source` to the other format in `output`, in this process or in all ranks that torchrun started.
@@ -60,6 +63,8 @@ def convert_command(
     verify       read the result again and compare its logits on sample prompts with transformers'
     overwrite    replace a folder at `output`
     shard_bytes  largest Hugging Face weight file
+    base         the Hugging Face folder that adapters were trained on: a state of theirs holds nothing else, and
+                 becomes that model with the adapters merged
 
     `UserError` before any work: no such source, weights that do not match the config, a layout that does not fit, no
     room on the disk, an output that exists. Works without a GPU.
@@ -75,7 +80,7 @@ def convert_command(
         if (source / CONFIG).is_file():
             _to_megatron(source, output, layout, dtype, verify, overwrite, console)
         else:
-            _to_hugging_face(source, output, layout, dtype, verify, overwrite, shard_bytes, console)
+            _to_hugging_face(source, output, layout, dtype, verify, overwrite, shard_bytes, base, console)
 
 
 def _to_megatron(
@@ -122,6 +127,7 @@ def _to_hugging_face(
     verify: bool,
     overwrite: bool,
     shard_bytes: int,
+    base: Path | None,
     console: Console,
 ) -> None:
     is_state = (source / state_folder.DESCRIPTION).is_file()
@@ -129,13 +135,25 @@ def _to_hugging_face(
     described = state_folder.read_description(folder)
     model = load_hf_config(folder / state_folder.HF)
     held = DTYPES[described["dtype"].removeprefix("torch.")]
+    lora = LoraConfig.model_validate(described["lora"]) if described.get("lora") else None
+    if lora and base is None:
+        raise UserError(f"{folder} holds adapters only; name the model that they were trained on with --base HF_FOLDER")
+    if base and not lora:
+        raise UserError(f"{folder} holds all weights of its model; leave --base out")
+    if base and model_signature(load_hf_config(base)) != model_signature(model):
+        raise UserError(f"the adapters in {folder} are of another model than {base}")
     wanted = DTYPES[dtype] if dtype else held
     largest = max(folder.rglob("*.distcp"), key=lambda f: f.stat().st_size)
     _check_room(output, _describe(model, wanted, largest, console))
 
     models, groups = _build(model, layout, held)
+    if lora:
+        console.print(f"reading {base}")
+        load_hf_weights(models, model, groups, base)
+        attach_adapters(models, model, groups, lora)
     console.print(f"reading {folder}")
-    TrainingStates(folder.parent, Trainee(model=model, models=models, groups=groups, parallel=layout)).load(folder)
+    trainee = Trainee(model=model, models=models, groups=groups, parallel=layout, lora=lora)
+    TrainingStates(folder.parent, trainee).load(folder)
     with _bar(console, "writing") as progress:
         save_hf_checkpoint(
             output,
@@ -147,6 +165,9 @@ def _to_hugging_face(
             overwrite=overwrite,
             progress=progress,
         )
+    if verify and lora:
+        models = build_model(model, transformer_config(model, layout, params_dtype=wanted), groups)
+        load_hf_weights(models, model, groups, output)
     if verify:
         with torch.no_grad():
             for chunk in models:

@@ -25,6 +25,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verify", action="store_true", help="read the result again and compare logits")
     parser.add_argument("--overwrite", action="store_true", help="replace what is at OUTPUT")
     parser.add_argument("--shard-gb", type=float, default=5.0, help="largest Hugging Face weight file, GB (default 5)")
+    parser.add_argument("--base", type=Path, metavar="HF_FOLDER", help="model that a state's adapters were trained on")
     for name in _LAYOUT:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=1, metavar="N", help="of this conversion")
 
@@ -52,5 +53,6 @@ def run_convert(arguments: argparse.Namespace, *, only: Literal["to-megatron", "
         verify=arguments.verify,
         overwrite=arguments.overwrite,
         shard_bytes=int(arguments.shard_gb * 1e9),
+        base=arguments.base,
     )
     return 0

@@ -51,6 +51,7 @@ def engine_options(config: RolloutConfig) -> dict[str, Any]:
         "enforce_eager": True,
         "block_size": 32,
         "enable_chunked_prefill": False,
+        "enable_sleep_mode": False,  # there is nothing to give back; vLLM refuses it here
         "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_model_len),
         "kv_cache_memory_bytes": (config.kv_cache_mib or _KV_CACHE_MIB) << 20,
     }

@@ -122,7 +122,14 @@ def _together(config: Config, model: HFConfig) -> Iterator[Finding]:
 
 
 def _times(config: Config) -> Iterator[Finding]:
-    run = config.run
+    run, rollout = config.run, config.rollout
+    if run.collective_timeout_minutes * 60 < rollout.sync_timeout_s:
+        yield error(
+            "timeouts",
+            f"ranks give up after {run.collective_timeout_minutes:g} min, but a weight sync may wait "
+            f"{rollout.sync_timeout_s / 60:g} min for an engine that hangs",
+            "raise run.collective_timeout_minutes",
+        )
     if run.hang_minutes > run.collective_timeout_minutes:
         yield warning(
             "timeouts",

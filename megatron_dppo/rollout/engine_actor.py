@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +26,8 @@ the order in which they were made; what asks, pauses or aborts never waits behin
 class EngineActor:
     """Runs in a Ray worker: a `VllmEngine`. Nothing that it made is lost with it."""
 
-    def __init__(self, model: str, config: RolloutConfig) -> None:
+    def __init__(self, model: str, config: RolloutConfig, environment: Mapping[str, str]) -> None:
+        os.environ.update(environment)  # before anything looks for devices
         from megatron_dppo.rollout.vllm_engine import VllmEngine  # vLLM is imported in this process only
 
         self._engine = VllmEngine(Path(model), config)

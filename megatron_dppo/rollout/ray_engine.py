@@ -33,14 +33,16 @@ class RayRolloutEngine:
     ) -> None:
         """
         name     of the Ray actor, unique in the session
-        options  further options of the Ray actor: GPUs, placement group, environment
+        options  further options of the Ray actor: GPUs, placement group; and `environment`, variables that it sets for
+                 the engine (Ray's own way of setting them needs another process on every node)
         """
         self._config = config
         self.name = name
         placed = {"num_cpus": 0, "num_gpus": 0} | dict(options or {})
+        environment = placed.pop("environment", {})
         threaded: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)
         actor = threaded(EngineActor).options(name=name, max_restarts=0, **placed)
-        self._actor: Any = actor.remote(str(model), config)
+        self._actor: Any = actor.remote(str(model), config, environment)
         self._started = self._actor.weight_version.remote()
         self._closed = False
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import pickle
 import threading
 import uuid
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -25,6 +24,7 @@ from megatron_dppo.rollout.convert import to_batch
 from megatron_dppo.rollout.errors import EngineClosed, EngineDead
 from megatron_dppo.rollout.gate import Gate
 from megatron_dppo.rollout.law import refuse_bent_law, refuse_engine_defaults, sampling_params
+from megatron_dppo.rollout.model_facts import ModelFacts
 from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
 from megatron_dppo.rollout.route_requirements import check_engine, check_version
 from megatron_dppo.rollout.sampler import Part, Sampler
@@ -32,50 +32,12 @@ from megatron_dppo.rollout.weight_transfer.backend import BACKEND
 from megatron_dppo.rollout.weight_transfer.bucket import Bucket, pack
 from megatron_dppo.rollout.weight_transfer.manifest import ChecksumMismatch, IncompleteSync, Manifest, read_shapes
 from megatron_dppo.rollout.weight_transfer.segment import MemorySegment
-from megatron_dppo.router_replay.record import RouteSchema
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What the engine must know of a checkpoint beforehand, from its folder's JSON files alone."""
-
-    folder: Path
-    vocab_size: int
-    stop_token_ids: tuple[int, ...]
-    """The model's own end-of-sequence ids: config.json's and generation_config.json's."""
-    tied_embeddings: bool
-    routes: RouteSchema | None
-    """None for a model without experts, or when routes are not recorded."""
-
-    @staticmethod
-    def read(folder: Path, *, router_replay: bool) -> ModelFacts:
-        path = folder / "config.json"
-        try:
-            config = json.loads(path.read_text())
-        except FileNotFoundError as error:
-            raise UserError(
-                f"{path}: no such file; model.path must be a folder with a Hugging Face checkpoint"
-            ) from error
-        except ValueError as error:
-            raise UserError(f"{path}: not valid JSON ({error})") from error
-        generation = folder / "generation_config.json"
-        declared = [config.get("eos_token_id")]
-        if generation.exists():
-            declared.append(json.loads(generation.read_text()).get("eos_token_id"))
-        ids = [i for entry in declared for i in (entry if isinstance(entry, list) else [entry]) if i is not None]
-        return ModelFacts(
-            folder=folder,
-            vocab_size=int(config["vocab_size"]),
-            stop_token_ids=tuple(sorted(set(ids))),
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            routes=RouteSchema.from_hf_config(config) if router_replay else None,
-        )
 
 
 class VllmEngine:

@@ -12,7 +12,7 @@ from megatron_dppo.rollout.errors import EnginesFailed
 from megatron_dppo.rollout.fleet import EngineFleet
 from megatron_dppo.trainer.weight_sync import WeightSync
 
-_LOOK_S, _WORD_S = 0.2, 60.0
+_LOOK_S, _WORD_S = 0.2, 15.0
 """Between two looks at the engines; between two words to the ranks, which give a collective up that takes too long."""
 
 
@@ -66,7 +66,7 @@ class Assembly:
 
     def wait_for[T](self, found: Future[T] | None) -> T:
         """The controller's result, on every rank (`found` is None on the others). Collective: a broadcast of it, and of
-        a word before each sync and once a minute. Raises `RolloutsStopped` on every rank, any other error on the
+        a word before each sync and now and then. Raises `RolloutsStopped` on every rank, any other error on the
         controller alone."""
         return self._together(found, share=True)
 

@@ -61,10 +61,6 @@ def train(config: Config) -> int:
     if not config.model.random_weights:
         files = HFFiles(config.model.path)
         check_tensors(files, hf_config, stores_stacked_experts(files, hf_config))
-    if config.lora:
-        adapter_tensors(hf_config, config.lora)
-        if config.lora.adapter:
-            check_peft_adapter(config.lora.adapter, hf_config, config.lora)
     _make_run_folder(config)
     if config.trainer.resume:
         latest_state(checkpoint_root(config))
@@ -206,6 +202,10 @@ def _start_engines(runtime: Runtime, config: Config, stack: ExitStack) -> Engine
 
 def check_model_against(config: Config, hf_config: HFConfig) -> None:
     """Cross-checks of a configuration that need the model. Raises UserError."""
+    if config.lora:
+        adapter_tensors(hf_config, config.lora)
+        if config.lora.adapter:
+            check_peft_adapter(config.lora.adapter, hf_config, config.lora)
     preset = config.algorithm.resolve()
     if hf_config.moe and config.actor.router_replay == "r3" and not config.rollout.router_replay:
         raise UserError("actor.router_replay=r3 needs rollout.router_replay=true: the engine must record the routes")

@@ -32,7 +32,7 @@ def pairwise_cover(*axes: list) -> list[tuple]:
     return chosen
 
 
-ONLY_IN_FULL = {"DP2 ETP2", "TP2 CP2 EP4", "PP2 VPP2 EP2", "TP2 EP2 ETP2"}
+ONLY_IN_FULL = {"DP2 ETP2", "TP2 CP2 EP4", "PP2 VPP2 EP2", "PP2 CP2", "TP2 EP2 ETP2"}
 IN_EVERY_RUN = [layout for layout in LAYOUTS if layout not in ONLY_IN_FULL]
 COVER = pairwise_cover(IN_EVERY_RUN, PRESETS, [True, False], RECOMPUTE, DISPATCHERS)
 

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from megatron_dppo.checkpoint.convert_arguments import add_convert_arguments, run_convert
 from megatron_dppo.errors import UserError
 from tests.distributed import run_ranks
+from tests.megatron import build_from
+from tests.peft_adapters import LORA, write_adapter
 from tests.tiny import tiny_qwen3_moe
 
 ROOT = Path(__file__).parents[2]
@@ -87,3 +90,37 @@ def test_only_checkpoints_are_overwritten(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is no checkpoint folder and is not overwritten"):
         run_convert(parsed(source, tmp_path, "--overwrite"))
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def save_adapters(rank: int, path: Path, adapter: Path, root: Path, file: Path) -> None:
+    """A state of adapters alone, and beside it the weights that they are merged into."""
+    from megatron_dppo.checkpoint.peft_adapter import load_peft_adapter
+    from megatron_dppo.checkpoint.training_state import Trainee, TrainingStates
+    from megatron_dppo.models.lora.attach import attach_adapters
+    from megatron_dppo.models.lora.config import LoraConfig
+    from megatron_dppo.models.parallel import ParallelConfig
+    from tests.rollout.lora_ranks import export_merged
+
+    export_merged(rank, path, {}, adapter, file)
+    models, model, groups = build_from(path, {}, params_dtype=torch.float32)
+    lora = LoraConfig(**LORA)
+    attach_adapters(models, model, groups, lora)
+    load_peft_adapter(models, model, lora, adapter)
+    trainee = Trainee(model=model, models=models, groups=groups, parallel=ParallelConfig(), lora=lora)
+    TrainingStates(root, trainee).save(3, {})
+
+
+@pytest.mark.full
+def test_a_state_of_adapters_becomes_the_merged_model(source: Path, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "adapter", AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32))
+    run_ranks(save_adapters, 1, source, tmp_path / "adapter", tmp_path / "states", tmp_path / "right.safetensors")
+    assert (
+        "name the model that they were trained on with --base"
+        in run_ranks(convert, 1, tmp_path / "states", tmp_path / "out")[0]
+    )
+    arguments = (tmp_path / "states", tmp_path / "out", "--base", source, "--verify", "--tensor", 2)
+    assert run_ranks(convert, 2, *arguments) == ["", ""]
+    right, written = load_file(tmp_path / "right.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert right.keys() == written.keys()
+    for name, tensor in right.items():
+        torch.testing.assert_close(written[name], tensor, atol=1e-6, rtol=0)

@@ -116,3 +116,19 @@ def test_a_model_maker_that_fails_leaves_nothing_behind(project: Path) -> None:
     assert result.returncode == 2
     assert "megatron-dppo: error: making" in result.stderr.splitlines()[-1]
     assert not (project / "model").exists()
+
+
+def test_a_trial_without_a_download_takes_the_ranks_it_finds(project: Path) -> None:
+    """A torchrun without options starts one rank, which starts one per GPU (here NPROC); sizes fit their number."""
+    (project / "tools/make_qwen3_moe_shapes.py").write_text(MAKE_MODEL)
+    script = ["examples/run_qwen3_moe_dppo.sh", "--random-weights", "--layers", "2", "trainer.steps=9"]
+    result = run([str(BIN / "torchrun"), *script], project, NPROC="2", MODEL_DIR=str(project / "model"))
+    assert result.returncode == 0, result.stderr
+    assert (project / "model/made").read_text() == "--layers 2"
+    (rank,) = [line for line in result.stdout.splitlines() if line.startswith("rank 0")]
+    assert rank.endswith("'trainer.steps=9']")  # what was asked for has the last word
+    for setting in ("model.random_weights=true", "task.kind=reasoning-gym", "parallel.tensor=2", "parallel.expert=2"):
+        assert f"'{setting}'" in rank
+    refused = run(["bash", "examples/run_qwen3_moe_dppo.sh", "--layers", "2"], project)
+    assert refused.returncode == 2
+    assert "--layers goes with --random-weights" in refused.stderr

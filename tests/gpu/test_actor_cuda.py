@@ -45,20 +45,21 @@ def test_few_launches_compute_what_many_do(found: dict[str, Any]) -> None:
 def test_float16_finds_its_loss_scale_and_trains(found: dict[str, Any]) -> None:
     got = result(found, "loss_scaling")
     losses, norms, overflowed, scales = zip(*got["half"], strict=True)
-    overflows = int(sum(overflowed))
-    assert list(overflowed) == [1.0] * overflows + [0.0] * (20 - overflows)
-    assert 0 < overflows < 18
-    assert list(scales[: overflows + 1]) == [2.0 ** (30 - n) for n in range(overflows + 1)]
-    assert losses[overflows] == pytest.approx(losses[0], rel=1e-3), "a skipped step changes nothing"
-    assert losses[overflows + 1] < losses[overflows]
-    assert losses[overflows] == pytest.approx(got["brain"][0][0], rel=0.03, abs=0.01)
-    assert norms[overflows] == pytest.approx(got["brain"][0][1], rel=0.05)
+    first = overflowed.index(0.0)
+    assert 0 < first < 15
+    assert sum(overflowed) < 18
+    for step, (bad, scale) in enumerate(zip(overflowed[:-1], scales[:-1], strict=True)):
+        assert scales[step + 1] == (scale / 2 if bad else scale)
+    assert losses[first] == pytest.approx(losses[0], rel=1e-3), "a skipped step changes nothing"
+    assert losses[first + 1] < losses[first]
+    assert losses[first] == pytest.approx(got["brain"][0][0], rel=0.03, abs=0.01)
+    assert norms[first] == pytest.approx(got["brain"][0][1], rel=0.05)
 
 
 def test_offloaded_state_comes_back_to_the_bit(found: dict[str, Any]) -> None:
     got = result(found, "offload")
     held, freed, left = got["bytes"]
-    assert freed > 0.8 * held
+    assert freed >= 18 * got["parameters"]
     assert left <= held - 0.95 * freed
     assert got["kept"]
     assert got["next_step"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,25 @@ def named(exporter: Any) -> dict[str, np.ndarray]:
     return {name: tensor.float().numpy().copy() for name, tensor in exporter.stream() if tensor is not None}
 
 
+def in_buckets(exporter: WeightExporter, rank: int) -> dict[str, np.ndarray]:
+    """The weights as they travel to engines on GPUs, taken out of their buckets on rank 0."""
+    buckets, found = exporter.buckets(40_000), {}
+    payload = torch.empty(buckets.largest, dtype=torch.uint8)
+    for index, layout in enumerate(buckets.layouts):
+        buckets.gather(index, payload, 0)
+        for slot in layout.slots if rank == 0 else ():
+            flat = payload[slot.offset : slot.offset + slot.nbytes].view(getattr(torch, slot.dtype)).float()
+            for name, one in zip(slot.names(), flat.chunk(slot.count), strict=True):
+                whole = torch.empty(slot.shape)
+                blocks = slot.blocks or (tuple((0, size) for size in slot.shape),)
+                parts = one.split([math.prod(b - a for a, b in block) for block in blocks])
+                for block, part in zip(blocks, parts, strict=True):
+                    target = whole[tuple(slice(*span) for span in block)]
+                    target.copy_(part.view(target.shape))
+                found[name] = whole.numpy()
+    return found
+
+
 def attach_and_look(rank: int, path: Path, layout: dict, folder: Path, saved: Path) -> dict[str, Any]:
     """Step 0, the first A, 100 exports of random adapters, and the folder that is written of them."""
     models, model, groups = build_from(path, layout, params_dtype=torch.bfloat16)
@@ -41,7 +61,9 @@ def attach_and_look(rank: int, path: Path, layout: dict, folder: Path, saved: Pa
     found["merged_at_0"] = merged.keys() == weights.keys() and all((merged[n] == w).all() for n, w in weights.items())
     load_peft_adapter(models, model, CONFIG, folder)
     once = named(exporter)
+    found["once"] = once
     found["changed"] = sum(bool((once[n] != w).any()) for n, w in weights.items())
+    found["in buckets"] = in_buckets(exporter, rank)
     for _ in range(99):
         for _tensor in exporter.stream():
             pass

@@ -119,6 +119,15 @@ def test_engines_that_die_hang_or_answer_nonsense_lose_no_request_and_double_non
     expected = answers(first := two.rolled_out("a"))
     assert (first.versions == 1).all()
     fleet.take_counts()
+    # Enough of them: whole groups, in the order asked for, and the rest is counted.
+    enough = fleet.generate_refs(asked := groups("a few"), LONG, enough=GROUPS - 5)
+    names = [r.request_id for r in asked]
+    places = [names.index(request_id) for request_id in enough.request_ids]
+    assert places == sorted(set(places))
+    assert len(places) == (GROUPS - 5) * SAMPLES
+    assert fleet.take_counts()["rollout/dropped_sequences"] == 5 * SAMPLES
+    assert all(expected[name.replace("a few", "a")] == ids for name, ids in answers(enough).items())
+    fleet.release(enough)
 
     def one_is_killed() -> None:
         """The engine's actor, outright: what it wrote before stays."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.rollout.ray_session import RaySession
 from tests.distributed import run_ranks
-from tests.rollout.conftest import LAW, Served, requests
+from tests.rollout.conftest import CONFIG, LAW, Served, requests
 from tests.rollout.reference import compare_law, load, reference
 from tests.rollout.sync_ranks import sync
 from tests.tiny import tiny_qwen3_moe
@@ -35,3 +37,40 @@ def test_shards_of_two_ranks_become_the_engines_weights(
     (failed, _) = run_ranks(sync, 2, ray_session.where, [served.engine.name], TP2_EP2, syncs)
     assert failed == {}
     assert compared(served, folders[1], f"{way}-sync") <= 1e-4
+
+
+MIXED: dict[str, Any] = {
+    "mlp_only_layers": [0, 2],
+    "tie_word_embeddings": True,
+    "norm_topk_prob": False,
+    "num_hidden_layers": 5,
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_mixed_tied_model_from_every_layout_to_engines_of_one_and_two_workers(
+    ray_session: RaySession, tmp_path: Path, workers: int
+) -> None:
+    """Dense and expert layers, one matrix for embedding and head; TP2 x EP2 and two pipeline stages."""
+    start = tmp_path / "start"
+    tiny_qwen3_moe(start, seed=40, **MIXED)
+    config = CONFIG.model_copy(update={"tensor_parallel": workers})
+    engine = RayRolloutEngine(start, config, name=f"mixed-{workers}")
+    try:
+        engine.wait_until_ready()
+        served = Served(engine, start, engine.generate(requests(4, "first"), LAW, training=True))
+        layouts: list[tuple[str, dict[str, Any]]] = [
+            ("broadcast", TP2_EP2),
+            ("object_store", {"pipeline": 2}),
+            ("broadcast", {"pipeline": 2}),
+        ]
+        for number, (way, layout) in enumerate(layouts):
+            folder = tmp_path / str(number)
+            tiny_qwen3_moe(folder, seed=41 + number, **MIXED)
+            syncs = [(str(folder), served.next_version(), way)]
+            (failed, _) = run_ranks(sync, 2, ray_session.where, [engine.name], layout, syncs, workers)
+            assert failed == {}
+            assert compared(served, folder, f"mixed-{number}") <= 1e-4
+    finally:
+        engine.close()

@@ -91,7 +91,7 @@ def test_steps_are_sampled_ahead_from_weights_one_step_older(folder: Path, parti
         folder / name,
         "kill@3",
         *("rollout.schedule=one_step_off", f"rollout.partial_rollouts={partial}".lower(), "rollout.max_staleness=2"),
-        *("evaluation.every=3", "evaluation.sets=[]", "algorithm.overlong_filter=true"),
+        *("evaluation.every=3", "evaluation.sets=[]"),
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     history = History.read(folder / name)

@@ -56,7 +56,7 @@ def agreement(trial: Trial, lora: LoraConfig) -> dict[str, Any]:
     again = {name: _checksum(tensor) for name, tensor in actor.export_weights() if tensor is not None}
     found["exports_equal"] = again == {name: _checksum(tensor) for name, tensor in merged.items()}
     found["grouped"] = [_grouped(a) for a in adapters(actor.model) if len(a.local) > 1][:2]
-    found["layers"] = sorted({type(_owner(actor, a)).__name__ for a in adapters(actor.model)})
+    found["layer_types"] = sorted({type(_owner(actor, a)).__name__ for a in adapters(actor.model)})
     factors = [(_copy(a), _names(a)) for a in adapters(actor.model)]
     gradients = _gradients(actor, source, signal, [(a.a, a.b) for a in adapters(actor.model)])
     found["base_unchanged"] = _checksums(frozen) == before
@@ -164,7 +164,7 @@ def _grouped(adapter: LoraAdapter) -> dict[str, float]:
     x_, output_, a_, b_ = exact
     parts = []
     for i, (piece, y_) in enumerate(zip(x_.split(splits), output_.split(splits), strict=True)):
-        hidden = F.linear(piece, a_[i]).view(len(piece), -1, adapter.rank)
+        hidden = F.linear(piece, a_[i]).view(len(piece), len(a_[i]) // adapter.rank, adapter.rank)
         mine = torch.einsum("tkr,ok,or->to", hidden, adapter._belongs.double(), b_[i].flatten(0, 1))
         parts.append(y_ + adapter.scale * mine)
     whole = torch.cat(parts)

@@ -59,24 +59,26 @@ class WeightGroup:
     at most the rendezvous' timeout, and aborts the communicator when that has passed."""
 
     def __init__(self, where: Rendezvous, rank: int, device: torch.device) -> None:
-        """Blocks until all members have come; a RuntimeError says that some did not within the timeout."""
+        """Blocks until all members have come. Raises `GroupClosed` where some do not within the timeout."""
         self._device, self._timeout = device, where.timeout_s
-        patience = timedelta(seconds=where.timeout_s)
-        store = dist.TCPStore(where.host, where.port, is_master=False, timeout=patience)
-        meeting = dist.PrefixStore(where.key, store)
-        meeting.set(f"here-{rank}", "1")
-        # NCCL's own set-up has no time limit: it begins when everybody is there.
-        meeting.wait([f"here-{member}" for member in range(where.size)], patience)
-        self._group: Any
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=_PATIENCE * where.timeout_s)
-            with _abort_without_exit():
-                self._group = dist.ProcessGroupNCCL(meeting, rank, where.size, options)
-        else:
-            self._group = dist.ProcessGroupGloo(meeting, rank, where.size, patience)
-        self._meeting = meeting
         self.closed = False
+        patience = timedelta(seconds=where.timeout_s)
+        self._group: Any
+        try:
+            store = dist.TCPStore(where.host, where.port, is_master=False, timeout=patience)
+            self._meeting = dist.PrefixStore(where.key, store)
+            self._meeting.set(f"here-{rank}", "1")
+            # NCCL's own set-up has no time limit: it begins when everybody is there.
+            self._meeting.wait([f"here-{member}" for member in range(where.size)], patience)
+            if device.type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timedelta(seconds=_PATIENCE * where.timeout_s)
+                with _abort_without_exit():
+                    self._group = dist.ProcessGroupNCCL(self._meeting, rank, where.size, options)
+            else:
+                self._group = dist.ProcessGroupGloo(self._meeting, rank, where.size, patience)
+        except RuntimeError as error:
+            raise GroupClosed(f"not all {where.size} members of a weight broadcast came together: {error}") from error
 
     def broadcast(self, part: torch.Tensor, source: int) -> Any:
         """Start sending `part` (uint8) from member `source` to all; hand what this returns to `wait`."""

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+""":"
+# The paper's LoRA experiment (Section 7, Appendix G.1): DPPO with adapters on Qwen3-30B-A3B-Base.
+#
+#   bash examples/run_qwen3_moe_lora_dppo.sh [a.b=c ...]
+#   torchrun --nnodes 1 --nproc-per-node 8 ... examples/run_qwen3_moe_lora_dppo.sh [a.b=c ...]
+#
+# Each a.b=c overrides a key of the experiment's YAML file: algorithm.preset=grpo-clip-higher is a baseline. Variables:
+#   MODEL_DIR  folder of the Hugging Face checkpoint (default models/ and the model's name)
+#   RUN_DIR    folder of the run: metrics, plots, checkpoints, result (default runs/moe_base_lora/START-TIME)
+#   SEED       of the data's order and the sampling (default 0)
+#   NPROC      ranks, when started by bash (default 8)
+#   PYTHON     interpreter, when started by bash (default .venv/bin/python, made first where there is none)
+#
+# torchrun starts a file with Python, so this one is both: to bash the line above is a command that does nothing, to
+# Python it opens a docstring, which closes after bash has handed over to Python.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [ -z "${PYTHON:-}" ]; then
+  bash "$root/tools/setup_venv.sh"
+  PYTHON=${VENV:-$root/.venv}/bin/python
+fi
+exec "$PYTHON" "${BASH_SOURCE[0]}" "$@"
+: <<'# end of Python'
+"""
+
+from megatron_dppo.cli import main
+from megatron_dppo.launch import run_experiment
+
+MODELS = {"moe_base_lora": "Qwen/Qwen3-30B-A3B-Base"}
+
+if __name__ == "__main__":  # processes that the run spawns import this file again
+    run_experiment(main, MODELS, script=__file__)
+# end of Python
