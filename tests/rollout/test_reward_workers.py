@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -38,8 +39,12 @@ def judges(made: Grader) -> RayJudges:
 
 
 def workers() -> list[psutil.Process]:
-    family = psutil.Process().children(recursive=True)
-    return [p for p in family if p.is_running() and "megatron_dppo.tasks.rewards.worker" in p.cmdline()]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # or ended and not waited for by its parent: a zombie
+            if "megatron_dppo.tasks.rewards.worker" in process.cmdline():
+                found.append(process)
+    return found
 
 
 def test_what_hangs_crashes_and_leaks_stalls_nobody(ray_session: RaySession) -> None:
