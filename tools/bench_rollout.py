@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dppo.models.qwen3_30b_a3b import SHAPES
 from megatron_dppo.rollout.record_frame import HOLD, ResponseRecord
 
 K = 20
@@ -74,17 +75,7 @@ def write_model(folder: Path, *, layers: int, tiny: bool) -> Path:
     """config.json of Qwen3-30B-A3B with `layers` layers, or of a toy."""
     from transformers import Qwen3MoeConfig
 
-    shape: dict[str, Any] = {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    }
+    shape = {name: value for name, value in SHAPES.items() if name != "model_type"}
     if tiny:
         shape |= {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
         shape |= {"num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2}
@@ -92,12 +83,7 @@ def write_model(folder: Path, *, layers: int, tiny: bool) -> Path:
     config = Qwen3MoeConfig(
         **shape,
         num_hidden_layers=layers,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        tie_word_embeddings=False,
         max_position_embeddings=4096,
-        architectures=["Qwen3MoeForCausalLM"],
         dtype="float32" if tiny else "bfloat16",
     )
     folder.mkdir(parents=True, exist_ok=True)

@@ -11,32 +11,37 @@ from transformers import PreTrainedTokenizerBase
 LAYERS = 48
 
 
+SHAPES: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+}
+"""What its config.json says of the shapes, the number of layers aside."""
+
+
 def qwen3_30b_a3b(tokenizer: PreTrainedTokenizerBase, layers: int = LAYERS) -> dict[str, Any]:
     """Content of a config.json: 48 layers (or `layers`), hidden size 2,048, 32 heads over 4 key-value heads of 128,
     128 experts of 768 of which 8 run, vocabulary 151,936, untied. `tokenizer` names the ids that end and pad."""
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
+    return SHAPES | {
         "num_hidden_layers": layers,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
         "max_position_embeddings": 32768,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "tie_word_embeddings": False,
         "initializer_range": 0.02,
         "use_cache": True,
         "torch_dtype": "bfloat16",

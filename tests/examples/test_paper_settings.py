@@ -215,7 +215,7 @@ def test_appendix_g3(name):
     ratio = config(name, "algorithm.preset=ppo-clip").algorithm.resolve()
     assert ratio.trust_region is TrustRegion.RATIO_CLIP
     assert (ratio.ratio_cap, ratio.aggregation) == (row.ratio_cap, row.aggregation)
-    # "their example scripts": num_ppo_epochs is 2 in Gem's, 1 in Oat's for mathematics.
+    # "their example scripts": num_ppo_epochs is 2 in Gem's.
     assert config(name).trainer.ppo_epochs == (1 if name == "octothinker_math" else 2)
 
 

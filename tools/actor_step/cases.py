@@ -5,27 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-QWEN3_30B_A3B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 40960,
-    "hidden_act": "silu",
-}
+from megatron_dppo.models.qwen3_30b_a3b import SHAPES
+
+QWEN3_30B_A3B: dict[str, Any] = SHAPES | {"max_position_embeddings": 40960}
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 96,
