@@ -53,9 +53,9 @@ def run():
         while not (here / "busy").exists():
             time.sleep(0.05)
         return end()
-    if ending in ("killed", "interrupted"):
-        print("detached", subprocess.Popen(["sleep", "600"], start_new_session=True).pid, flush=True)
     try:
+        if ending in ("killed", "interrupted"):
+            print("detached", subprocess.Popen(["sleep", "600"], start_new_session=True).pid, flush=True)
         (here / "busy").touch()
         if ending == "peer":
             torch.distributed.all_reduce(torch.ones(1))

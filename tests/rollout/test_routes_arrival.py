@@ -60,7 +60,7 @@ def outputs(frames: list[Any]) -> list[Any]:
 
 def convert(records: list[ResponseRecord | None]) -> Any:
     frames = [None if r is None else r.to_frame() for r in records]
-    return to_batch(requests(), outputs(frames), recorded=K, top_k=K, schema=SCHEMA, weight_version=6)
+    return to_batch(requests(), outputs(frames), recorded=K, top_k=K, schema=SCHEMA, weight_versions=[6, 6])
 
 
 def honest() -> list[ResponseRecord]:
@@ -125,14 +125,14 @@ def test_records_that_are_missing_or_of_other_tokens_are_refused() -> None:
     with pytest.raises(MalformedOutput, match="do not belong to the tokens"):
         convert([first, ResponseRecord(second.ids[::-1].copy(), second.logp, second.experts)])
     with pytest.raises(MalformedOutput, match="0/0/0: a record is uint8"):
-        to_batch(requests(), outputs([first.experts, None]), recorded=K, top_k=K, schema=SCHEMA, weight_version=0)
+        to_batch(requests(), outputs([first.experts, None]), recorded=K, top_k=K, schema=SCHEMA, weight_versions=[0, 0])
     swapped = outputs([first.to_frame(), second.to_frame()])[::-1]
     with pytest.raises(MalformedOutput, match="asked for 0/0/0, the engine answered 0/1/0"):
-        to_batch(requests(), swapped, recorded=K, top_k=K, schema=SCHEMA, weight_version=0)
+        to_batch(requests(), swapped, recorded=K, top_k=K, schema=SCHEMA, weight_versions=[0, 0])
 
 
 def test_routes_of_a_dense_model_are_dropped_with_none_recorded() -> None:
     records = [ResponseRecord(r.ids, r.logp, None) for r in honest()]
     frames = [r.to_frame() for r in records]
-    batch = to_batch(requests(), outputs(frames), recorded=K, top_k=K, schema=None, weight_version=0)
+    batch = to_batch(requests(), outputs(frames), recorded=K, top_k=K, schema=None, weight_versions=[0, 0])
     assert batch.routes is None

@@ -32,7 +32,7 @@ task:
   data: {{path: {data}}}
   held_out_size: 16
   rewards:
-    - {{kind: math-verify}}
+    - {{kind: math-verify, timeout_s: 60}} # the machine may be busy with other tests
     - {{kind: format, pattern: ".*[0-9].*", weight: 0.5, name: digits}}
     - {{kind: overlong, buffer_tokens: 4, weight: 0.25}}
     - {{kind: python, path: "tests.tasks.rewards.functions:length", weight: 0.1, name: length}}
