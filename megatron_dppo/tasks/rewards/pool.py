@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -132,6 +133,11 @@ class JudgePool:
         self._workers.remove(worker)
 
 
+_STARTER = ThreadPoolExecutor(1, thread_name_prefix="reward-workers")
+"""Starts the workers. They ask Linux to end them with their parent, which to Linux is the thread that started them; a
+caller's thread may end long before the process does."""
+
+
 class _Worker:
     """One process and the connection to it."""
 
@@ -140,7 +146,9 @@ class _Worker:
         with theirs:
             number = theirs.fileno()
             command = [sys.executable, "-m", "megatron_dppo.tasks.rewards.worker", str(number)]
-            self.process = subprocess.Popen(command, pass_fds=[number], stdin=subprocess.DEVNULL)
+            self.process = _STARTER.submit(
+                lambda: subprocess.Popen(command, pass_fds=[number], stdin=subprocess.DEVNULL)
+            ).result()
         self.connection = Connection(ours.detach())
         self.ready = False
         self.task: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -168,6 +169,20 @@ def test_workers_end_with_the_grader():
     assert len(started) == 2
     made.close()
     assert not [child for child in started if child.is_running()]
+
+
+def test_workers_outlive_the_thread_that_asked_first():
+    made = grader(PythonReward(path=f"{HERE}:length"))
+    before = {child.pid for child in psutil.Process().children()}
+    thread = threading.Thread(target=lambda: made.score([prompt()] * 4, ["a"] * 4))
+    thread.start()
+    thread.join()
+    started = [child for child in psutil.Process().children() if child.pid not in before]
+    assert len(started) == 2
+    _, alive = psutil.wait_procs(started, timeout=1.0)
+    assert len(alive) == 2
+    assert made.score([prompt()] * 4, ["a"] * 4).verifier_errors == 0
+    made.close()
 
 
 def test_settings_that_contradict():
