@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_dppo.checkpoint.weight_buckets import Source, WeightBuckets
+from megatron_dppo.checkpoint.weight_layout import extent
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import Owned, owned_parameters
 from megatron_dppo.models.names import Block, Piece, Shape
@@ -28,7 +30,7 @@ class ExportedTensor:
 
     @property
     def nbytes(self) -> int:
-        return _numel(self.shape) * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
 
 class ShardExporter:
@@ -119,7 +121,7 @@ class ShardExporter:
         for tensor in bucket:
             for source in self._sources[tensor.name]:
                 if source.rank != self._rank:
-                    sizes[source.rank] = sizes.get(source.rank, 0) + _numel(_extent(source.block))
+                    sizes[source.rank] = sizes.get(source.rank, 0) + prod(extent(source.block))
         device = next(iter(self._local.values()))[0].parameter.device
         received = {rank: torch.empty(size, dtype=bucket[0].dtype, device=device) for rank, size in sizes.items()}
         for request in [dist.irecv(buffer, src=rank) for rank, buffer in received.items()]:
@@ -130,13 +132,13 @@ class ShardExporter:
         for tensor in bucket:
             whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             for source in self._sources[tensor.name]:
-                extent = _extent(source.block)
+                shape = extent(source.block)
                 if source.rank == self._rank:
                     block = self._block(tensor, source)
                 else:
                     start = used[source.rank]
-                    used[source.rank] = start + _numel(extent)
-                    block = received[source.rank][start : used[source.rank]].view(extent)
+                    used[source.rank] = start + prod(shape)
+                    block = received[source.rank][start : used[source.rank]].view(shape)
                 whole[tuple(slice(*span) for span in source.block)] = block
             result[tensor.name] = whole
         return result
@@ -178,11 +180,11 @@ def export_weights(
 
 def check_tiling(name: str, shape: Shape, blocks: list[Block]) -> None:
     """RuntimeError unless `blocks` cover a tensor of `shape` without gap or overlap."""
-    covered = sum(_numel(_extent(block)) for block in blocks)
+    covered = sum(prod(extent(block)) for block in blocks)
     outside = any(stop > size for block in blocks for (_, stop), size in zip(block, shape, strict=True))
-    if covered != _numel(shape) or outside or _overlap(blocks):
+    if covered != prod(shape) or outside or _overlap(blocks):
         raise RuntimeError(
-            f"{name} {shape}: the ranks hold {covered} of {_numel(shape)} elements in {len(blocks)} blocks; the layout "
+            f"{name} {shape}: the ranks hold {covered} of {prod(shape)} elements in {len(blocks)} blocks; the layout "
             "and the name table disagree"
         )
 
@@ -196,14 +198,3 @@ def _overlap(blocks: list[Block]) -> bool:
             if all(a[0] < b[1] and b[0] < a[1] for a, b in zip(first, second, strict=True)):
                 return True
     return False
-
-
-def _extent(block: Block) -> Shape:
-    return tuple(stop - start for start, stop in block)
-
-
-def _numel(shape: Shape) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

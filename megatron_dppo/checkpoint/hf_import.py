@@ -6,12 +6,14 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_dppo.checkpoint.hf_files import HFFiles
+from megatron_dppo.checkpoint.weight_layout import extent
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import owned_parameters
@@ -52,7 +54,7 @@ def load_hf_weights(
         for done, item in enumerate(order, start=1):
             if tuple(item.parameter.shape) != item.shape:
                 raise RuntimeError(f"{item.name} is {tuple(item.parameter.shape)} on this rank, not {item.shape}")
-            covered = sum(_numel(piece.local) for piece in item.pieces)
+            covered = sum(prod(extent(piece.local)) for piece in item.pieces)
             if covered != item.parameter.numel():
                 item.parameter.zero_()  # rows of the padded vocabulary
             for piece in item.pieces:
@@ -144,10 +146,3 @@ def _in_stack(piece: Piece, model: HFConfig) -> Piece:
         rows = (rows[0] + model.dims["moe_ffn"], rows[1] + model.dims["moe_ffn"])
     name = f"{match[1]}.{'down_proj' if match[3] == 'down' else 'gate_up_proj'}"
     return replace(piece, hf_name=name, source=((expert, expert + 1), rows, cols))
-
-
-def _numel(block: tuple[tuple[int, int], ...]) -> int:
-    count = 1
-    for start, stop in block:
-        count *= stop - start
-    return count

@@ -229,7 +229,7 @@ class Dispatch:
         asked = tuple(request.request_id for request in work.requests)
         if error is None and result.result().request_ids != asked:
             error = MalformedOutput(f"asked for {asked[0]} and {len(asked) - 1} more, others were answered")
-        cause = getattr(error, "cause", None) or error
+        cause = _cause(error)
         if ticket.closed or cause is None:
             del seat.running[key]
         if ticket.closed:
@@ -290,8 +290,7 @@ class Dispatch:
         self._watch(seat.engine.started, lambda result: self._loaded(seat, number, result))
 
     def _loaded(self, seat: Seat, number: int, result: Future[Any]) -> None:
-        error = result.exception()
-        cause = getattr(error, "cause", None) or error
+        cause = _cause(result.exception())
         if cause is not None and number == 0:  # nothing ever ran here: what is wrong is not the engine's fault
             self._end(cause)
         elif cause is not None:
@@ -320,6 +319,11 @@ class Dispatch:
     def _watch(self, reference: ray.ObjectRef, then: Callable[[Future[Any]], None]) -> None:
         """Call `then` on this thread when a result is there."""
         reference.future().add_done_callback(lambda result: self._events.put(lambda: then(result)))
+
+
+def _cause(error: BaseException | None) -> BaseException | None:
+    """What a call failed with, without Ray's wrapper."""
+    return getattr(error, "cause", None) or error
 
 
 def _said(error: BaseException) -> str:
