@@ -65,6 +65,7 @@ class EngineFleet:
         law: SamplingLaw,
         layer_groups: LayerGroups | None = None,
         *,
+        samples: int | None = None,
         enough: int | None = None,
     ) -> RolloutHandle:
         """Sample every request for training and leave the sequences in the object store, for `RolloutSource` on any
@@ -72,9 +73,10 @@ class EngineFleet:
 
         layer_groups  MoE layers whose routes are pulled together, one group per model chunk of the trainer's pipeline
                       (`MegatronActor.moe_layer_groups`); None is one group of all
+        samples       requests of one prompt, where the same prompt may come again right after them
         enough        prompts after whose completion the others are dropped; None samples all
         """
-        pieces = in_pieces(requests, self._config.sequences_per_object if enough is None else 1)
+        pieces = in_pieces(requests, self._config.sequences_per_object if enough is None else 1, samples=samples)
         ticket = Ticket(pieces, law, training=True, stored=True, layer_groups=layer_groups, enough=enough)
         results = self._dispatch.wait_for(ticket)
         ray.get([known for _, known in results])
