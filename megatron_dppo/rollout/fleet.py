@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.config import RolloutConfig
@@ -47,7 +48,10 @@ class EngineFleet:
         """
         self._config = config
         self._store_name = f"{name}-store"
-        self._store: Any = ray.remote(RolloutStore).options(name=self._store_name, num_cpus=0).remote()
+        # Beside the controller: on a node of engines it would go down with them, and every rollout with it.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        store: Any = ray.remote(RolloutStore).options(name=self._store_name, num_cpus=0, scheduling_strategy=here)
+        self._store: Any = store.remote()
         places = [{}] * config.engines if options is None else list(options)
         seats = [Seat(model, config, f"{name}-engine-{number}", place) for number, place in enumerate(places)]
         self._dispatch = Dispatch(seats, config, self._store, self._store_name)
