@@ -41,6 +41,13 @@ class Beat:
     """Seconds a phase may take before the rank counts as hung."""
 
     @property
+    def alive(self) -> bool:
+        """Whether the process that wrote it lives. Only of this host's: numbers of processes are used again."""
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self.pid).create_time() <= self.since + 5.0  # clocks are set now and then
+        return False
+
+    @property
     def overdue(self) -> float:
         """Seconds past the limit; negative while there is time."""
         return time.time() - self.since - self.limit
