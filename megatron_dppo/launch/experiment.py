@@ -47,6 +47,9 @@ def run_experiment(
         raise SystemExit(exit_status(lambda: _refuse(f"EXPERIMENT={experiment} is none of {', '.join(models)}")))
     name = models[experiment].rsplit("/", 1)[-1]
     trial, overrides = _options(sys.argv[1:])
+    if "RUN_DIR" not in os.environ and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        why = "RUN_DIR is not set, and by default each node would have a folder of its own; name one that all see"
+        raise SystemExit(exit_status(lambda: _refuse(why)))
     run = Path(os.environ.get("RUN_DIR", root / f"runs/{experiment}/{job_stamp()}"))
     seed = os.environ.get("SEED", "0")
     model: Downloaded | MadeOnce
