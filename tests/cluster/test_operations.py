@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -116,6 +117,15 @@ def test_what_a_killed_run_left_is_no_reason_to_end_the_next(tmp_path: Path) -> 
         (tmp_path / "heartbeats/rank-00003.json").write_text(json.dumps(vars(beat)))
         assert read_beats(tmp_path)[0].overdue > 0
         assert health.main([str(tmp_path)]) == 0
+
+
+def test_a_folder_that_cannot_be_written_or_read_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Heartbeat(tmp_path, 0, limit=60.0).running() as heartbeat:
+        (tmp_path / "heartbeats/rank-00001.json").write_text('{"rank": 1, "ho')
+        assert [beat.rank for beat in read_beats(tmp_path)] == [0]
+        shutil.rmtree(tmp_path / "heartbeats")
+        heartbeat.beat("rollout", 1)
+        assert "rank-00000.json cannot be written: No such file" in caplog.text
 
 
 def test_the_rank_that_others_wait_for() -> None:
