@@ -21,6 +21,7 @@ _TRIAL = (
     "evaluation.every=0",
     "evaluation.sets=[]",
     "rollout.max_response_tokens=1024",
+    "rollout.tensor_parallel=1",
     "trainer.steps=5",
     "trainer.prompts_per_step=32",
     "trainer.samples_per_prompt=8",
