@@ -31,6 +31,7 @@ if command -v nvidia-smi >/dev/null; then gpus=$(nvidia-smi -L 2>/dev/null | gre
 nproc=${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}
 head=${RAY_HEAD:-$HEAD_ADDRESS:${RAY_PORT:-6379}}
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_ADDRESS=$head RAY_USAGE_STATS_ENABLED=0
+export RAY_worker_niceness=0 # 15 by default: engines would yield to the ranks that wait for them
 
 has_checkpoint() { compgen -G "$RUN_DIR/checkpoints/step_*/state.json" >/dev/null; }
 
