@@ -40,11 +40,13 @@ class EngineFleet:
         *,
         name: str = "rollout",
         options: Sequence[Mapping[str, Any]] | None = None,
+        logs: Path | None = None,
     ) -> None:
         """
         name     prefix of the names of the Ray actors, unique in the session
         options  further options of each engine's Ray actor (GPUs, placement group, environment); one entry per engine.
                  None is `rollout.engines` of them without any
+        logs     folder of a file per engine with what it prints; None leaves that to Ray
         """
         self._config = config
         self._store_name = f"{name}-store"
@@ -53,7 +55,7 @@ class EngineFleet:
         store: Any = ray.remote(RolloutStore).options(name=self._store_name, num_cpus=0, scheduling_strategy=here)
         self._store: Any = store.remote()
         places = [{}] * config.engines if options is None else list(options)
-        seats = [Seat(model, config, f"{name}-engine-{number}", place) for number, place in enumerate(places)]
+        seats = [Seat(model, config, f"{name}-engine-{number}", place, logs) for number, place in enumerate(places)]
         self._dispatch = Dispatch(seats, config, self._store, self._store_name)
 
     # What the trainer samples

@@ -24,6 +24,7 @@ from megatron_dppo.config.load import save_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.heartbeat import Heartbeat
+from megatron_dppo.launch.logs import FOLDER as LOGS
 from megatron_dppo.launch.logs import logging_to
 from megatron_dppo.launch.stop import StopRequest
 from megatron_dppo.models.build import build_model
@@ -195,7 +196,7 @@ def _start_engines(runtime: Runtime, config: Config, stack: ExitStack) -> Engine
         stack.callback(places.close)
         if config.model.random_weights:
             rollout = rollout.model_copy(update={"load_format": "dummy"})
-        fleet = EngineFleet(config.model.path, rollout, options=places.options)
+        fleet = EngineFleet(config.model.path, rollout, options=places.options, logs=config.run.dir / LOGS)
         stack.callback(fleet.close)
     if rollout.placement == "colocated":
         if fleet is not None:
