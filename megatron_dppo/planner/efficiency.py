@@ -50,4 +50,11 @@ class Efficiency:
     """Host seconds of an engine per token for its routes and top-K log-probabilities."""
 
 
-EFFICIENCY = Efficiency()
+H100 = Efficiency()
+MEASURED = {"h100-80g": H100}
+"""By the name of the card."""
+
+
+def efficiency_of(gpu: str) -> Efficiency:
+    """That of the card, or of the H100 where the card was not measured."""
+    return MEASURED.get(gpu, H100)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_dppo.planner.efficiency import EFFICIENCY, Efficiency
+from megatron_dppo.planner.efficiency import Efficiency, efficiency_of
 from megatron_dppo.planner.parameters import stage_layers, stage_parameters
 from megatron_dppo.planner.workload import Layout
 
@@ -42,8 +42,9 @@ class StepTime:
         return self.compute + self.bubble + self.gradients + self.optimizer
 
 
-def step_time(layout: Layout, microbatches: int, efficiency: Efficiency = EFFICIENCY) -> StepTime:
-    """`microbatches` per data-parallel rank; all of `layout.microbatch_tokens`."""
+def step_time(layout: Layout, microbatches: int, efficiency: Efficiency | None = None) -> StepTime:
+    """`microbatches` per data-parallel rank; all of `layout.microbatch_tokens`. `efficiency`: that of the card."""
+    efficiency = efficiency or efficiency_of(layout.gpu.name)
     stages = [_stage(layout, stage, efficiency) for stage in range(layout.parallel.pipeline)]
     slowest = max(stages, key=lambda time: time.both)
     others = sum(time.both for time in stages) - slowest.both
@@ -70,7 +71,7 @@ def _stage(layout: Layout, stage: int, e: Efficiency) -> PassTime:
     return total
 
 
-def head_time(layout: Layout, e: Efficiency = EFFICIENCY) -> PassTime:
+def head_time(layout: Layout, e: Efficiency) -> PassTime:
     """One product forward, three backward, and the collectives of TokenStats."""
     model, tensor = layout.model, layout.parallel.tensor
     flops = 2 * layout.tokens_per_rank * model.hidden_size * model.padded_vocab_size(tensor) / tensor
@@ -83,7 +84,7 @@ def head_time(layout: Layout, e: Efficiency = EFFICIENCY) -> PassTime:
     return PassTime(product + gather + 1e-3, 3 * product + reduce + 1e-3)
 
 
-def layer_time(layout: Layout, layer: int, e: Efficiency = EFFICIENCY) -> PassTime:
+def layer_time(layout: Layout, layer: int, e: Efficiency) -> PassTime:
     """One decoder layer, recomputation in the backward included."""
     attention, mlp = _attention(layout, e), _mlp(layout, layer, e)
     host = _host(layout, layer, e)
