@@ -5,7 +5,7 @@
 
 Every fitted efficiency moves from the card's present value x0 by as little as explains the steps: minimised is the sum
 of (ln(predicted / measured) / 0.03)^2 over cases and (ln(x / x0) / 0.35)^2 over efficiencies. Those measured apart (the
-head, Adam) stay. `--save` writes all of them for `tools/compare_plan.py --efficiency`.
+head, the optimizer) stay. `--save` writes all of them for `tools/compare_plan.py --efficiency`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron_dppo.planner.step_time import step_time
 
 FITTED = (
     *("grouped", "memory", "link"),
-    *("expert_forward_s", "expert_backward_s", "layer_forward_s", "layer_backward_s", "microbatch_s", "parameter_s"),
+    *("expert_forward_s", "expert_backward_s", "layer_forward_s", "layer_backward_s", "microbatch_s"),
 )
 SPREAD, PRIOR = 0.03, 0.35
 """Standard deviations of ln: of a measured step, of an efficiency about its present value."""

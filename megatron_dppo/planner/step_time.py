@@ -57,13 +57,25 @@ def step_time(layout: Layout, microbatches: int, efficiency: Efficiency | None =
 
 
 def _stage(layout: Layout, stage: int, e: Efficiency) -> PassTime:
-    total = PassTime(0.0, 0.0)
+    """In the forward every MoE layer waits for the GPU (how many rows an expert gets), so the longer of the GPU's and
+    the host's time counts layer by layer. In the backward nothing waits: the host runs ahead; the longer sum counts."""
+    forward = 0.0
+    device = host = 0.0
     for chunk in stage_layers(layout.model.layers, layout.parallel)[stage].kinds(layout.model):
         for layer, count in chunk:
-            one = layer_time(layout, layer, e)
-            total += PassTime(count * one.forward, count * one.backward)
+            work, launch = layer_time(layout, layer, e), _host(layout, layer, e)
+            one = max(work.forward, launch.forward)
+            forward += count * one
+            device += count * work.backward
+            host += count * launch.backward
+            if layout.recompute == "full":
+                device += count * one  # the forward once more, waiting as it does
+                host += count * one
     if stage == layout.parallel.pipeline - 1:
-        total += head_time(layout, e)
+        head = head_time(layout, e)
+        forward += head.forward
+        device += head.backward
+    total = PassTime(forward, max(device, host))
     if layout.parallel.pipeline > 1:
         boundary = 2 * layout.rows_per_rank * layout.model.hidden_size
         sent = boundary / bandwidth(layout, layout.gpus // layout.parallel.pipeline + 1, e)
@@ -85,16 +97,12 @@ def head_time(layout: Layout, e: Efficiency) -> PassTime:
 
 
 def layer_time(layout: Layout, layer: int, e: Efficiency) -> PassTime:
-    """One decoder layer, recomputation in the backward included."""
-    attention, mlp = _attention(layout, e), _mlp(layout, layer, e)
-    host = _host(layout, layer, e)
-    forward = max(attention.forward + mlp.forward, host.forward)
-    backward = max(attention.backward + mlp.backward, host.backward)
-    if layout.recompute == "full":
-        backward += forward
-    elif layout.recompute == "selective":
-        backward += _core_attention(layout) / (layout.gpu.bf16_flops * e.attention_forward)
-    return PassTime(forward, backward)
+    """The GPU's time for one decoder layer; the backward without recomputed layers, but with a recomputed attention."""
+    total = _attention(layout, e) + _mlp(layout, layer, e)
+    if layout.recompute == "selective":
+        core = _core_attention(layout) / (layout.gpu.bf16_flops * e.attention_forward)
+        total += PassTime(0.0, core)
+    return total
 
 
 def _host(layout: Layout, layer: int, e: Efficiency) -> PassTime:

@@ -79,7 +79,7 @@ class Case:
     replay_rounds: int = 0
     """Also this many turns of a step with and one without replay, next to each other."""
     predicted: bool = False
-    """The planner's step time for it was committed before it was measured."""
+    """Only to hold the planner's step time against, committed before the case was measured: one arm, no profile."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -138,7 +138,9 @@ CASES = [
     Case("same-1-small-packs", 1, 4, measure="agreement", budget_divisor=2),
     Case("c2", 2, 6, {"expert": 2}, recompute="full"),
     Case("d2", 2, 6, _CP2_EP2, recompute="full", cross_entropy=False),
-    Case("cp2", 2, 4, {"context": 2}, cross_entropy=False),
+    Case("q1", 2, 6, _TP2_EP2, cross_entropy=False, predicted=True),
+    Case("q2", 2, 5, {"expert": 2}, cross_entropy=False, predicted=True),
+    Case("cp2", 2, 4, {"context": 2}, cross_entropy=False, predicted=True),
     Case("same-cp2", 2, 4, {"context": 2}, measure="agreement"),
     Case("same-tp2-ep2", 2, 4, _TP2_EP2, measure="agreement"),
     Case("same-cp2-ep2", 2, 4, _CP2_EP2, measure="agreement"),

@@ -109,8 +109,10 @@ class Bench:
             NO_REPLAY: policy("dppo-binary-tv", replay=False),
         }
         self._reset_peak()
-        self.note("with_replay", self._rounds(arms))
+        self.note("with_replay", self._rounds({MAIN: arms[MAIN]} if self.case.predicted else arms))
         self.note("peak_gib", self._peak())
+        if self.case.predicted:
+            return
         profile = self._profile(arms[MAIN])
         self.note("profile", profile)
         if self.case.replay_rounds:
