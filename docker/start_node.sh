@@ -13,6 +13,7 @@
 #   RAY_STORE_BYTES size of this node's object store (default: Ray's, 30 % of the memory)
 #   RAY_NODES       nodes of the whole Ray cluster, waited for (default: NODES)
 #   JOIN_TIMEOUT_S  how long they are waited for (default 300)
+#   SEEN_AFTER_S    how long the shared file system may take to show what another node wrote (default 60)
 #   STOPPED_STATUS  exit status after a stop (default 0), for schedulers that start only failed jobs again
 #
 # SIGTERM and SIGUSR1 ask for a stop at the end of the running step: the state is saved, "stopped" is written to RUN_DIR,
@@ -35,6 +36,12 @@ export RAY_worker_niceness=0 # 15 by default: engines would yield to the ranks t
 
 has_checkpoint() { compgen -G "$RUN_DIR/checkpoints/step_*/state.json" >/dev/null; }
 
+# A run that was started before may have a checkpoint that this node does not see yet: NFS shows another node's new folder
+# up to a minute late. Without the wait it would be begun anew, by some nodes or all.
+for _ in $(seq "${SEEN_AFTER_S:-60}"); do
+  if [ ! -e "$RUN_DIR/metrics.jsonl" ] || has_checkpoint; then break; fi
+  sleep 1
+done
 # Before the nodes meet, so that all see the same: no rank writes until every node has joined.
 arguments=("train" "$CONFIG" "run.dir=$RUN_DIR" "$@")
 if has_checkpoint; then

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def start(tmp_path: Path, run: Path, without: str = "", **variables: str) -> int
     environment = os.environ | {
         "PATH": f"{stubs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         **{"NODES": "1", "NODE_RANK": "0", "HEAD_ADDRESS": "127.0.0.1", "CONFIG": "run.yaml", "RAY_AUTH_TOKEN": "x"},
-        **{"RUN_DIR": str(run), "NPROC_PER_NODE": "1"},
+        **{"RUN_DIR": str(run), "NPROC_PER_NODE": "1", "SEEN_AFTER_S": "2"},
         **variables,
     }
     return subprocess.run(["bash", str(SCRIPT)], env=environment, timeout=60, check=False).returncode
@@ -59,6 +60,17 @@ def test_a_run_with_a_checkpoint_goes_on(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text("{}\n")
     assert start(tmp_path, run) == 0
     assert (run / "metrics.jsonl").exists()
+    assert "trainer.resume=true" in (run / "command").read_text()
+
+
+def test_a_checkpoint_that_shows_late_is_gone_on_from(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("{}\n")
+    state = run / "checkpoints/step_00000002/state.json"
+    shown = threading.Timer(0.5, lambda: (state.parent.mkdir(parents=True), state.touch()))
+    shown.start()
+    assert start(tmp_path, run, SEEN_AFTER_S="30") == 0
     assert "trainer.resume=true" in (run / "command").read_text()
 
 
