@@ -37,10 +37,13 @@ def engine_environment(config: RolloutConfig) -> dict[str, str]:
     """Variables that the engine's processes need before they import torch; empty on a GPU."""
     if not on_cpu():
         return {}
-    return {
+    variables = {
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": str(config.cpu_threads),
     }
+    if config.tensor_parallel > 1:
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # by default each worker wants a NUMA node of its own
+    return variables
 
 
 def engine_options(config: RolloutConfig) -> dict[str, Any]:
