@@ -42,8 +42,7 @@ def test_a_cut_response_goes_on_under_the_new_weights(served_mixed: Served, tmp_
     assert isinstance(engine, VllmEngine)
     weights = [other_weights(served_mixed.model, seed) for seed in (21, 22)]
     served_mixed.update(old := served_mixed.next_version(), weights[0].items())
-    kept = engine.config
-    engine.config = kept.model_copy(update={"partial_rollouts": True})
+    engine.weights.cut = True
     made: list[RolloutBatch] = []
     asked = requests(60, "cut", seed=9)
     work = threading.Thread(
@@ -59,7 +58,7 @@ def test_a_cut_response_goes_on_under_the_new_weights(served_mixed: Served, tmp_
         work.join(120)
         assert not work.is_alive()
     finally:
-        engine.config = kept
+        engine.weights.cut = False
     (batch,) = made
     assert batch.request_ids == tuple(r.request_id for r in asked)
     assert batch.routes is not None
