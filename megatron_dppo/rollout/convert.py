@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -90,9 +91,13 @@ def to_batch(
 
 
 def join_parts(requests: Sequence[GenerationRequest], parts: Sequence[int], batch: RolloutBatch) -> RolloutBatch:
-    """One sequence per request, from the parts of all of them in `batch`; `parts` is how many each has."""
+    """One sequence per request and by its name, from the parts of all of them in `batch`; `parts` is how many each has.
+
+    A part goes by another name where a sync came before: also the only one, of a request that was cut before its first
+    token.
+    """
     if max(parts) == 1:
-        return batch
+        return replace(batch, request_ids=tuple(request.request_id for request in requests))
     joined, first = [], 0
     for request, count in zip(requests, parts, strict=True):
         turns = [batch.select([first + number]) for number in range(count)]

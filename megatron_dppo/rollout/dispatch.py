@@ -192,6 +192,8 @@ class Dispatch:
         if ticket.closed or cause is None:
             del seat.running[key]
         if ticket.closed:
+            if ticket in self._tickets:  # enough came already, and who waited for it has not left yet
+                self._counts["dropped_sequences"] += len(work.requests)
             return
         if cause is None:
             ticket.deliver(work, (result.result(), self._known(work, columns)) if ticket.stored else result.result())
