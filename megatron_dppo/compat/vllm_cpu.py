@@ -4,6 +4,7 @@ Facts of vLLM 0.26 that this module answers:
 - its CPU platform replaces the in-core executor by a third process unless the executor is named by its class path;
 - a request with a seed of its own whose prompt is prefilled in chunks ends the engine: the runner rewinds the random
   generator after a chunk, and torch's CPU generators cannot be rewound ("CPU Generator does not use offset");
+- it wants a NUMA node for each worker of an engine, to bind its threads to;
 - without a stated size the KV cache takes most of the machine's memory;
 - the CPU mixture-of-experts kernels choose experts in `cpu_fused_moe.select_experts`, which never calls the capture
   function that the router of the layer holds, so recorded routes come out all zero;
@@ -14,6 +15,7 @@ Facts of vLLM 0.26 that this module answers:
 from __future__ import annotations
 
 import functools
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,10 +39,10 @@ def engine_environment(config: RolloutConfig) -> dict[str, str]:
     """Variables that the engine's processes need before they import torch; empty on a GPU."""
     if not on_cpu():
         return {}
-    return {
-        "TORCHDYNAMO_DISABLE": "1",
-        "OMP_NUM_THREADS": str(config.cpu_threads),
-    }
+    environment = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(config.cpu_threads)}
+    if config.tensor_parallel > 1:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return environment
 
 
 def engine_options(config: RolloutConfig) -> dict[str, Any]:
