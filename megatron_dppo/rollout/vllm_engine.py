@@ -16,6 +16,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.convert import join_parts, to_batch
 from megatron_dppo.rollout.event_loop import EventLoop
+from megatron_dppo.rollout.expert_parallel import check_expert_parallel
 from megatron_dppo.rollout.gate import Gate
 from megatron_dppo.rollout.law import refuse_bent_law, sampling_params
 from megatron_dppo.rollout.model_facts import ModelFacts
@@ -46,6 +47,7 @@ class VllmEngine:
                 f"{self.facts.folder}/config.json names no eos_token_id, so no response would end before "
                 f"{config.max_response_tokens} tokens; set rollout.stop_token_ids"
             )
+        check_expert_parallel(self.facts, config)
         dummy = config.load_format == "dummy"
         manifest = Manifest(
             None if dummy else read_shapes(self.facts.folder), tied_embeddings=self.facts.tied_embeddings

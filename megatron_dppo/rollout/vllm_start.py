@@ -43,6 +43,7 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> AsyncLLM:
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": None if config.kv_cache_mib is None else config.kv_cache_mib << 20,
         "tensor_parallel_size": config.tensor_parallel,
+        "enable_expert_parallel": config.expert_parallel,
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": config.enable_prefix_caching,
         "enable_sleep_mode": config.enable_sleep,

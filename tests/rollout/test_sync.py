@@ -50,15 +50,15 @@ MIXED: dict[str, Any] = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("workers", "divided"), [(1, False), (2, False), (2, True)], ids=["TP1", "TP2", "TP2, EP2"])
 def test_a_mixed_tied_model_from_every_layout_to_engines_of_one_and_two_workers(
-    ray_session: RaySession, tmp_path: Path, workers: int
+    ray_session: RaySession, tmp_path: Path, workers: int, divided: bool
 ) -> None:
     """Dense and expert layers, one matrix for embedding and head; TP2 x EP2 and two pipeline stages."""
     start = tmp_path / "start"
     tiny_qwen3_moe(start, seed=40, **MIXED)
-    config = CONFIG.model_copy(update={"tensor_parallel": workers})
-    engine = RayRolloutEngine(start, config, name=f"mixed-{workers}")
+    config = CONFIG.model_copy(update={"tensor_parallel": workers, "expert_parallel": divided})
+    engine = RayRolloutEngine(start, config, name=f"mixed-{workers}-{divided}")
     try:
         engine.wait_until_ready()
         served = Served(engine, start, engine.generate(requests(4, "first"), LAW, training=True))
@@ -75,7 +75,7 @@ def test_a_mixed_tied_model_from_every_layout_to_engines_of_one_and_two_workers(
             (failed, _) = run_ranks(sync, 2, ray_session.where, [engine.name], layout, syncs, workers)
             assert failed == {}
             gap = compared(served, folder, f"mixed-{number}")
-            print(f"{layout} by {way} to {workers} workers: worst gap {gap:.2e} nats")
+            print(f"{layout} by {way} to {workers} workers, experts divided {divided}: worst gap {gap:.2e} nats")
             assert gap <= 1e-4
     finally:
         engine.close()
