@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Efficiency:
     """Shares of a GPU's peak, and what the host needs however fast the GPU is.
 
-    Fitted to eight measured steps of one to four H100 80GB (docs/planner.md), starting from what is known apart: the
+    Fitted to nine measured steps of one to four H100 80GB (docs/planner.md), starting from what is known apart: the
     head from docs/benchmarks.md (63.7 ms for four products of 10.2 TFLOP), NVLink from its all-reduce of 134 MB
     (0.51 ms on two GPUs, 0.65 ms on four), decoding from vLLM's 15,700 and 10,200 tokens/s at 16 layers and 256
     sequences, without and with routes and top-20. Network, dense products and attention are typical values, not fitted.
@@ -52,15 +52,15 @@ class Efficiency:
 
 H100 = Efficiency()
 H200 = Efficiency(
-    grouped=0.41,
+    grouped=0.45,
     memory=0.61,
-    expert_forward_s=5e-05,
-    expert_backward_s=8e-05,
-    layer_forward_s=0.0045,
-    layer_backward_s=0.018,
-    microbatch_s=0.014,
+    expert_forward_s=3.8e-05,
+    expert_backward_s=7e-05,
+    layer_forward_s=0.0037,
+    layer_backward_s=0.015,
+    microbatch_s=0.016,
 )
-"""Fitted by `tools/fit_planner.py` to four steps of one H200 (docs/planner.md); the rest is the H100's."""
+"""Fitted by `tools/fit_planner.py` to thirteen steps of single H200s (docs/planner.md); the rest is the H100's."""
 MEASURED = {"h100-80g": H100, "h200-141g": H200}
 """By the name of the card."""
 

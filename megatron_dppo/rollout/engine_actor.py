@@ -89,36 +89,36 @@ class EngineActor:
 
     @ray.method(concurrency_group=WEIGHTS)
     def begin_update(self, version: int) -> None:
-        self._engine.begin_update(version)
+        self._engine.weights.begin(version)
 
     @ray.method(concurrency_group=WEIGHTS)
     def receive_bucket(self, version: int, bucket: Bucket) -> None:
-        with self._engine.update_failure(version):
-            self._engine.receive_bucket(version, bucket)
+        with self._engine.weights.failure(version):
+            self._engine.weights.receive_bucket(version, bucket)
 
     @ray.method(concurrency_group=WEIGHTS)
     def init_transfer(self, terms: dict[str, Any]) -> None:
-        """See `VllmEngine.init_transfer`, whose arguments `terms` are."""
-        self._engine.init_transfer(**terms)
+        """See `WeightUpdates.init_transfer`, whose arguments `terms` are."""
+        self._engine.weights.init_transfer(**terms)
 
     @ray.method(concurrency_group=WEIGHTS)
     def receive_shared(self, version: int, number: int) -> None:
-        with self._engine.update_failure(version):
-            self._engine.receive_shared(version, number)
+        with self._engine.weights.failure(version):
+            self._engine.weights.receive_shared(version, number)
 
     @ray.method(concurrency_group=WEIGHTS)
     def receive_group(self, version: int) -> None:
-        with self._engine.update_failure(version):
-            self._engine.receive_group(version)
+        with self._engine.weights.failure(version):
+            self._engine.weights.receive_group(version)
 
     @ray.method(concurrency_group=WEIGHTS)
     def end_update(self, version: int, packed: dict[int, int] | None = None) -> list[dict[str, float]]:
-        with self._engine.update_failure(version):
-            return self._engine.end_update(version, packed)
+        with self._engine.weights.failure(version):
+            return self._engine.weights.end(version, packed)
 
     @ray.method(concurrency_group=CONTROL)
     def fail_update(self, version: int, reason: str) -> None:
-        self._engine.fail_update(version, reason)
+        self._engine.weights.fail(version, reason)
 
     @ray.method(concurrency_group=WEIGHTS)
     def sleep(self) -> None:
