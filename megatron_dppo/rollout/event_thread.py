@@ -62,6 +62,8 @@ class EventThread:
             try:
                 return answer.result(timeout=1.0)
             except TimeoutError:
+                if answer.done():  # the question's own
+                    raise
                 if not self.alive:
                     raise self.end_reason or EngineClosed("the engines are closed") from None
 

@@ -8,11 +8,13 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import AutoTokenizer
 
 from megatron_dppo.actor import runtime as actor_runtime
 from megatron_dppo.actor.actor import MegatronActor
+from megatron_dppo.actor.pack_shape import Split
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.checkpoint.hf_files import HFFiles
 from megatron_dppo.checkpoint.hf_import import check_tensors, load_hf_weights, stores_stacked_experts
@@ -62,6 +64,7 @@ def train(config: Config) -> int:
     hf_config = load_hf_config(config.model.path)
     config.parallel.check_fits(hf_config, actor_runtime.world_size())
     check_model_against(config, hf_config)
+    check_lengths(config)
     if not config.model.random_weights:
         files = HFFiles(config.model.path)
         check_tensors(files, hf_config, stores_stacked_experts(files, hf_config))
@@ -204,6 +207,19 @@ def _start_engines(runtime: Runtime, config: Config, stack: ExitStack) -> Engine
             fleet.sleep()
         runtime.barrier()
     return fleet
+
+
+def check_lengths(config: Config) -> None:
+    """UserError where the longest sequence that the engine may return fits no microbatch: a run would end there, hours
+    after its start."""
+    longest = int(Split(context=config.parallel.context).padded(np.array([config.rollout.max_model_len]))[0])
+    budget = config.actor.max_tokens_per_microbatch
+    if longest > budget and config.actor.long_sequences == "refuse":
+        raise UserError(
+            f"a sequence may have {longest} tokens (rollout.max_prompt_tokens and rollout.max_response_tokens), but "
+            f"actor.max_tokens_per_microbatch={budget}: the first that long would stop the run; set it to {longest}, "
+            "or actor.long_sequences=alone"
+        )
 
 
 def check_model_against(config: Config, hf_config: HFConfig) -> None:
