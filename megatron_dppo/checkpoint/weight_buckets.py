@@ -135,17 +135,18 @@ class WeightBuckets:
     def gather(self, index: int, payload: torch.Tensor, destination: int) -> None:
         """`write`, and the whole bucket on rank `destination`. Collective over the world, point to point."""
         self.write(index, payload)
-        pending = []
+        under_way = []
         for segment in self.layouts[index].segments:
             if segment.source == destination:
                 continue
             part = payload[segment.start : segment.stop]
             if self._rank == destination:
-                pending.append(dist.irecv(part, src=segment.source))
+                under_way.append(dist.P2POp(dist.irecv, part, segment.source))
             elif self._rank == segment.source:
-                pending.append(dist.isend(part, dst=destination))
-        for request in pending:
-            assert request is not None  # None is for ranks outside the group
+                under_way.append(dist.P2POp(dist.isend, part, destination))
+        # As a batch they go over the job's communicator: one by one NCCL would make one for every sender, and rank
+        # `destination` would keep them all.
+        for request in dist.batch_isend_irecv(under_way) if under_way else ():
             request.wait()
 
     def spread(self, index: int, payload: torch.Tensor) -> None:
