@@ -11,7 +11,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import CHECKPOINTS
 
-_FIXED = ("algorithm", "optimizer", "lora", "rollout.temperature", "trainer.prompts_per_step",
+_FIXED = ("algorithm", "optimizer", "lora", "rollout.temperature", "rollout.oversample", "trainer.prompts_per_step",
           "trainer.samples_per_prompt", "trainer.prompts_per_mini_batch", "trainer.ppo_epochs", "run.seed")  # fmt: skip
 """Settings that decide what the next gradient step is. Layout, budgets, engines, step counts may change."""
 
