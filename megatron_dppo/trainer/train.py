@@ -193,6 +193,7 @@ def _start_engines(runtime: Runtime, config: Config, stack: ExitStack) -> Engine
         workers=rollout.tensor_parallel,
         device=runtime.device,
         joined="RAY_ADDRESS" in os.environ,
+        timeout_s=rollout.start_timeout_s,
     )
     fleet = None
     if places is not None:
