@@ -280,6 +280,7 @@ class MegatronActor:
         plan = self._plan(source, np.arange(len(source.lengths)))
         microbatches = self._build(source, plan, replay="r3" if watch else "none")
         with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())  # the schedule builds a graph, and `passed` would keep all activations
             if controller is not None:
                 stack.enter_context(controller.installed())
             passed = self._run(microbatches, collect, replay=controller, forward_only=True)

@@ -8,6 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import ray
@@ -243,7 +244,11 @@ class Dispatch:
 
     def _replace(self, seat: Seat) -> None:
         """On a thread of its own, since it takes seconds."""
-        seat.replace()
+        try:
+            seat.replace()
+        except Exception as error:  # nobody joins this thread before the end, and the seat would stay empty unseen
+            self._thread.put(partial(self._thread.end, error))
+            return
         self._thread.put(lambda: self._expect(seat))
 
     def _expect(self, seat: Seat) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ import ray
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.errors import EngineDead
 from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
 from megatron_dppo.rollout.stored import LayerGroups, columns_of
 from megatron_dppo.rollout.weight_transfer.bucket import Bucket
@@ -26,11 +28,17 @@ the order in which they were made; what asks, pauses or aborts never waits behin
 class EngineActor:
     """Runs in a Ray worker: a `VllmEngine`. Nothing that it made is lost with it."""
 
-    def __init__(self, model: str, config: RolloutConfig, environment: Mapping[str, str]) -> None:
+    def __init__(self, model: str, config: RolloutConfig, environment: Mapping[str, str], log: str | None) -> None:
         os.environ.update(environment)  # before anything looks for devices
+        kept = log is not None and _print_to(log)
         from megatron_dppo.rollout.vllm_engine import VllmEngine  # vLLM is imported in this process only
 
-        self._engine = VllmEngine(Path(model), config)
+        try:
+            self._engine = VllmEngine(Path(model), config)
+        except RuntimeError as error:
+            # vLLM says of a core that failed no more than that it did; the reason is what the core printed.
+            where = f"what it printed is in {log}" if kept else "what it printed is in the logs of Ray's workers there"
+            raise EngineDead(f"the engine did not start on {socket.gethostname()} ({error}); {where}") from error
 
     @ray.method(concurrency_group=CONTROL)
     def weight_version(self) -> int:
@@ -131,3 +139,16 @@ class EngineActor:
     @ray.method(concurrency_group=WEIGHTS)
     def close(self) -> None:
         self._engine.close()
+
+
+def _print_to(log: str) -> bool:
+    """Let this process and those it starts print to a file, which outlives Ray's own ones. False where it cannot be
+    written: a node of engines alone may not have the run's folder."""
+    try:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        return False
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+    return True

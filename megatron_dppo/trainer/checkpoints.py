@@ -52,13 +52,13 @@ class Checkpoints:
 
 def _fixed_settings(config: Config) -> dict[str, Any]:
     """Dotted key to value for every setting of `_FIXED`."""
-    flat = _flatten(config.model_dump(mode="json"), "")
-    return {key: value for key, value in flat.items() if key.startswith(_FIXED)}
+    return {key: value for key, value in flatten(config.model_dump(mode="json")).items() if key.startswith(_FIXED)}
 
 
-def _flatten(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of nested sections."""
     result: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        result |= _flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
+        result |= flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +24,7 @@ from megatron_dppo.config.load import save_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.heartbeat import Heartbeat
+from megatron_dppo.launch.logs import FOLDER as LOGS
 from megatron_dppo.launch.logs import logging_to
 from megatron_dppo.launch.stop import StopRequest
 from megatron_dppo.models.build import build_model
@@ -32,7 +34,8 @@ from megatron_dppo.models.lora.sites import adapter_tensors
 from megatron_dppo.models.megatron_config import transformer_config
 from megatron_dppo.rollout.fleet import EngineFleet
 from megatron_dppo.rollout.placement import find_places
-from megatron_dppo.rollout.ray_session import RaySession
+from megatron_dppo.rollout.ray_session import RaySession, require_cluster
+from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.checkpoints import Checkpoints, checkpoint_root
 from megatron_dppo.trainer.evaluation import Evaluator
 from megatron_dppo.trainer.examiner import build_examiner
@@ -55,6 +58,7 @@ def train(config: Config) -> int:
     while the ranks build their model. Everything started here is closed on the way out, whatever the way.
     """
     started = time.monotonic()
+    require_cluster()
     hf_config = load_hf_config(config.model.path)
     config.parallel.check_fits(hf_config, actor_runtime.world_size())
     check_model_against(config, hf_config)
@@ -82,6 +86,7 @@ def train(config: Config) -> int:
         runtime = actor_runtime.start(
             config.parallel, seed=config.run.seed, timeout_minutes=config.run.collective_timeout_minutes
         )
+        check_agreement(runtime, config)
         engine = _start_engines(runtime, config, stack)
         actor = build_actor(runtime, config, hf_config)
         fingerprint = runtime.broadcast(examiner.task.fingerprint if examiner else None)
@@ -169,7 +174,8 @@ def build_actor(runtime: Runtime, config: Config, hf_config: HFConfig) -> Megatr
 def _start_engines(runtime: Runtime, config: Config, stack: ExitStack) -> EngineFleet | None:
     """Ray on every rank; the engines on the controller, loading in the background. Where they share the trainer's cards
     they are waited for and put to sleep: a model that is built meanwhile would take what they measure as free."""
-    namespace = f"{config.run.name}-{config.run.seed}"
+    # A cluster may have runs of one name, or what is left of the one that this goes on with.
+    namespace = f"{config.run.name}-{config.run.seed}-{secrets.token_hex(4)}"
     rollout = config.rollout
     if runtime.is_controller:
         session = RaySession.start(namespace=namespace, object_store_mib=rollout.object_store_mib)
@@ -190,7 +196,7 @@ def _start_engines(runtime: Runtime, config: Config, stack: ExitStack) -> Engine
         stack.callback(places.close)
         if config.model.random_weights:
             rollout = rollout.model_copy(update={"load_format": "dummy"})
-        fleet = EngineFleet(config.model.path, rollout, options=places.options)
+        fleet = EngineFleet(config.model.path, rollout, options=places.options, logs=config.run.dir / LOGS)
         stack.callback(fleet.close)
     if rollout.placement == "colocated":
         if fleet is not None:
