@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -140,9 +140,13 @@ class Trainer:
         self._take_cards()  # whoever exports the model finds it there
         return True
 
-    def _take_cards(self) -> float:
-        """Engines that share the trainer's cards give them back; the seconds it took."""
-        return self._weights.before_update(self._controller.fleet.members if self._controller else None)
+    def _take_cards(self) -> None:
+        """Engines that share the trainer's cards give them back. One that is being started again is waited for: it
+        would take the memory that it finds free."""
+        if self._weights.colocated:
+            fleet = self._controller.fleet if self._controller else None
+            self._assembly.wait_for(_meanwhile(fleet.wait_until_ready) if fleet else None)
+            self._weights.before_update(fleet.members if fleet else None)
 
     def _asked_to_stop(self) -> str:
         """What asked any rank to stop, the same on all ranks. Collective: one gather of short strings."""
@@ -268,10 +272,8 @@ class Trainer:
         """The controller's evaluation, under way in a thread of its own."""
         if not self._controller:
             return None
-        threads = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
-        found = threads.submit(self._controller.evaluator, step)
-        threads.shutdown(wait=False)
-        return found
+        evaluator = self._controller.evaluator
+        return _meanwhile(lambda: evaluator(step))
 
     @contextmanager
     def _watch(self, phase: str) -> Iterator[None]:
@@ -279,3 +281,11 @@ class Trainer:
         if self._controller:
             self._controller.progress.phase(phase)
         yield
+
+
+def _meanwhile[T](call: Callable[[], T]) -> Future[T]:
+    """A call in a thread of its own."""
+    threads = ThreadPoolExecutor(1)
+    found = threads.submit(call)
+    threads.shutdown(wait=False)
+    return found

@@ -61,18 +61,13 @@ class WeightSync:
         self._awake = False
         """Whether the engines have the cards (colocated)."""
 
-    def before_update(self, members: Sequence[RayRolloutEngine] | None) -> float:
-        """The cards to the trainer; the seconds it took. Does nothing where trainer and engines have cards of their
-        own."""
-        if not self.colocated:
-            return 0.0
-        start = time.perf_counter()
-        if members is not None:
+    def before_update(self, members: Sequence[RayRolloutEngine] | None) -> None:
+        """The cards to the trainer. Does nothing where trainer and engines have cards of their own."""
+        if self.colocated and members is not None:
             # A dead engine holds no memory; the fleet finds out about it by itself.
             engines = Recipients(members, timeout_s=self._rollout.sync_timeout_s)
             engines.wait(engines.start("sleep"))
         self.reclaim()
-        return time.perf_counter() - start
 
     def reclaim(self) -> None:
         """Bring the actor back to cards that the engines left. Collective; nothing where nothing was lent."""
