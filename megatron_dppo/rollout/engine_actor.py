@@ -12,6 +12,7 @@ import psutil
 import ray
 
 from megatron_dppo.batch import RolloutBatch
+from megatron_dppo.launch.imports import uncollected
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
 from megatron_dppo.rollout.stored import LayerGroups, columns_of
@@ -28,7 +29,8 @@ class EngineActor:
 
     def __init__(self, model: str, config: RolloutConfig, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)  # before anything looks for devices
-        from megatron_dppo.rollout.vllm_engine import VllmEngine  # vLLM is imported in this process only
+        with uncollected():
+            from megatron_dppo.rollout.vllm_engine import VllmEngine  # vLLM is imported in this process only
 
         self._engine = VllmEngine(Path(model), config)
 

@@ -19,6 +19,7 @@ from megatron_dppo.batch import RolloutBatch, join_turns
 from megatron_dppo.checkpoint.weight_layout import BucketLayout
 from megatron_dppo.compat.vllm_cpu import engine_environment, engine_options
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.imports import uncollected
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.convert import to_batch
 from megatron_dppo.rollout.errors import EngineClosed, EngineDead
@@ -316,15 +317,16 @@ class VllmEngine:
 
     async def _start(self) -> AsyncLLM:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before the next line, which imports vLLM
-        os.environ.update(engine_environment(self.config))
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
         os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(self.config.start_timeout_s)))
         from importlib.metadata import entry_points
 
-        import vllm
-        from vllm import AsyncEngineArgs
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.async_llm import AsyncLLM
+        with uncollected():
+            os.environ.update(engine_environment(self.config))
+            import vllm
+            from vllm import AsyncEngineArgs
+            from vllm.usage.usage_lib import UsageContext
+            from vllm.v1.engine.async_llm import AsyncLLM
 
         config = self.config
         if self.facts.routes is not None:
