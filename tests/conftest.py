@@ -12,7 +12,8 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 ENGINES = (
-    *("test_engine", "test_lora_sync", "test_parity", "test_partial", "test_ray_session", "test_reward_workers"),
+    *("test_engine", "test_engine_log", "test_lora_sync", "test_parity", "test_partial", "test_placement"),
+    *("test_ray_session", "test_reward_workers"),
     *("test_routes_parity", "test_routes_pressure", "test_routes_record", "test_stored", "test_sync"),
 )
 GROUP_OF = {f"tests/rollout/{name}.py": "engines" for name in ENGINES} | {

@@ -28,7 +28,6 @@ PRELOAD = [
     "megatron_dppo.actor.actor",
     "megatron_dppo.checkpoint.convert",
     "megatron_dppo.models.lora.attach",
-    "megatron_dppo.rollout.weight_transfer.broadcast",
     "pytest",
 ]
 """Imported once, by the server that ranks are forked from: a rank then starts in a tenth of a second, not in ten."""

@@ -4,6 +4,8 @@
     python tools/compare_plan.py bench.json                       # beside what tools/bench_actor_step.py wrote
     python tools/compare_plan.py bench.json --fixed predictions.json
     python tools/compare_plan.py --save predictions.json          # keep them, before measuring
+    python tools/compare_plan.py --gpu h200-141g --only p1 p2     # other cases, on another card
+    python tools/compare_plan.py --efficiency fit.json            # as fitted by tools/fit_planner.py
 
 Markdown on standard output. With `--fixed` the predictions are those of the file and not today's.
 """
@@ -20,43 +22,46 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from actor_step.cases import CASES as MEASURED
-from actor_step.cases import FULL, QWEN3_30B_A3B, Case
+from actor_step.cases import Case
 
 from megatron_dppo.models.hf_config import resolve_hf_config
 from megatron_dppo.models.parallel import ParallelConfig
-from megatron_dppo.planner.gpus import GIB, GPUS
+from megatron_dppo.planner.efficiency import Efficiency
+from megatron_dppo.planner.gpus import GIB, GPUS, Gpu, find_gpu
 from megatron_dppo.planner.memory import stage_memory
 from megatron_dppo.planner.report import layout_name, memory_parts
 from megatron_dppo.planner.step_time import step_time
 from megatron_dppo.planner.workload import Layout
 
-CASES = [case for name in ("a1", "b2", "c2", "d2", "e4", "f4", "g4") for case in MEASURED if case.name == name]
-"""Those of tools/bench_actor_step.py that were predicted before they were measured."""
+FIRST = ("a1", "b2", "c2", "d2", "e4", "f4", "g4")
+"""Those of tools/bench_actor_step.py that were predicted before they were measured on H100s."""
 
 
-def plan(case: Case) -> Layout:
+def plan(case: Case, gpu: Gpu) -> Layout:
     """The case as the planner sees it."""
     return Layout(
-        model=resolve_hf_config(QWEN3_30B_A3B | {"num_hidden_layers": case.layers}),
-        gpu=GPUS["h100-80g"],
+        model=resolve_hf_config(case.config),
+        gpu=gpu,
         gpus=case.gpus,
         parallel=ParallelConfig(**case.layout),
         recompute=case.recompute,
-        microbatch_tokens=FULL.pack,
-        attention_span=FULL.length,
+        microbatch_tokens=case.sizes.pack,
+        attention_span=case.length,
     )
 
 
-def predict(case: Case) -> dict[str, Any]:
+def predict(case: Case, gpu: Gpu, efficiency: Efficiency | None = None) -> dict[str, Any]:
     """`peak_gib` of the fullest rank, its parts, and `step_s` of one gradient step."""
-    layout = plan(case)
+    layout = plan(case, gpu)
     stages = [stage_memory(layout, stage, case.microbatches) for stage in range(layout.parallel.pipeline)]
     fullest = max(stages, key=lambda stage: stage.peak)
-    time = step_time(layout, case.microbatches)
+    time = step_time(layout, case.microbatches, efficiency)
     return {
         "layout": f"{layout_name(layout.parallel)}, DP{layout.data}",
+        "gpu": gpu.name,
         "layers": case.layers,
         "gpus": case.gpus,
+        "pack": case.sizes.pack,
         "recompute": case.recompute,
         "microbatches": case.microbatches,
         "parameters_per_rank": fullest.parameters.total,
@@ -76,14 +81,26 @@ def measured(bench: dict[str, Any], name: str) -> tuple[float | None, float | No
 
 
 def table(predictions: dict[str, Any], bench: dict[str, Any] | None) -> str:
-    head = ["case", "GPUs", "layout", "layers", "recompute", "micro-batches", "weights", "gradients", "optimizer"]
+    head = [
+        "case",
+        "GPUs",
+        "layout",
+        "layers",
+        "recompute",
+        "tokens of a pack",
+        "micro-batches",
+        "weights",
+        "gradients",
+        "optimizer",
+    ]
     head += ["activations", "workspace", "peak, GiB", "step, s"]
     if bench is not None:
         head += ["measured peak", "off by", "measured step", "off by"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for name, guess in predictions.items():
         parts = guess["parts_gib"]
-        cells = [name, guess["gpus"], guess["layout"], guess["layers"], guess["recompute"], guess["microbatches"]]
+        cells = [name, guess["gpus"], guess["layout"], guess["layers"], guess["recompute"]]
+        cells += [guess.get("pack", 16384), guess["microbatches"]]
         cells += [f"{parts[part]:.2f}" for part in ("weights", "gradients", "optimizer", "activations")]
         cells += [f"{parts['workspace'] + parts['library workspaces']:.2f}"]
         cells += [f"**{guess['peak_gib']:.1f}**", f"**{guess['step_s']:.3f}**"]
@@ -103,11 +120,17 @@ def main() -> int:
     parser.add_argument("bench", type=Path, nargs="?", help="bench.json of tools/bench_actor_step.py")
     parser.add_argument("--fixed", type=Path, help="predictions saved earlier")
     parser.add_argument("--save", type=Path, help="write today's predictions there")
+    parser.add_argument("--gpu", default="h100-80g", help=f"of {', '.join(GPUS)}")
+    parser.add_argument("--only", nargs="*", metavar="CASE", default=FIRST, help="cases of tools/bench_actor_step.py")
+    parser.add_argument("--efficiency", type=Path, help="what tools/fit_planner.py wrote")
     arguments = parser.parse_args()
     if arguments.fixed:
         predictions = json.loads(arguments.fixed.read_text())
     else:
-        predictions = {case.name: predict(case) for case in CASES}
+        efficiency = Efficiency(**json.loads(arguments.efficiency.read_text())) if arguments.efficiency else None
+        cases = {case.name: case for case in MEASURED}
+        gpu = find_gpu(arguments.gpu)
+        predictions = {name: predict(cases[name], gpu, efficiency) for name in arguments.only}
     if arguments.save:
         arguments.save.write_text(json.dumps(predictions, indent=1) + "\n")
     print(table(predictions, json.loads(arguments.bench.read_text()) if arguments.bench else None))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_dppo.actor.aux_losses import AuxiliaryLosses
 from megatron_dppo.actor.config import ActorConfig, OptimizerConfig, ReplayMode
+from megatron_dppo.actor.dispatched import release_dispatched
 from megatron_dppo.actor.forward import run_schedule
 from megatron_dppo.actor.layer_groups import gather_layer_groups
 from megatron_dppo.actor.microbatch import Microbatch, MicrobatchBuilder, MicrobatchStream
@@ -280,6 +281,7 @@ class MegatronActor:
         plan = self._plan(source, np.arange(len(source.lengths)))
         microbatches = self._build(source, plan, replay="r3" if watch else "none")
         with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())  # the schedule builds a graph, and `passed` would keep all activations
             if controller is not None:
                 stack.enter_context(controller.installed())
             passed = self._run(microbatches, collect, replay=controller, forward_only=True)
@@ -370,7 +372,7 @@ class MegatronActor:
         return MicrobatchStream(make, plan.rows[rank])
 
     def _run(self, microbatches: MicrobatchStream, loss: Any, **options: Any) -> list[Any]:
-        return run_schedule(
+        reports = run_schedule(
             self.chunks,
             microbatches,
             loss,
@@ -380,6 +382,8 @@ class MegatronActor:
             temperature=self._temperature,
             **options,
         )
+        release_dispatched(self.chunks)
+        return reports
 
     def _recompute(self, source: SequenceSource, plan: PackPlan) -> _BeforeUpdate:
         """This model's own statistics of the rows, before any step, and under R2 the experts it chose."""

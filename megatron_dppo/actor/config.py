@@ -17,7 +17,7 @@ class ActorConfig(ConfigModel):
 
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Of weights and activations; statistics of the LM head and the router are float32 always."""
-    max_tokens_per_microbatch: int = Field(default=16384, ge=1)
+    max_tokens_per_microbatch: int = Field(default=17408, ge=1)
     """Token budget of one packed microbatch. Context-parallel ranks share a pack, so each of them sees
     `max_tokens_per_microbatch / parallel.context` of it."""
     long_sequences: LongSequences = "refuse"

@@ -25,6 +25,9 @@ class Runtime:
     world_size: int
     device: torch.device
     groups: ProcessGroupCollection
+    control: dist.ProcessGroup | None = None
+    """Where ranks wait for the controller; None is the default group. Over gloo even on GPUs: a rank that waits in NCCL
+    has a kernel that spins on its card, and shares the card's time with an engine there."""
 
     @property
     def is_controller(self) -> bool:
@@ -33,12 +36,12 @@ class Runtime:
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
-        dist.barrier()
+        dist.barrier(group=self.control)
 
     def broadcast[T](self, value: T | None) -> T:
         """The controller's object, on every rank."""
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]  # type: ignore[return-value]
 
 
@@ -77,7 +80,8 @@ def start(parallel: ParallelConfig, *, seed: int, timeout_minutes: float) -> Run
     if not dist.is_initialized():
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
     groups = initialize_groups(parallel, seed, timeout_minutes=timeout_minutes)
-    return Runtime(dist.get_rank(), dist.get_world_size(), device, groups)
+    control = dist.new_group(timeout=timeout, backend="gloo") if on_gpu else None
+    return Runtime(dist.get_rank(), dist.get_world_size(), device, groups, control)
 
 
 def stop() -> None:

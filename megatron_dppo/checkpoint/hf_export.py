@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_dppo.checkpoint.weight_buckets import Source, WeightBuckets
-from megatron_dppo.checkpoint.weight_layout import extent
+from megatron_dppo.checkpoint.weight_buckets import Source, WeightBuckets, by_matrix
+from megatron_dppo.checkpoint.weight_layout import extent, unpack
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import Owned, owned_parameters
-from megatron_dppo.models.names import Block, Piece, Shape
+from megatron_dppo.models.names import Block, Shape
 
 BUCKET_BYTES = 128 * 2**20
 
@@ -51,17 +51,20 @@ class ShardExporter:
     ) -> None:
         """
         shards  this rank's
-        shapes  of all tensors, in the order in which they are streamed
+        shapes  of all tensors, in the model's order
         """
         self.destination = destination
         self._rank = dist.get_rank()
-        self._local: dict[tuple[str, Block], tuple[Owned, Piece]] = {}
+        self._local: dict[tuple[str, Block], Callable[[], torch.Tensor]] = {}
         dtypes: dict[str, torch.dtype] = {}
+        # A rank may be without shards: of adapters, where its pipeline stage has none.
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         for owned in shards:
+            self._device = owned.parameter.device
             replica = groups.expt_dp if ".mlp.experts." in owned.name else groups.dp_cp
             if replica.rank() == 0:
                 for piece in owned.pieces:
-                    self._local[piece.hf_name, piece.source] = (owned, piece)
+                    self._local[piece.hf_name, piece.source] = partial(owned.block, piece)
                     dtypes[piece.hf_name] = owned.parameter.dtype
         published: list[tuple[list[tuple[str, Block]], dict[str, torch.dtype]]] = [([], {})] * dist.get_world_size()
         dist.all_gather_object(published, (list(self._local), dtypes))
@@ -75,77 +78,35 @@ class ShardExporter:
                     self._sources[name].append(Source(rank, block))
         for name, shape in shapes.items():
             check_tiling(name, shape, [source.block for source in self._sources[name]])
-        self.tensors = [ExportedTensor(name, shape, dtypes[name]) for name, shape in shapes.items()]
+        self.tensors = [ExportedTensor(name, shapes[name], dtypes[name]) for name in by_matrix(shapes)]
+        """In the order in which they are streamed."""
 
     def buckets(self, bucket_bytes: int) -> WeightBuckets:
         """The model as byte buckets for a weight sync; planned without communication, the same on every rank."""
         tensors = [(tensor.name, tensor.shape, tensor.dtype) for tensor in self.tensors]
-        local = {key: partial(owned.block, piece) for key, (owned, piece) in self._local.items()}
-        return WeightBuckets(tensors, self._sources, local, rank=self._rank, bucket_bytes=bucket_bytes)
+        return WeightBuckets(tensors, self._sources, self._local, rank=self._rank, bucket_bytes=bucket_bytes)
 
     def stream(
         self, *, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
     ) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Every tensor in a fixed order, whole, in `dtype` (default: the parameters').
+        """Every tensor in the order of `tensors`, whole, in `dtype` (default: the parameters').
 
         A collective: every rank of the world iterates to the end. The destination rank (default: rank 0) gets
         `(name, tensor)` on the parameters' device, the others `(name, None)`. Tensors travel in buckets of at most
         `bucket_bytes` (or one tensor, where it is larger), point to point, so the destination needs two buckets beside
         its shard and a sender one; a layer's experts are never all in one place. No gradients.
         """
-        for bucket in self._buckets(dtype, bucket_bytes):
-            gathered = self._gather(bucket)
-            for tensor in bucket:
-                yield tensor.name, gathered.pop(tensor.name, None)
-
-    def _buckets(self, dtype: torch.dtype | None, bucket_bytes: int) -> Iterator[list[ExportedTensor]]:
-        bucket: list[ExportedTensor] = []
-        for tensor in self.tensors:
-            wanted = ExportedTensor(tensor.name, tensor.shape, dtype or tensor.dtype)
-            size = sum(t.nbytes for t in bucket) + wanted.nbytes
-            if bucket and (size > bucket_bytes or wanted.dtype != bucket[0].dtype):
-                yield bucket
-                bucket = []
-            bucket.append(wanted)
-        if bucket:
-            yield bucket
-
-    @torch.no_grad()
-    def _gather(self, bucket: list[ExportedTensor]) -> dict[str, torch.Tensor]:
-        if self._rank != self.destination:
-            mine = [self._block(t, s) for t in bucket for s in self._sources[t.name] if s.rank == self._rank]
-            if mine:
-                dist.send(torch.cat([block.reshape(-1) for block in mine]), dst=self.destination)
-            return {}
-        sizes: dict[int, int] = {}
-        for tensor in bucket:
-            for source in self._sources[tensor.name]:
-                if source.rank != self._rank:
-                    sizes[source.rank] = sizes.get(source.rank, 0) + prod(extent(source.block))
-        device = next(iter(self._local.values()))[0].parameter.device
-        received = {rank: torch.empty(size, dtype=bucket[0].dtype, device=device) for rank, size in sizes.items()}
-        for request in [dist.irecv(buffer, src=rank) for rank, buffer in received.items()]:
-            assert request is not None  # None is for ranks outside the group
-            request.wait()
-        used = dict.fromkeys(received, 0)
-        result = {}
-        for tensor in bucket:
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            for source in self._sources[tensor.name]:
-                shape = extent(source.block)
-                if source.rank == self._rank:
-                    block = self._block(tensor, source)
-                else:
-                    start = used[source.rank]
-                    used[source.rank] = start + prod(shape)
-                    block = received[source.rank][start : used[source.rank]].view(shape)
-                whole[tuple(slice(*span) for span in source.block)] = block
-            result[tensor.name] = whole
-        return result
-
-    def _block(self, tensor: ExportedTensor, source: Source) -> torch.Tensor:
-        owned, piece = self._local[tensor.name, source.block]
-        return owned.block(piece).to(tensor.dtype)
+        buckets = self.buckets(bucket_bytes)
+        for index, layout in enumerate(buckets.layouts):
+            # Memory of its own for each: who iterates may keep what it got.
+            payload = torch.empty(layout.size, dtype=torch.uint8, device=self._device)
+            buckets.gather(index, payload, self.destination)
+            if self._rank != self.destination:
+                yield from ((name, None) for slot in layout.slots for name in slot.names())
+                continue
+            for slot, tensor in unpack(layout.slots, payload):
+                for name, single in zip(slot.names(), tensor if slot.experts else [tensor], strict=True):
+                    yield name, single.to(dtype or single.dtype)
 
 
 class WeightExporter(ShardExporter):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -16,23 +16,36 @@ from megatron_dppo.models.names import Block, Shape
 
 @torch.no_grad()
 def fill_random(models: Sequence[torch.nn.Module], model: HFConfig, groups: ProcessGroupCollection, seed: int) -> None:
-    """Fill every parameter of this rank's chunks: norms 1, biases 0, everything else normal with the config's
-    `initializer_range`. Rows of the padded vocabulary become zero.
-
-    Each Hugging Face tensor is drawn from a generator of its own (of `seed` and its name), so the weights are the same
-    under every layout on the same kind of device. Memory: one whole tensor beside the shard. No collectives.
+    """Fill every parameter of this rank's chunks with its part of `random_tensor`. Rows of the padded vocabulary become
+    zero. Memory: one whole tensor beside the shard. No collectives.
     """
-    spread = float(getattr(model.config, "initializer_range", None) or 0.02)
     for owned in owned_parameters(models, model, groups):
         owned.parameter.zero_()
         for piece in owned.pieces:
             target = owned.parameter[_slices(piece.local)]
-            name = piece.hf_name
-            if "norm" in name.rsplit(".", 2)[-2]:
-                target.fill_(1.0)
-            elif not name.endswith(".bias"):
-                drawn = _draw(name, model.tensors[name], seed, owned.parameter.device)
-                target.copy_((spread * drawn)[_slices(piece.source)].reshape(target.shape))
+            drawn = random_tensor(piece.hf_name, model, seed, owned.parameter.device)
+            target.copy_(drawn[_slices(piece.source)].reshape(target.shape))
+
+
+def random_tensors(model: HFConfig, seed: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `fill_random` fills a model on such a device with, whole, one tensor after another."""
+    return ((name, random_tensor(name, model, seed, device)) for name in model.tensors)
+
+
+def random_tensor(name: str, model: HFConfig, seed: int, device: torch.device) -> torch.Tensor:
+    """A Hugging Face tensor as a checkpoint of the config's dtype would hold it: norms 1, biases 0, everything else
+    normal with the config's `initializer_range`.
+
+    Each is drawn from a generator of its own (of `seed` and its name), so the weights are the same under every layout
+    on the same kind of device.
+    """
+    shape, dtype = model.tensors[name], getattr(model.config, "dtype", None) or torch.float32
+    if "norm" in name.rsplit(".", 2)[-2]:
+        return torch.ones(shape, dtype=dtype, device=device)
+    if name.endswith(".bias"):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    spread = float(getattr(model.config, "initializer_range", None) or 0.02)
+    return (spread * _draw(name, shape, seed, device)).to(dtype)
 
 
 def _draw(name: str, shape: Shape, seed: int, device: torch.device) -> torch.Tensor:

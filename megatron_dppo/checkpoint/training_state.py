@@ -140,7 +140,7 @@ class TrainingStates:
         that one side lacks. Nothing in the folder is executed.
         """
         self.trainee.require_present()
-        source = Path(folder) if folder is not None else state_folder.latest_state(self.root)
+        source = Path(folder) if folder is not None else self._latest()
         described = state_folder.read_description(source)
         trainee = self.trainee
         self._check_same_model(source, described)
@@ -174,6 +174,19 @@ class TrainingStates:
         if same_layout:
             restore_rng(loaded["rng"])
         return Resumed(source, described["step"], described["progress"], same_layout)
+
+    def _latest(self) -> Path:
+        """What rank 0 finds, on all ranks: a shared file system may show nodes different states of its folders."""
+        answer: list[str | None] = [None, None]
+        if dist.get_rank() == 0:
+            try:
+                answer[0] = str(state_folder.latest_state(self.root))
+            except UserError as error:
+                answer[1] = str(error)
+        dist.broadcast_object_list(answer, src=0)
+        if answer[0] is None:
+            raise UserError(str(answer[1]))
+        return Path(answer[0])
 
     def _model_state(self) -> dict[str, Any]:
         trainee = self.trainee

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import prod
 
 import torch
@@ -12,7 +13,6 @@ import torch.distributed as dist
 
 from megatron_dppo.checkpoint.weight_layout import (
     EXPERT,
-    Block,
     BucketLayout,
     Segment,
     TensorSlot,
@@ -20,6 +20,7 @@ from megatron_dppo.checkpoint.weight_layout import (
     extent,
     lies_whole,
 )
+from megatron_dppo.models.names import Block
 
 _EXPERT_TENSOR = re.compile(r"(.+\.experts\.)(\d+)(\..+)")
 
@@ -62,9 +63,9 @@ class _Own:
 
 
 class WeightBuckets:
-    """Buckets of a model, planned once: the same on every rank, in model order, each with what this rank writes.
+    """Buckets of a model, planned once: the same on every rank, each with what this rank writes.
 
-    Within a layer the experts' tensors are stacked by kind (all gate projections, all up projections, ...), so that a
+    Within a layer the experts' tensors are stacked by matrix (all gate projections, all up projections, ...), so that a
     rank writes its experts with one concatenation and a receiver loads them with one call, not with one per tensor.
     """
 
@@ -78,7 +79,7 @@ class WeightBuckets:
         bucket_bytes: int,
     ) -> None:
         """
-        tensors       (Hugging Face name, shape, dtype) of the whole model, in order
+        tensors       (Hugging Face name, shape, dtype) of the whole model, in the order of `by_matrix`
         sources       of each tensor; blocks tile it
         local         blocks that this rank sends: how to get one, asked anew for each sync (Megatron-Core's buffers,
                       and offloading, put other memory behind a parameter)
@@ -134,17 +135,18 @@ class WeightBuckets:
     def gather(self, index: int, payload: torch.Tensor, destination: int) -> None:
         """`write`, and the whole bucket on rank `destination`. Collective over the world, point to point."""
         self.write(index, payload)
-        pending = []
+        under_way = []
         for segment in self.layouts[index].segments:
             if segment.source == destination:
                 continue
             part = payload[segment.start : segment.stop]
             if self._rank == destination:
-                pending.append(dist.irecv(part, src=segment.source))
+                under_way.append(dist.P2POp(dist.irecv, part, segment.source))
             elif self._rank == segment.source:
-                pending.append(dist.isend(part, dst=destination))
-        for request in pending:
-            assert request is not None  # None is for ranks outside the group
+                under_way.append(dist.P2POp(dist.isend, part, destination))
+        # As a batch they go over the job's communicator: one by one NCCL would make one for every sender, and rank
+        # `destination` would keep them all.
+        for request in dist.batch_isend_irecv(under_way) if under_way else ():
             request.wait()
 
     def spread(self, index: int, payload: torch.Tensor) -> None:
@@ -177,35 +179,50 @@ class WeightBuckets:
         self.layouts.append(BucketLayout(tuple(item.slot for item in items), tuple(segments), size))
 
 
+def by_matrix(names: Iterable[str]) -> list[str]:
+    """The model's order, but the experts of a layer one matrix after another: all gate projections, all up projections
+    and so on. The same under every layout."""
+    first: dict[str, int] = {}
+
+    def place(numbered: tuple[int, str]) -> tuple[int, int, int]:
+        index, name = numbered
+        match = _EXPERT_TENSOR.fullmatch(name)
+        if match is None:
+            return index, 0, 0
+        layer, number, matrix = match.groups()
+        return first.setdefault(layer, index), first.setdefault(layer + matrix, index), int(number)
+
+    return [name for _, name in sorted(enumerate(names), key=place)]
+
+
 def _items(
     tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]], sources: Mapping[str, Sequence[Source]]
 ) -> Iterator[_Item]:
-    """Slots in model order; the experts of a layer stacked by kind, unless expert tensor parallelism divides them."""
-    stacks: dict[str, list[_Item]] = {}
+    """Slots in the order given; experts that follow each other are stacked, unless expert tensor parallelism divides
+    them."""
+    items = []
     for name, shape, dtype in tensors:
         given = sorted(sources[name], key=lambda source: source.block)
         blocks = [source.block for source in given]
         # An expert of a stacked Hugging Face tensor has more dimensions than the parameter; blocks are of the tensor.
         whole = lies_whole(shape, blocks)
         slot = TensorSlot(name, str(dtype).removeprefix("torch."), shape, 0, () if whole else tuple(blocks))
-        item = _Item(slot, tuple((name, source) for source in given))
-        match = _EXPERT_TENSOR.fullmatch(name)
-        layer = f"{match[1]}{EXPERT}{match[3]}" if match and len(given) == 1 else None
-        if layer is None or any(not key.startswith(layer.partition(EXPERT)[0]) for key in stacks):
-            yield from _stacked(stacks)
-            stacks = {}
-        if layer is None:
-            yield item
-        else:
-            stacks.setdefault(layer, []).append(item)
-    yield from _stacked(stacks)
+        items.append(_Item(slot, tuple((name, source) for source in given)))
+    for stack, group in groupby(items, _stack):
+        together = list(group)
+        yield from together if stack is None else [_stacked(stack, together)]
 
 
-def _stacked(stacks: Mapping[str, list[_Item]]) -> Iterator[_Item]:
-    for name, items in stacks.items():
-        matches = [_EXPERT_TENSOR.fullmatch(item.slot.name) for item in items]
-        numbers = [int(match[2]) for match in matches if match]
-        if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
-            raise RuntimeError(f"the experts of {name} do not come in order: {numbers[:8]}")
-        slot = replace(items[0].slot, name=name, experts=(numbers[0], numbers[-1] + 1))
-        yield _Item(slot, tuple(source for item in items for source in item.sources))
+def _stack(item: _Item) -> str | None:
+    """Name of the stack that an item belongs to."""
+    match = _EXPERT_TENSOR.fullmatch(item.slot.name)
+    return f"{match[1]}{EXPERT}{match[3]}" if match and len(item.sources) == 1 else None
+
+
+def _stacked(name: str, items: Sequence[_Item]) -> _Item:
+    matches = [_EXPERT_TENSOR.fullmatch(item.slot.name) for item in items]
+    numbers = [int(match[2]) for match in matches if match]
+    if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+        raise RuntimeError(f"the experts of {name} do not come in order: {numbers[:8]}")
+    slot = replace(items[0].slot, name=name, experts=(numbers[0], numbers[-1] + 1))
+    return _Item(slot, tuple(source for item in items for source in item.sources))

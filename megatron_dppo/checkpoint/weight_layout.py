@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
-Block = tuple[tuple[int, int], ...]
-"""(start, stop) per dimension of a tensor."""
+from megatron_dppo.models.names import Block
 
 ALIGNMENT = 64
 """Each slot begins at a multiple of this many bytes."""
@@ -88,3 +87,30 @@ def lies_whole(shape: tuple[int, ...], blocks: list[Block]) -> bool:
     return all(span == (0, size) for block in blocks for span, size in zip(block[1:], shape[1:], strict=True)) and (
         blocks == sorted(blocks)
     )
+
+
+def unpack(slots: Iterable[TensorSlot], payload: torch.Tensor) -> Iterator[tuple[TensorSlot, torch.Tensor]]:
+    """The tensor of each slot; of several experts `[experts, *shape]`. Views of `payload` (uint8) that live as long as
+    it does, but for tensors that lie there in blocks: those are put together in memory of their own."""
+    for slot in slots:
+        dtype = getattr(torch, slot.dtype)
+        if not slot.nbytes:
+            yield slot, torch.empty(slot.shape, dtype=dtype, device=payload.device)
+            continue
+        raw = payload[slot.offset : slot.offset + slot.nbytes].view(dtype)
+        if slot.experts is not None:
+            yield slot, raw.view(slot.count, *slot.shape)
+        elif slot.blocks:
+            yield slot, _assembled(slot, raw)
+        else:
+            yield slot, raw.view(slot.shape)
+
+
+def _assembled(slot: TensorSlot, raw: torch.Tensor) -> torch.Tensor:
+    whole = torch.empty(slot.shape, dtype=raw.dtype, device=raw.device)
+    start = 0
+    for block in slot.blocks:
+        stop = start + prod(extent(block))
+        whole[tuple(slice(*span) for span in block)] = raw[start:stop].view(extent(block))
+        start = stop
+    return whole

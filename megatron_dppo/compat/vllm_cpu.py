@@ -1,12 +1,16 @@
-"""vLLM on a machine without a GPU: the environment and options of its engine, and router-replay capture.
+"""vLLM on a machine without a GPU: the environment and options of its engine, router-replay capture, and experts that
+are divided among workers.
 
 Facts of vLLM 0.26 that this module answers:
 - its CPU platform replaces the in-core executor by a third process unless the executor is named by its class path;
 - a request with a seed of its own whose prompt is prefilled in chunks ends the engine: the runner rewinds the random
   generator after a chunk, and torch's CPU generators cannot be rewound ("CPU Generator does not use offset");
+- it wants a NUMA node for each worker of an engine, to bind its threads to;
 - without a stated size the KV cache takes most of the machine's memory;
 - the CPU mixture-of-experts kernels choose experts in `cpu_fused_moe.select_experts`, which never calls the capture
   function that the router of the layer holds, so recorded routes come out all zero;
+- the same kernels take the ids of experts for places among their own weights, which under expert parallelism are those
+  of a part of the experts only;
 - linear layers multiply by a packed copy of their weight, and reloading weights packs anew only the layers that a
   weight was loaded into: a head tied to the embedding keeps the old copy (5.8 nats off after a weight sync).
 """
@@ -14,11 +18,12 @@ Facts of vLLM 0.26 that this module answers:
 from __future__ import annotations
 
 import functools
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     from megatron_dppo.rollout.config import RolloutConfig
 
@@ -37,10 +42,10 @@ def engine_environment(config: RolloutConfig) -> dict[str, str]:
     """Variables that the engine's processes need before they import torch; empty on a GPU."""
     if not on_cpu():
         return {}
-    return {
-        "TORCHDYNAMO_DISABLE": "1",
-        "OMP_NUM_THREADS": str(config.cpu_threads),
-    }
+    environment = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(config.cpu_threads)}
+    if config.tensor_parallel > 1:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return environment
 
 
 def engine_options(config: RolloutConfig) -> dict[str, Any]:
@@ -73,23 +78,25 @@ def repack_tied_head(model: torch.nn.Module) -> None:
             head.quant_method.process_weights_after_loading(head)
 
 
-def capture_routes() -> None:
-    """Let the CPU kernels report the experts they choose to the router of their layer. Idempotent.
+def mend_expert_choice() -> None:
+    """Let the CPU kernels report the experts they choose to the router of their layer, and compute those that are this
+    worker's. Idempotent.
 
-    Two functions are wrapped: the layer's forward notes whose router is at work, and `select_experts` hands its ids
-    `[tokens, topk]` to the capture function that vLLM's own recorder put on that router. No number changes.
+    Two functions are wrapped: the layer's forward notes which layer is at work, and `select_experts` hands its ids
+    `[tokens, topk]` to the capture function that vLLM's own recorder put on that layer's router; then they become
+    `own_experts`. Without expert parallelism no number changes.
     """
     from vllm.model_executor.layers.fused_moe import cpu_fused_moe
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-    if getattr(cpu_fused_moe.select_experts, "reports_routes", False):
+    if getattr(cpu_fused_moe.select_experts, "mended", False):
         return
-    at_work: list[BaseRouter] = []
+    at_work: list[MoERunner] = []
     apply_layer, select_experts = MoERunner._apply_quant_method, cpu_fused_moe.select_experts
 
     @functools.wraps(apply_layer)
-    def apply_and_note_router(self: MoERunner, *args: Any, **kwargs: Any) -> Any:
-        at_work.append(self.router)
+    def apply_and_note_layer(self: MoERunner, *args: Any, **kwargs: Any) -> Any:
+        at_work.append(self)
         try:
             return apply_layer(self, *args, **kwargs)
         finally:
@@ -98,11 +105,36 @@ def capture_routes() -> None:
     @functools.wraps(select_experts)
     def select_and_report(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = select_experts(*args, **kwargs)
-        capture = at_work[-1].capture_fn if at_work else None
-        if capture is not None:
-            capture(ids)
-        return weights, ids
+        if not at_work:
+            return weights, ids
+        router: Any = at_work[-1].router
+        if router.capture_fn is not None:
+            router.capture_fn(ids)
+        expert_map = at_work[-1].routed_experts.expert_map
+        return (weights, ids) if expert_map is None else own_experts(weights, ids, expert_map)
 
-    select_and_report.reports_routes = True  # type: ignore[attr-defined]
-    MoERunner._apply_quant_method = apply_and_note_router
+    select_and_report.mended = True  # type: ignore[attr-defined]
+    MoERunner._apply_quant_method = apply_and_note_layer
     cpu_fused_moe.select_experts = select_and_report
+
+
+def own_experts(
+    weights: torch.Tensor, ids: torch.Tensor, expert_map: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A choice among all experts as a choice among this worker's; the sum over workers is the layer's output.
+
+    weights, ids  `[tokens, topk]`; ids differ in each row
+    expert_map    `[experts]`, the place of each among this worker's, -1 for another worker's; it has at least `topk`
+
+    Places differ in each row as well, since a kernel counts an expert once a token: where another worker's was chosen
+    stands one that was not, with weight 0.
+    """
+    import torch
+
+    places = expert_map[ids.long()].long()
+    own, count = places >= 0, int(expert_map.max()) + 1
+    chosen = torch.zeros(len(ids), count + 1, dtype=torch.int32, device=ids.device)
+    chosen.scatter_(1, torch.where(own, places, count), 1)
+    spare = chosen[:, :count].argsort(dim=1, stable=True)  # those that were not chosen come first
+    number = ((~own).cumsum(dim=1) - 1).clamp(min=0)
+    return weights * own, torch.where(own, places, spare.gather(1, number)).to(ids.dtype)

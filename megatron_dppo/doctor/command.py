@@ -30,6 +30,12 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
         "first rollout of CONFIG's run or on 64 sums (under torchrun in CONFIG's layout, else on one rank)",
     )
     parser.add_argument(
+        "--random-weights",
+        action="store_true",
+        help="of --parity: draw the weights; MODEL needs no more than config.json and a tokenizer",
+    )
+    parser.add_argument("--layers", type=int, metavar="N", help="of --random-weights: only the first N of MODEL")
+    parser.add_argument(
         "--precision",
         action="append",
         metavar="ENGINE[/TRAINER]",
@@ -59,13 +65,19 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 def _parity(arguments: argparse.Namespace) -> Iterator[Finding]:
     from megatron_dppo.doctor.parity import Precision, parity_config
     from megatron_dppo.doctor.parity_report import run_parity
+    from megatron_dppo.doctor.shapes import with_layers
 
     model, file, overrides = arguments.parity, arguments.config, list(arguments.overrides)
     if file is not None and "=" in file.name and not file.exists():  # no CONFIG, and the first override in its place
         file, overrides = None, [str(file), *overrides]
     precisions = [Precision.parse(text) for text in arguments.precision or ("float32", "bfloat16")]
     out = arguments.out or Path("parity") / model.resolve().name
-    yield from run_parity(parity_config(model, file, overrides, out), precisions)
+    if arguments.layers is not None:
+        if not arguments.random_weights:
+            raise UserError("--layers goes with --random-weights: a checkpoint has its own")
+        model = with_layers(model, arguments.layers, out / f"{arguments.layers}-layers")
+    config = parity_config(model, file, overrides, out, random_weights=arguments.random_weights)
+    yield from run_parity(config, precisions)
 
 
 def _all(arguments: argparse.Namespace) -> Iterator[Finding]:
@@ -75,8 +87,8 @@ def _all(arguments: argparse.Namespace) -> Iterator[Finding]:
     if arguments.parity is not None:
         yield from _parity(arguments)
         return
-    if arguments.precision or arguments.out:
-        raise UserError("--precision and --out belong to --parity MODEL")
+    if arguments.precision or arguments.out or arguments.random_weights or arguments.layers is not None:
+        raise UserError("--precision, --out, --random-weights and --layers belong to --parity MODEL")
     yield from packages.check_python()
     yield from packages.check_packages(gpu=there or arguments.gpu)
     yield from gpu.check_cuda(expected=arguments.gpu)

@@ -19,6 +19,7 @@ from megatron_dppo.actor import runtime as actor_runtime
 from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.actor.runtime import TORCHRUN, Runtime
 from megatron_dppo.batch import InMemorySource, RolloutBatch
+from megatron_dppo.checkpoint.random_weights import random_tensors
 from megatron_dppo.config.load import build_config, read_tree
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
@@ -83,10 +84,12 @@ class Comparison:
         yield "off", self.mismatch.log_pi_live
 
 
-def parity_config(model: Path, config_file: Path | None, overrides: Sequence[str], out: Path) -> Config:
+def parity_config(
+    model: Path, config_file: Path | None, overrides: Sequence[str], out: Path, *, random_weights: bool = False
+) -> Config:
     """The run whose first rollout is compared: of a file, or `DEFAULTS`, with `overrides`. Raises UserError."""
     tree: dict[str, Any] = dict(DEFAULTS) if config_file is None else read_tree(config_file)
-    tree["model"] = {"path": str(model)}
+    tree["model"] = {"path": str(model), "random_weights": random_weights}
     tree["run"] = dict(tree.get("run") or {}) | {"dir": str(out)}
     config = build_config(Config, tree, overrides, where=str(config_file or "the defaults"))
     hf_config = load_hf_config(model)
@@ -154,12 +157,25 @@ def _roll_out(config: Config, dtype: str) -> RolloutBatch:
     requests = requests_for(
         prompts, config.trainer.samples_per_prompt, run_seed=config.run.seed, step=0, stream=TRAINING
     )
+    rollout = config.rollout.model_copy(update={"dtype": dtype})
+    if config.model.random_weights:
+        rollout = rollout.model_copy(update={"load_format": "dummy"})
     with _no_rank():
-        engine = VllmEngine(config.model.path, config.rollout.model_copy(update={"dtype": dtype}))
+        engine = VllmEngine(config.model.path, rollout)
         try:
+            if config.model.random_weights:
+                _give_random_weights(engine, config)
             return engine.generate(requests, training_law(config.rollout), training=True)
         finally:
             engine.close()
+
+
+def _give_random_weights(engine: VllmEngine, config: Config) -> None:
+    """Those that `build_actor` draws."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    engine.update_weights(1, random_tensors(load_hf_config(config.model.path), config.run.seed, device))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the next engine wants its share of the card
 
 
 def _recompute(runtime: Runtime, config: Config, dtype: str, batch: RolloutBatch) -> Comparison:

@@ -21,6 +21,7 @@ _TRIAL = (
     "evaluation.every=0",
     "evaluation.sets=[]",
     "rollout.max_response_tokens=1024",
+    "rollout.tensor_parallel=1",
     "trainer.steps=5",
     "trainer.prompts_per_step=32",
     "trainer.samples_per_prompt=8",
@@ -47,6 +48,9 @@ def run_experiment(
         raise SystemExit(exit_status(lambda: _refuse(f"EXPERIMENT={experiment} is none of {', '.join(models)}")))
     name = models[experiment].rsplit("/", 1)[-1]
     trial, overrides = _options(sys.argv[1:])
+    if "RUN_DIR" not in os.environ and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        why = "RUN_DIR is not set, and by default each node would have a folder of its own; name one that all see"
+        raise SystemExit(exit_status(lambda: _refuse(why)))
     run = Path(os.environ.get("RUN_DIR", root / f"runs/{experiment}/{job_stamp()}"))
     seed = os.environ.get("SEED", "0")
     model: Downloaded | MadeOnce

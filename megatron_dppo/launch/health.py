@@ -1,7 +1,7 @@
 """`python -m megatron_dppo.launch.health FOLDER`: exit status 1 where a run under FOLDER has a rank without progress.
 
 For the health checks of containers: it imports nothing heavy. FOLDER is a run's folder or one that holds runs. Only
-ranks of this host count, so that one hung node does not restart all.
+living ranks of this host count, so that one hung node does not restart all, nor what a killed run left.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
         for run in runs
         if (run / FOLDER).is_dir()
         for beat in read_beats(run)
-        if beat.host == socket.gethostname() and beat.overdue > 0
+        if beat.host == socket.gethostname() and beat.overdue > 0 and beat.alive
     ]
     for run, beat in hung:
         where = f"rank {beat.rank} (pid {beat.pid}) in {beat.phase} of step {beat.step}"

@@ -41,6 +41,13 @@ class Beat:
     """Seconds a phase may take before the rank counts as hung."""
 
     @property
+    def alive(self) -> bool:
+        """Whether the process that wrote it lives. Only of this host's: numbers of processes are used again."""
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self.pid).create_time() <= self.since + 5.0  # clocks are set now and then
+        return False
+
+    @property
     def overdue(self) -> float:
         """Seconds past the limit; negative while there is time."""
         return time.time() - self.since - self.limit
@@ -88,8 +95,11 @@ class Heartbeat:
         """The rank begins `phase` of `step`."""
         beat = Beat(self._rank, socket.gethostname(), os.getpid(), phase, step, time.time(), self._limit)
         partial = self._file.with_suffix(".partial")
-        partial.write_text(json.dumps(vars(beat)))
-        partial.replace(self._file)
+        try:
+            partial.write_text(json.dumps(vars(beat)))
+            partial.replace(self._file)
+        except OSError as error:  # a file system that stumbles is no reason to end a run
+            _LOG.warning("%s cannot be written: %s", self._file, error.strerror)
         faulthandler.dump_traceback_later(self._limit, repeat=True, file=self._stream)
 
     def _watch(self) -> None:
@@ -126,14 +136,14 @@ def culprits(beats: list[Beat]) -> list[Beat]:
 
 
 def read_beats(folder: Path) -> list[Beat]:
-    """Of every rank of a run that is there, by rank."""
+    """Of every rank of a run whose file is there and whole, by rank."""
     beats = []
     for file in sorted((folder / FOLDER).glob("rank-*.json")):
         try:
             raw: dict[str, Any] = json.loads(file.read_text())
             beats.append(Beat(**raw))
-        except FileNotFoundError:
-            continue  # the rank has just ended
+        except (OSError, ValueError, TypeError):
+            continue  # the rank has just ended, or its file cannot be read at the moment
     return beats
 
 

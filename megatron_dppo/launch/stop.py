@@ -25,7 +25,8 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Signals are taken inside; what stood there before is put back. A request left from an earlier run is void."""
+        """Signals are taken inside; what stood there before is put back. An earlier run's answer goes; a request
+        that is there already counts."""
         with suppress(FileNotFoundError):
             (self._folder / DONE).unlink()
         if threading.current_thread() is not threading.main_thread():

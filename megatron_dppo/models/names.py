@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Range = tuple[int, int]
 Block = tuple[Range, ...]
+"""(start, stop) per dimension of a tensor."""
 Shape = tuple[int, ...]
 
 

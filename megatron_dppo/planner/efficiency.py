@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Efficiency:
     """Shares of a GPU's peak, and what the host needs however fast the GPU is.
 
-    Fitted to eight measured steps of one to four H100 80GB (docs/planner.md), starting from what is known apart: the
+    Fitted to nine measured steps of one to four H100 80GB (docs/planner.md), starting from what is known apart: the
     head from docs/benchmarks.md (63.7 ms for four products of 10.2 TFLOP), NVLink from its all-reduce of 134 MB
     (0.51 ms on two GPUs, 0.65 ms on four), decoding from vLLM's 15,700 and 10,200 tokens/s at 16 layers and 256
     sequences, without and with routes and top-20. Network, dense products and attention are typical values, not fitted.
@@ -19,35 +19,52 @@ class Efficiency:
     """Dense matrix products."""
     head: float = 0.70
     """The LM head's four products, statistics included."""
-    grouped: float = 0.50
+    grouped: float = 0.53
     """Products of one expert's rows."""
     attention_forward: float = 0.40
     attention_backward: float = 0.35
-    memory: float = 0.70
+    memory: float = 0.73
     """Norms, rotary, permutations, SwiGLU: kernels that read and write once."""
     stream: float = 0.75
     """Adam, norms of gradients, zeroing: one long kernel."""
-    link: float = 0.44
+    link: float = 0.45
     """NVLink, ranks waiting for each other included."""
     network: float = 0.70
     decode: float = 0.36
     """Bytes an engine's step must read (weights of the experts hit, KV cache) over what it takes."""
 
-    expert_forward_s: float = 57e-6
+    expert_forward_s: float = 101e-6
     """Host seconds per local expert and layer: two launches and their descriptors."""
-    expert_backward_s: float = 90e-6
+    expert_backward_s: float = 72e-6
     """The same for four launches and two gradient hooks."""
     expert_unfused_s: float = 50e-6
     """More where weight gradients are added to the float32 buffer by kernels of their own."""
-    layer_forward_s: float = 9e-3
+    layer_forward_s: float = 7.3e-3
     """Host seconds per layer beside experts: the router's synchronisation, replay, and some hundred launches."""
-    layer_backward_s: float = 13e-3
-    microbatch_s: float = 0.014
+    layer_backward_s: float = 15e-3
+    microbatch_s: float = 0.021
     """Packing, routes to the device, objective and metrics."""
-    parameter_s: float = 40e-6
-    """Host seconds per parameter tensor in the optimizer step."""
+    parameter_s: float = 30e-6
+    """Host seconds per parameter tensor in the optimizer step: 30 to 60 ms for 550 to 1,060, less Adam's own."""
     engine_token_s: float = 37e-6
     """Host seconds of an engine per token for its routes and top-K log-probabilities."""
 
 
-EFFICIENCY = Efficiency()
+H100 = Efficiency()
+H200 = Efficiency(
+    grouped=0.45,
+    memory=0.61,
+    expert_forward_s=3.8e-05,
+    expert_backward_s=7e-05,
+    layer_forward_s=0.0037,
+    layer_backward_s=0.015,
+    microbatch_s=0.016,
+)
+"""Fitted by `tools/fit_planner.py` to thirteen steps of single H200s (docs/planner.md); the rest is the H100's."""
+MEASURED = {"h100-80g": H100, "h200-141g": H200}
+"""By the name of the card."""
+
+
+def efficiency_of(gpu: str) -> Efficiency:
+    """That of the card, or of the H100 where the card was not measured."""
+    return MEASURED.get(gpu, H100)

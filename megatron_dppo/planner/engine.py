@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_dppo.models.hf_config import HFConfig
-from megatron_dppo.planner.efficiency import EFFICIENCY, Efficiency
+from megatron_dppo.planner.efficiency import Efficiency, efficiency_of
 from megatron_dppo.planner.gpus import GIB, Gpu
 from megatron_dppo.planner.parameters import active_per_token, whole_model
 from megatron_dppo.planner.workload import Workload
@@ -50,13 +50,13 @@ def plan_engine(
     *,
     taken: int = 0,
     tensor: int | None = None,
-    e: Efficiency = EFFICIENCY,
 ) -> EnginePlan:
     """The smallest engine whose weights leave room for a cache, repeated over `gpus`.
 
     taken   bytes of every card that a trainer on the same cards keeps while engines generate
     tensor  GPUs of an engine, where that is decided already
     """
+    e = efficiency_of(gpu.name)
     sizes = [tensor] if tensor else [n for n in ENGINE_SIZES if n <= gpus and model.heads % n == 0]
     usable = int(UTILIZATION * gpu.memory) - taken
     plans = [_engine(model, gpu, gpus, workload, n, usable, e) for n in sizes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.planner.efficiency import MEASURED
 
 GIB = 1 << 30
 
@@ -29,7 +30,7 @@ class Gpu:
     @property
     def measured(self) -> bool:
         """Whether the efficiencies were calibrated on this GPU."""
-        return self.name == "h100-80g"
+        return self.name in MEASURED
 
 
 GPUS = {

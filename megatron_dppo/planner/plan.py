@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from megatron_dppo.planner.efficiency import EFFICIENCY
+from megatron_dppo.planner.efficiency import MEASURED
 from megatron_dppo.planner.engine import EnginePlan, plan_engine
 from megatron_dppo.planner.gpus import GIB
 from megatron_dppo.planner.memory import OUTSIDE_ALLOCATOR, StageMemory, stage_memory
@@ -101,7 +101,7 @@ def make_plan(layout: Layout, workload: Workload, *, rollout_gpus: int = 0, engi
         workload=workload,
         rollout_gpus=rollout_gpus,
         stages=stages,
-        gradient_step=step_time(layout, microbatches, EFFICIENCY),
+        gradient_step=step_time(layout, microbatches),
         microbatches=microbatches,
         engine=engine,
         traffic=step_traffic(layout.model, workload, engine.engines),
@@ -160,7 +160,7 @@ def _extrapolated(layout: Layout, gpus: int) -> tuple[str, ...]:
     if gpus > MEASURED_GPUS:
         beyond.append(f"{gpus} GPUs (measured: 1 to {MEASURED_GPUS})")
     if not layout.gpu.measured:
-        beyond.append(f"{layout.gpu.name} (measured: h100-80g)")
+        beyond.append(f"{layout.gpu.name} (measured: {', '.join(MEASURED)})")
     if layout.tokens_per_rank > MEASURED_TOKENS:
         beyond.append(f"{layout.tokens_per_rank} tokens per rank (measured: {MEASURED_TOKENS})")
     if gpus > layout.gpu.gpus_per_node:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_dppo.planner.efficiency import EFFICIENCY, Efficiency
+from megatron_dppo.planner.efficiency import Efficiency, efficiency_of
 from megatron_dppo.planner.parameters import stage_layers, stage_parameters
 from megatron_dppo.planner.workload import Layout
 
@@ -42,8 +42,9 @@ class StepTime:
         return self.compute + self.bubble + self.gradients + self.optimizer
 
 
-def step_time(layout: Layout, microbatches: int, efficiency: Efficiency = EFFICIENCY) -> StepTime:
-    """`microbatches` per data-parallel rank; all of `layout.microbatch_tokens`."""
+def step_time(layout: Layout, microbatches: int, efficiency: Efficiency | None = None) -> StepTime:
+    """`microbatches` per data-parallel rank; all of `layout.microbatch_tokens`. `efficiency`: that of the card."""
+    efficiency = efficiency or efficiency_of(layout.gpu.name)
     stages = [_stage(layout, stage, efficiency) for stage in range(layout.parallel.pipeline)]
     slowest = max(stages, key=lambda time: time.both)
     others = sum(time.both for time in stages) - slowest.both
@@ -56,13 +57,25 @@ def step_time(layout: Layout, microbatches: int, efficiency: Efficiency = EFFICI
 
 
 def _stage(layout: Layout, stage: int, e: Efficiency) -> PassTime:
-    total = PassTime(0.0, 0.0)
+    """In the forward every MoE layer waits for the GPU (how many rows an expert gets), so the longer of the GPU's and
+    the host's time counts layer by layer. In the backward nothing waits: the host runs ahead; the longer sum counts."""
+    forward = 0.0
+    device = host = 0.0
     for chunk in stage_layers(layout.model.layers, layout.parallel)[stage].kinds(layout.model):
         for layer, count in chunk:
-            one = layer_time(layout, layer, e)
-            total += PassTime(count * one.forward, count * one.backward)
+            work, launch = layer_time(layout, layer, e), _host(layout, layer, e)
+            one = max(work.forward, launch.forward)
+            forward += count * one
+            device += count * work.backward
+            host += count * launch.backward
+            if layout.recompute == "full":
+                device += count * one  # the forward once more, waiting as it does
+                host += count * one
     if stage == layout.parallel.pipeline - 1:
-        total += head_time(layout, e)
+        head = head_time(layout, e)
+        forward += head.forward
+        device += head.backward
+    total = PassTime(forward, max(device, host))
     if layout.parallel.pipeline > 1:
         boundary = 2 * layout.rows_per_rank * layout.model.hidden_size
         sent = boundary / bandwidth(layout, layout.gpus // layout.parallel.pipeline + 1, e)
@@ -70,7 +83,7 @@ def _stage(layout: Layout, stage: int, e: Efficiency) -> PassTime:
     return total
 
 
-def head_time(layout: Layout, e: Efficiency = EFFICIENCY) -> PassTime:
+def head_time(layout: Layout, e: Efficiency) -> PassTime:
     """One product forward, three backward, and the collectives of TokenStats."""
     model, tensor = layout.model, layout.parallel.tensor
     flops = 2 * layout.tokens_per_rank * model.hidden_size * model.padded_vocab_size(tensor) / tensor
@@ -83,17 +96,13 @@ def head_time(layout: Layout, e: Efficiency = EFFICIENCY) -> PassTime:
     return PassTime(product + gather + 1e-3, 3 * product + reduce + 1e-3)
 
 
-def layer_time(layout: Layout, layer: int, e: Efficiency = EFFICIENCY) -> PassTime:
-    """One decoder layer, recomputation in the backward included."""
-    attention, mlp = _attention(layout, e), _mlp(layout, layer, e)
-    host = _host(layout, layer, e)
-    forward = max(attention.forward + mlp.forward, host.forward)
-    backward = max(attention.backward + mlp.backward, host.backward)
-    if layout.recompute == "full":
-        backward += forward
-    elif layout.recompute == "selective":
-        backward += _core_attention(layout) / (layout.gpu.bf16_flops * e.attention_forward)
-    return PassTime(forward, backward)
+def layer_time(layout: Layout, layer: int, e: Efficiency) -> PassTime:
+    """The GPU's time for one decoder layer; the backward without recomputed layers, but with a recomputed attention."""
+    total = _attention(layout, e) + _mlp(layout, layer, e)
+    if layout.recompute == "selective":
+        core = _core_attention(layout) / (layout.gpu.bf16_flops * e.attention_forward)
+        total += PassTime(0.0, core)
+    return total
 
 
 def _host(layout: Layout, layer: int, e: Efficiency) -> PassTime:

@@ -39,6 +39,9 @@ class RolloutConfig(ConfigModel):
     """"dummy" starts from random weights and refuses to generate until the first sync."""
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs (or CPU processes) that share one engine."""
+    expert_parallel: bool = False
+    """Divide the experts among the `tensor_parallel` devices of an engine, each whole on one of them, in place of
+    cutting every expert into slices. Attention and the rest are cut as ever."""
     enforce_eager: bool = False
     """Without CUDA graphs. A CPU has none."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
@@ -114,6 +117,11 @@ class RolloutConfig(ConfigModel):
             raise ValueError(
                 f"rollout.max_num_batched_tokens={self.max_num_batched_tokens} cannot hold one token for each of "
                 f"rollout.max_num_seqs={self.max_num_seqs} sequences; raise the first or lower the second"
+            )
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise ValueError(
+                "rollout.expert_parallel=true divides experts among the devices of one engine, and "
+                "rollout.tensor_parallel=1 gives it a single one; raise that, or set expert_parallel=false"
             )
         if self.placement == "colocated" and not self.enable_sleep:
             raise ValueError(

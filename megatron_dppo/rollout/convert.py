@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_dppo.batch import RolloutBatch
+from megatron_dppo.batch import RolloutBatch, join_turns
 from megatron_dppo.rollout.protocol import GenerationRequest
 from megatron_dppo.rollout.record_frame import BadFrame, ResponseRecord
 from megatron_dppo.router_replay.record import RouteSchema, record_routes
@@ -87,6 +88,23 @@ def to_batch(
         finish_reasons=tuple(str(c.finish_reason) for c in completions),
         weight_versions=versions,
     )
+
+
+def join_parts(requests: Sequence[GenerationRequest], parts: Sequence[int], batch: RolloutBatch) -> RolloutBatch:
+    """One sequence per request and by its name, from the parts of all of them in `batch`; `parts` is how many each has.
+
+    A part goes by another name where a sync came before: also the only one, of a request that was cut before its first
+    token.
+    """
+    if max(parts) == 1:
+        return replace(batch, request_ids=tuple(request.request_id for request in requests))
+    joined, first = [], 0
+    for request, count in zip(requests, parts, strict=True):
+        turns = [batch.select([first + number]) for number in range(count)]
+        reason = turns[-1].finish_reasons[0]
+        joined.append(join_turns(turns, request_id=request.request_id, finish_reason=reason, latest_prompt=True))
+        first += count
+    return RolloutBatch.concatenate(joined)
 
 
 def _records(

@@ -1,14 +1,14 @@
-"""Gives work to engines and takes it back from those that fail: one thread, to which everything else is an event."""
+"""Gives work to engines and takes it back from those that fail."""
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import ray
@@ -17,12 +17,12 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.convert import MalformedOutput
 from megatron_dppo.rollout.errors import EngineClosed, EnginesFailed, GenerationTimeout
+from megatron_dppo.rollout.event_thread import EventThread
 from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.rollout.seat import Seat
 from megatron_dppo.rollout.stored import column_names
 from megatron_dppo.rollout.work import Ticket, Work
 
-_TICK_S = 0.2
 _MOST_TIMEOUTS = 2
 
 COUNTED = ("engine_failures", "engine_restarts", "requeued_sequences", "lost_tokens", "request_timeouts",
@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 class Dispatch:
-    """The engines' seats and the work that waits for them. What is not said to be for any thread is for its own."""
+    """The engines' seats and the work that waits for them, which one thread alone changes. What is not said to be for
+    any thread is for that one."""
 
     def __init__(self, seats: Sequence[Seat], config: RolloutConfig, store: Any, store_name: str) -> None:
         self._seats, self._config = list(seats), config
@@ -47,10 +48,8 @@ class Dispatch:
         """Version that engines must have to get work; None is the checkpoint that they start from."""
         self._failures = 0
         self._counts: Counter[str] = Counter()
-        self._end_reason: BaseException | None = None
-        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._replacing: list[threading.Thread] = []
-        self._thread = threading.Thread(target=self._run, name="engine-fleet", daemon=True)
+        self._thread = EventThread("engine-fleet", after_each=self._go_on, at_the_end=self._give_up)
         for seat in self._seats:
             self._expect(seat)
         self._thread.start()
@@ -58,22 +57,8 @@ class Dispatch:
     # For any thread
 
     def ask[T](self, question: Callable[[], T]) -> T:
-        """Call a function on this object's thread. Raises what it raised, or why this object has ended."""
-        answer: Future[T] = Future()
-
-        def settle() -> None:
-            try:
-                answer.set_result(question())
-            except BaseException as error:
-                answer.set_exception(error)
-
-        self._events.put(settle)
-        while True:
-            try:
-                return answer.result(timeout=1.0)
-            except TimeoutError:
-                if not self._thread.is_alive():
-                    raise self._end_reason or EngineClosed("the engines are closed") from None
+        """See `EventThread.ask`."""
+        return self._thread.ask(question)
 
     def wait_for(self, ticket: Ticket) -> list[Any]:
         """Have a ticket's work done; see `Ticket.wait`."""
@@ -81,24 +66,24 @@ class Dispatch:
         try:
             return ticket.wait()
         finally:
-            self._events.put(lambda: self._leave(ticket))
+            self._thread.put(lambda: self._leave(ticket))
 
     def wait_until_up(self) -> None:
         """Until every engine has loaded; raises what ended this object before that."""
-        self._until(lambda: all(seat.up for seat in self._seats))
+        self._thread.until(lambda: all(seat.up for seat in self._seats))
 
     def hold_for(self, version: int, *, drain: bool) -> list[RayRolloutEngine]:
         """See `EngineFleet.members_to_sync`."""
-        self._until(lambda: all(seat.up or seat.number > 0 for seat in self._seats))
+        self._thread.until(lambda: all(seat.up or seat.number > 0 for seat in self._seats))
 
         def hold() -> None:
             self._held, self._current = True, version
 
         self.ask(hold)
-        self._until(lambda: any(seat.up for seat in self._seats))
+        self._thread.until(lambda: any(seat.up for seat in self._seats))
         if drain:
-            self._until(lambda: not any(seat.running for seat in self._seats))
-            self._until(lambda: any(seat.up for seat in self._seats))
+            self._thread.until(lambda: not any(seat.running for seat in self._seats))
+            self._thread.until(lambda: any(seat.up for seat in self._seats))
 
         def begin() -> list[RayRolloutEngine]:
             self._syncing = True
@@ -108,24 +93,15 @@ class Dispatch:
 
     def close(self) -> list[RayRolloutEngine]:
         """End the thread; returns the engines, for whom this was the last owner. The second time there are none."""
-        if not self._thread.is_alive() and not self._seats:
+        if not self._thread.alive and not self._seats:
             return []
-        if self._thread.is_alive():
-            self._events.put(lambda: self._end(EngineClosed("the engines are closed")))
+        if self._thread.alive:
+            self._thread.put(lambda: self._thread.end(EngineClosed("the engines are closed")))
             self._thread.join()
         for thread in self._replacing:
             thread.join()
         seats, self._seats = self._seats, []
         return [seat.engine for seat in seats]
-
-    def _until(self, condition: Callable[[], bool]) -> None:
-        def asked() -> bool:
-            if self._end_reason is not None:
-                raise self._end_reason
-            return condition()
-
-        while not self.ask(asked):
-            time.sleep(0.01)
 
     # For its own thread
 
@@ -151,35 +127,19 @@ class Dispatch:
         self._counts.clear()
         return taken
 
-    def _run(self) -> None:
-        while self._end_reason is None:
-            try:
-                event = self._events.get(timeout=_TICK_S)
-            except queue.Empty:
-                event = None
-            try:
-                if event is not None:
-                    event()
-                self._look_after()
-                self._assign()
-            except BaseException as error:
-                self._end(error)
-        while True:  # whoever asked meanwhile gets an answer
-            try:
-                self._events.get_nowait()()
-            except queue.Empty:
-                return
-            except Exception:  # an event about an engine that no longer matters
-                continue
+    def _go_on(self) -> None:
+        """After every event."""
+        self._look_after()
+        self._assign()
 
-    def _end(self, reason: BaseException) -> None:
-        self._end_reason = reason
+    def _give_up(self, reason: BaseException) -> None:
+        """Nothing more happens here."""
         for ticket in self._tickets:
             ticket.fail(reason)
 
     def _submit(self, ticket: Ticket) -> None:
-        if self._end_reason is not None:
-            raise self._end_reason
+        if self._thread.end_reason is not None:
+            raise self._thread.end_reason
         self._tickets.append(ticket)
         if ticket.training:
             self._waiting.extend(ticket.work)
@@ -219,7 +179,7 @@ class Dispatch:
             results = [engine.start("generate", work.requests, ticket.law, ticket.training, work.key)]
         seat.running[work.key] = work
         key = work.key
-        self._watch(results[0], lambda result: self._finished(seat, key, results[1:], result))
+        self._thread.watch(results[0], lambda result: self._finished(seat, key, results[1:], result))
 
     def _finished(self, seat: Seat, key: str, columns: list[ray.ObjectRef], result: Future[Any]) -> None:
         work = seat.running.get(key)
@@ -233,6 +193,8 @@ class Dispatch:
         if ticket.closed or cause is None:
             del seat.running[key]
         if ticket.closed:
+            if ticket in self._tickets:  # enough came already, and who waited for it has not left yet
+                self._counts["dropped_sequences"] += len(work.requests)
             return
         if cause is None:
             ticket.deliver(work, (result.result(), self._known(work, columns)) if ticket.stored else result.result())
@@ -269,7 +231,7 @@ class Dispatch:
         self._requeue(lost)
         told = f"engine {seat.engine.name} {reason}"
         if self._failures > self._config.max_engine_failures:
-            return self._end(
+            return self._thread.end(
                 EnginesFailed(
                     f"{self._failures} engine failures, rollout.max_engine_failures={self._config.max_engine_failures} "
                     f"are allowed; the last one: {told}"
@@ -282,17 +244,21 @@ class Dispatch:
 
     def _replace(self, seat: Seat) -> None:
         """On a thread of its own, since it takes seconds."""
-        seat.replace()
-        self._events.put(lambda: self._expect(seat))
+        try:
+            seat.replace()
+        except Exception as error:  # nobody joins this thread before the end, and the seat would stay empty unseen
+            self._thread.put(partial(self._thread.end, error))
+            return
+        self._thread.put(lambda: self._expect(seat))
 
     def _expect(self, seat: Seat) -> None:
         number = seat.number
-        self._watch(seat.engine.started, lambda result: self._loaded(seat, number, result))
+        self._thread.watch(seat.engine.started, lambda result: self._loaded(seat, number, result))
 
     def _loaded(self, seat: Seat, number: int, result: Future[Any]) -> None:
         cause = _cause(result.exception())
         if cause is not None and number == 0:  # nothing ever ran here: what is wrong is not the engine's fault
-            self._end(cause)
+            self._thread.end(cause)
         elif cause is not None:
             self._lose(seat, f"did not start: {_said(cause)}")
         else:
@@ -310,15 +276,11 @@ class Dispatch:
 
     def _ask_core(self, seat: Seat, question: ray.ObjectRef) -> None:
         number = seat.number
-        self._watch(question, lambda result: self._answered(seat, number, result))
+        self._thread.watch(question, lambda result: self._answered(seat, number, result))
 
     def _answered(self, seat: Seat, number: int, result: Future[Any]) -> None:
         if seat.number == number and seat.up and result.exception() is None:
             seat.answer(result.result())
-
-    def _watch(self, reference: ray.ObjectRef, then: Callable[[Future[Any]], None]) -> None:
-        """Call `then` on this thread when a result is there."""
-        reference.future().add_done_callback(lambda result: self._events.put(lambda: then(result)))
 
 
 def _cause(error: BaseException | None) -> BaseException | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ import ray
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.launch.imports import uncollected
 from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.errors import EngineDead
 from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
 from megatron_dppo.rollout.stored import LayerGroups, columns_of
 from megatron_dppo.rollout.weight_transfer.bucket import Bucket
@@ -27,12 +29,18 @@ the order in which they were made; what asks, pauses or aborts never waits behin
 class EngineActor:
     """Runs in a Ray worker: a `VllmEngine`. Nothing that it made is lost with it."""
 
-    def __init__(self, model: str, config: RolloutConfig, environment: Mapping[str, str]) -> None:
+    def __init__(self, model: str, config: RolloutConfig, environment: Mapping[str, str], log: str | None) -> None:
         os.environ.update(environment)  # before anything looks for devices
+        kept = log is not None and _print_to(log)
         with uncollected():
             from megatron_dppo.rollout.vllm_engine import VllmEngine  # vLLM is imported in this process only
 
-        self._engine = VllmEngine(Path(model), config)
+        try:
+            self._engine = VllmEngine(Path(model), config)
+        except RuntimeError as error:
+            # vLLM says of a core that failed no more than that it did; the reason is what the core printed.
+            where = f"what it printed is in {log}" if kept else "what it printed is in the logs of Ray's workers there"
+            raise EngineDead(f"the engine did not start on {socket.gethostname()} ({error}); {where}") from error
 
     @ray.method(concurrency_group=CONTROL)
     def weight_version(self) -> int:
@@ -83,36 +91,36 @@ class EngineActor:
 
     @ray.method(concurrency_group=WEIGHTS)
     def begin_update(self, version: int) -> None:
-        self._engine.begin_update(version)
+        self._engine.weights.begin(version)
 
     @ray.method(concurrency_group=WEIGHTS)
     def receive_bucket(self, version: int, bucket: Bucket) -> None:
-        with self._engine.update_failure(version):
-            self._engine.receive_bucket(version, bucket)
+        with self._engine.weights.failure(version):
+            self._engine.weights.receive_bucket(version, bucket)
 
     @ray.method(concurrency_group=WEIGHTS)
     def init_transfer(self, terms: dict[str, Any]) -> None:
-        """See `VllmEngine.init_transfer`, whose arguments `terms` are."""
-        self._engine.init_transfer(**terms)
+        """See `WeightUpdates.init_transfer`, whose arguments `terms` are."""
+        self._engine.weights.init_transfer(**terms)
 
     @ray.method(concurrency_group=WEIGHTS)
     def receive_shared(self, version: int, number: int) -> None:
-        with self._engine.update_failure(version):
-            self._engine.receive_shared(version, number)
+        with self._engine.weights.failure(version):
+            self._engine.weights.receive_shared(version, number)
 
     @ray.method(concurrency_group=WEIGHTS)
     def receive_group(self, version: int) -> None:
-        with self._engine.update_failure(version):
-            self._engine.receive_group(version)
+        with self._engine.weights.failure(version):
+            self._engine.weights.receive_group(version)
 
     @ray.method(concurrency_group=WEIGHTS)
     def end_update(self, version: int, packed: dict[int, int] | None = None) -> list[dict[str, float]]:
-        with self._engine.update_failure(version):
-            return self._engine.end_update(version, packed)
+        with self._engine.weights.failure(version):
+            return self._engine.weights.end(version, packed)
 
     @ray.method(concurrency_group=CONTROL)
     def fail_update(self, version: int, reason: str) -> None:
-        self._engine.fail_update(version, reason)
+        self._engine.weights.fail(version, reason)
 
     @ray.method(concurrency_group=WEIGHTS)
     def sleep(self) -> None:
@@ -133,3 +141,16 @@ class EngineActor:
     @ray.method(concurrency_group=WEIGHTS)
     def close(self) -> None:
         self._engine.close()
+
+
+def _print_to(log: str) -> bool:
+    """Let this process and those it starts print to a file, which outlives Ray's own ones. False where it cannot be
+    written: a node of engines alone may not have the run's folder."""
+    try:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        return False
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+    return True

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.config import RolloutConfig
@@ -39,17 +40,22 @@ class EngineFleet:
         *,
         name: str = "rollout",
         options: Sequence[Mapping[str, Any]] | None = None,
+        logs: Path | None = None,
     ) -> None:
         """
         name     prefix of the names of the Ray actors, unique in the session
         options  further options of each engine's Ray actor (GPUs, placement group, environment); one entry per engine.
                  None is `rollout.engines` of them without any
+        logs     folder of a file per engine with what it prints; None leaves that to Ray
         """
         self._config = config
         self._store_name = f"{name}-store"
-        self._store: Any = ray.remote(RolloutStore).options(name=self._store_name, num_cpus=0).remote()
+        # Beside the controller: on a node of engines it would go down with them, and every rollout with it.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        store: Any = ray.remote(RolloutStore).options(name=self._store_name, num_cpus=0, scheduling_strategy=here)
+        self._store: Any = store.remote()
         places = [{}] * config.engines if options is None else list(options)
-        seats = [Seat(model, config, f"{name}-engine-{number}", place) for number, place in enumerate(places)]
+        seats = [Seat(model, config, f"{name}-engine-{number}", place, logs) for number, place in enumerate(places)]
         self._dispatch = Dispatch(seats, config, self._store, self._store_name)
 
     # What the trainer samples
@@ -65,6 +71,7 @@ class EngineFleet:
         law: SamplingLaw,
         layer_groups: LayerGroups | None = None,
         *,
+        samples: int | None = None,
         enough: int | None = None,
     ) -> RolloutHandle:
         """Sample every request for training and leave the sequences in the object store, for `RolloutSource` on any
@@ -72,9 +79,10 @@ class EngineFleet:
 
         layer_groups  MoE layers whose routes are pulled together, one group per model chunk of the trainer's pipeline
                       (`MegatronActor.moe_layer_groups`); None is one group of all
+        samples       requests of one prompt, where the same prompt may come again right after them
         enough        prompts after whose completion the others are dropped; None samples all
         """
-        pieces = in_pieces(requests, self._config.sequences_per_object if enough is None else 1)
+        pieces = in_pieces(requests, self._config.sequences_per_object if enough is None else 1, samples=samples)
         ticket = Ticket(pieces, law, training=True, stored=True, layer_groups=layer_groups, enough=enough)
         results = self._dispatch.wait_for(ticket)
         ray.get([known for _, known in results])

@@ -23,7 +23,16 @@ class Gate:
         """Whether it is shut for a weight sync that may still end well: who was cut for it waits to go on."""
         self.version = 0
         """Version of the weights behind the gate."""
+        self.asleep: set[str] = set()
+        """What the engine gave back of its memory and has not taken again: "weights", "kv_cache"."""
         self._inside = 0
+
+    def check(self) -> None:
+        """Raise `EngineClosed` where nothing may be sampled now."""
+        if self.shut is not None:
+            raise EngineClosed(f"the engine refuses to generate: {self.shut}")
+        if self.asleep:
+            raise EngineClosed(f"the engine refuses to generate: its {' and '.join(sorted(self.asleep))} are asleep")
 
     async def passable(self) -> None:
         """Wait for the end of a sync. Raises `EngineClosed` where the gate is shut for another reason."""

@@ -21,6 +21,9 @@ class ModelFacts:
     tied_embeddings: bool
     routes: RouteSchema | None
     """None for a model without experts, or when routes are not recorded."""
+    experts: int
+    """Per layer that has some; 0 for a model without."""
+    experts_per_token: int
 
     @staticmethod
     def read(folder: Path, *, router_replay: bool) -> ModelFacts:
@@ -44,4 +47,6 @@ class ModelFacts:
             stop_token_ids=tuple(sorted(set(ids))),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             routes=RouteSchema.from_hf_config(config) if router_replay else None,
+            experts=int(config.get("num_experts") or config.get("num_local_experts") or 0),
+            experts_per_token=int(config.get("num_experts_per_tok") or 0),
         )

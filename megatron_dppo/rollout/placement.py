@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -64,11 +65,22 @@ class EnginePlace:
 class Places:
     """The places of a run's engines, on the controller: options of their Ray actors, and what Ray set aside."""
 
-    def __init__(self, engines: Sequence[EnginePlace]) -> None:
+    def __init__(self, engines: Sequence[EnginePlace], *, timeout_s: float) -> None:
+        """Raises UserError where Ray has not set the cards aside after `timeout_s`: other jobs of its cluster may have
+        them, and the engines would wait without a word."""
         # One bundle for an engine: its workers are processes of one node.
         groups = [placement_group([{"GPU": one.gpus}], strategy="STRICT_PACK") if one.gpus else None for one in engines]
         self._groups = [group for group in groups if group is not None]
         self.options = [one.actor_options(group) for one, group in zip(engines, groups, strict=True)]
+        deadline = time.monotonic() + timeout_s
+        without = sum(not group.wait(max(0.0, deadline - time.monotonic())) for group in self._groups)
+        if without:
+            self.close()
+            raise UserError(
+                f"rollout.placement=fleet: {without} of {len(engines)} engines got no GPUs of the Ray cluster within "
+                f"rollout.start_timeout_s={timeout_s:g}; others use them (`ray status`), or no node has "
+                f"{max(one.gpus for one in engines)} at once"
+            )
 
     def close(self) -> None:
         """Give back what Ray set aside."""
@@ -77,13 +89,14 @@ class Places:
 
 
 def find_places(
-    placement: Placement, *, engines: int, workers: int, device: torch.device, joined: bool
+    placement: Placement, *, engines: int, workers: int, device: torch.device, joined: bool, timeout_s: float
 ) -> Places | None:
     """Places of all engines, on rank 0; None elsewhere. Collective over the trainer; every rank is connected to Ray.
 
-    engines  wanted in a fleet; colocated ones are as many as the ranks' cards hold
-    workers  cards of one engine
-    joined   whether this is a Ray cluster that was there before the run
+    engines    wanted in a fleet; colocated ones are as many as the ranks' cards hold
+    workers    cards of one engine
+    joined     whether this is a Ray cluster that was there before the run
+    timeout_s  for Ray to set cards aside
     """
     node = ray.get_runtime_context().get_node_id()
     on_gpu = device.type == "cuda"
@@ -95,9 +108,9 @@ def find_places(
     if dist.get_rank() != 0:
         return None
     if placement == "colocated":
-        return Places(colocated(ranks, workers))
+        return Places(colocated(ranks, workers), timeout_s=timeout_s)
     others = {} if not joined else {n["NodeID"]: int(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["Alive"]}
-    return Places(fleet(ranks, engines=engines, workers=workers, nodes=others))
+    return Places(fleet(ranks, engines=engines, workers=workers, nodes=others), timeout_s=timeout_s)
 
 
 def colocated(ranks: Sequence[RankPlace], workers: int) -> list[EnginePlace]:

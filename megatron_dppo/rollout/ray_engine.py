@@ -30,11 +30,13 @@ class RayRolloutEngine:
         *,
         name: str = "rollout-engine",
         options: Mapping[str, Any] | None = None,
+        log: Path | None = None,
     ) -> None:
         """
         name     of the Ray actor, unique in the session
         options  further options of the Ray actor: GPUs, placement group; and `environment`, variables that it sets for
                  the engine (Ray's own way of setting them needs another process on every node)
+        log      file that the engine's processes print to, where its node can write it; None leaves that to Ray
         """
         self._config = config
         self.name = name
@@ -42,7 +44,7 @@ class RayRolloutEngine:
         environment = placed.pop("environment", {})
         threaded: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)
         actor = threaded(EngineActor).options(name=name, max_restarts=0, **placed)
-        self._actor: Any = actor.remote(str(model), config, environment)
+        self._actor: Any = actor.remote(str(model), config, environment, None if log is None else str(log.absolute()))
         self._started = self._actor.weight_version.remote()
         self._closed = False
 

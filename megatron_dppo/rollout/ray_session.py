@@ -131,6 +131,16 @@ class RaySession:
         self.close()
 
 
+def require_cluster() -> None:
+    """UserError where ranks are on several nodes and no Ray is: one that a rank starts is its node's alone."""
+    ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if here < ranks and "LOCAL_WORLD_SIZE" in os.environ and not os.environ.get("RAY_ADDRESS"):
+        raise UserError(
+            f"torchrun started {here} of {ranks} ranks here; those of several nodes meet in one Ray: start "
+            "Ray on every node and set RAY_ADDRESS to host:port of its head (docker/start_node.sh does both)"
+        )
+
+
 def _check_answer(address: str) -> None:
     """Ray tries a wrong address for minutes; a connection is refused in no time."""
     host, _, port = address.rpartition(":")

@@ -18,8 +18,10 @@ from megatron_dppo.rollout.work import Work
 class Seat:
     """Belongs to the fleet's thread."""
 
-    def __init__(self, model: Path, config: RolloutConfig, name: str, options: Mapping[str, Any]) -> None:
-        self._model, self._config, self._name, self._options = model, config, name, options
+    def __init__(
+        self, model: Path, config: RolloutConfig, name: str, options: Mapping[str, Any], logs: Path | None
+    ) -> None:
+        self._model, self._config, self._name, self._options, self._logs = model, config, name, options, logs
         self.number = 0
         """Engines that were here before this one."""
         self.budget = config.max_tokens_in_flight or 2 * config.max_num_seqs * config.max_model_len
@@ -75,4 +77,6 @@ class Seat:
         return self._asked is not None and now - self._asked > self._config.stall_timeout_s
 
     def _new_engine(self) -> RayRolloutEngine:
-        return RayRolloutEngine(self._model, self._config, name=f"{self._name}-{self.number}", options=self._options)
+        name = f"{self._name}-{self.number}"
+        log = None if self._logs is None else self._logs / f"{name}.log"
+        return RayRolloutEngine(self._model, self._config, name=name, options=self._options, log=log)

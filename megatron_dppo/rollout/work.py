@@ -89,12 +89,15 @@ class Ticket:
         return [self._results[work] for work in self.work if work in self._results]
 
 
-def in_pieces(requests: Sequence[GenerationRequest], most: int) -> list[list[GenerationRequest]]:
-    """Consecutive requests in pieces of at most `most`; a group (neighbours with one prompt) is never cut, however
-    large."""
+def in_pieces(
+    requests: Sequence[GenerationRequest], most: int, *, samples: int | None = None
+) -> list[list[GenerationRequest]]:
+    """Consecutive requests in pieces of at most `most`; a group (neighbours with one prompt, at most `samples` of them
+    where that is given) is never cut, however large."""
     groups: list[list[GenerationRequest]] = []
     for request in requests:
-        if groups and np.array_equal(groups[-1][0].prompt_ids, request.prompt_ids):
+        same = bool(groups) and np.array_equal(groups[-1][0].prompt_ids, request.prompt_ids)
+        if same and len(groups[-1]) != samples:
             groups[-1].append(request)
         else:
             groups.append([request])

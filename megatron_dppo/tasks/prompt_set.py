@@ -46,7 +46,8 @@ class PromptSet:
         return self._held_out[:count]
 
     def _permutation(self, epoch: int) -> np.ndarray:
-        if self._order[0] != epoch:
+        made, order = self._order  # read once: steps of two epochs may ask from two threads
+        if made != epoch:
             order = np.random.default_rng((self._seed, epoch)).permutation(self.epoch_size)
             self._order = (epoch, order)
-        return self._order[1]
+        return order

@@ -11,7 +11,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import CHECKPOINTS
 
-_FIXED = ("algorithm", "optimizer", "lora", "rollout.temperature", "trainer.prompts_per_step",
+_FIXED = ("algorithm", "optimizer", "lora", "rollout.temperature", "rollout.oversample", "trainer.prompts_per_step",
           "trainer.samples_per_prompt", "trainer.prompts_per_mini_batch", "trainer.ppo_epochs", "run.seed")  # fmt: skip
 """Settings that decide what the next gradient step is. Layout, budgets, engines, step counts may change."""
 
@@ -52,13 +52,13 @@ class Checkpoints:
 
 def _fixed_settings(config: Config) -> dict[str, Any]:
     """Dotted key to value for every setting of `_FIXED`."""
-    flat = _flatten(config.model_dump(mode="json"), "")
-    return {key: value for key, value in flat.items() if key.startswith(_FIXED)}
+    return {key: value for key, value in flatten(config.model_dump(mode="json")).items() if key.startswith(_FIXED)}
 
 
-def _flatten(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of nested sections."""
     result: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        result |= _flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
+        result |= flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return result

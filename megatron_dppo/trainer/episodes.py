@@ -13,6 +13,7 @@ from megatron_dppo.rollout.protocol import GenerationRequest
 from megatron_dppo.rollout.seeds import TRAINING, request_seed
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask, Episode
 from megatron_dppo.tasks.task import Prompt, Rewards
+from megatron_dppo.trainer.requests import numbered
 
 PART = "environment"
 """Name under which an environment's reward is logged."""
@@ -63,9 +64,7 @@ def play(
     from (run, stream, step, prompt, sample, turn). An episode is cut off after the task's most turns, or where the
     prompt of its next turn would be longer than `max_prompt_tokens`."""
     episodes = [
-        _Running(prompt, sample, task.begin(prompt), prompt.prompt_ids)
-        for prompt in prompts
-        for sample in range(samples)
+        _Running(prompt, sample, task.begin(prompt), prompt.prompt_ids) for prompt, sample in numbered(prompts, samples)
     ]
     active = list(episodes)
     for turn in range(task.max_turns):

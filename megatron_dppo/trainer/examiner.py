@@ -89,6 +89,11 @@ def build_examiner(config: Config, tokenizer: PreTrainedTokenizerBase) -> Examin
             f"evaluation.every={evaluation.every}, but there is nothing to evaluate: set task.held_out_size and "
             "evaluation.prompts, or evaluation.sets, or evaluation.every=0"
         )
+    if evaluation.every and 0 < task.held_out_size < evaluation.prompts:
+        raise UserError(
+            f"evaluation.prompts={evaluation.prompts}, but task.held_out_size={task.held_out_size}; raise the latter, "
+            "or lower the former"
+        )
     return Examiner(task, tokenizer, sets, [*task.report(), *report])
 
 

@@ -102,6 +102,9 @@ class Trainer:
                 return self._run(first_step)
         except RolloutsStopped as error:
             if self._trained > self._saved:
+                if self._weights.colocated and self._controller:
+                    self._controller.fleet.close()  # what is left of the engines has the trainer's cards
+                self._weights.reclaim()
                 self._save(self._trained)
             raise UserError(
                 f"{error}. The state after step {self._trained} is saved; look into the engines' logs, then go on from "
@@ -126,6 +129,7 @@ class Trainer:
             reason = self._asked_to_stop() if step < self._config.trainer.steps else ""
             if reason:
                 if not saved:
+                    self._take_cards()
                     self._save(step)
                 if self._controller:
                     self._stop.done(step)
@@ -133,7 +137,12 @@ class Trainer:
                         f"step {step}: stopped by {reason}, the state is saved; trainer.resume=true goes on from it"
                     )
                 return False
+        self._take_cards()  # whoever exports the model finds it there
         return True
+
+    def _take_cards(self) -> float:
+        """Engines that share the trainer's cards give them back; the seconds it took."""
+        return self._weights.before_update(self._controller.fleet.members if self._controller else None)
 
     def _asked_to_stop(self) -> str:
         """What asked any rank to stop, the same on all ranks. Collective: one gather of short strings."""
@@ -154,7 +163,7 @@ class Trainer:
             self._begin_ahead(step)
         metrics = dict(experience.metrics)
         with self._watch("training"), clock.phase("hand_over"):
-            self._weights.before_update(self._controller.fleet.members if self._controller else None)
+            self._take_cards()
         if step == 1 and config.trainer.parity_check:
             with self._watch("parity check"):
                 metrics |= self._parity(experience)
@@ -163,6 +172,10 @@ class Trainer:
             metrics |= self._update(step, experience, count_masked=look)
         self._trained = step
         self._collector.release(experience)
+        every = config.trainer.checkpoint_every
+        due = bool(every) and (step % every == 0 or step == config.trainer.steps)
+        if due and self._weights.colocated:  # the engines take the cards with the weights
+            self._save(step)
         with self._watch("weight sync"), clock.phase("sync"):
             metrics |= self._assembly.sync(step)
         metrics |= clock.metrics()
@@ -172,9 +185,7 @@ class Trainer:
             self._controller.progress.step(step, metrics)
             if look:
                 self._show(step, self._controller)
-        every = config.trainer.checkpoint_every
-        due = bool(every) and (step % every == 0 or step == config.trainer.steps)
-        if due:
+        if due and not self._weights.colocated:
             self._save(step)
         if self._evaluation_is_due(step):
             self._evaluate(step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,9 +63,14 @@ class RayJudges:
     def __init__(self, judges: Mapping[str, TimedJudge], *, workers: int, memory_mib: int) -> None:
         self._judges, self._workers, self._memory_mib = dict(judges), workers, memory_mib
         self._actors: dict[str, Any] = {}
+        self._turn = threading.Lock()
 
     def judge(self, tasks: Sequence[tuple[str, Answered]]) -> list[Verdict]:
         """See `JudgePool.judge`. RuntimeError also where every node was lost."""
+        with self._turn:  # a node counts as lost when it is late, and would be for waiting its turn there
+            return self._judge(tasks)
+
+    def _judge(self, tasks: Sequence[tuple[str, Answered]]) -> list[Verdict]:
         verdicts: dict[int, Verdict] = {}
         lost: set[str] = set()
         while waiting := [number for number in range(len(tasks)) if number not in verdicts]:

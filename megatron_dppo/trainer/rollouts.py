@@ -178,7 +178,7 @@ class RolloutCollector:
         else:
             requests = requests_for(prompts, samples, run_seed=self._config.run.seed, step=step, stream=TRAINING)
             enough = count if asked > count else None
-            handle = engine.generate_refs(requests, law, self._layer_groups, enough=enough)
+            handle = engine.generate_refs(requests, law, self._layer_groups, samples=samples, enough=enough)
             came = _groups_that_came([r.request_id for r in requests], handle.request_ids, samples, count)
             prompts = [prompts[group] for group in came]
             # Only token ids come to the controller; laws and routes go to the ranks that train on them.

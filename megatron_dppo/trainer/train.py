@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import AutoTokenizer
 
 from megatron_dppo.actor import runtime as actor_runtime
 from megatron_dppo.actor.actor import MegatronActor
+from megatron_dppo.actor.pack_shape import Split
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.checkpoint.hf_files import HFFiles
 from megatron_dppo.checkpoint.hf_import import check_tensors, load_hf_weights, stores_stacked_experts
@@ -23,6 +26,7 @@ from megatron_dppo.config.load import save_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.heartbeat import Heartbeat
+from megatron_dppo.launch.logs import FOLDER as LOGS
 from megatron_dppo.launch.logs import logging_to
 from megatron_dppo.launch.stop import StopRequest
 from megatron_dppo.models.build import build_model
@@ -32,7 +36,8 @@ from megatron_dppo.models.lora.sites import adapter_tensors
 from megatron_dppo.models.megatron_config import transformer_config
 from megatron_dppo.rollout.fleet import EngineFleet
 from megatron_dppo.rollout.placement import find_places
-from megatron_dppo.rollout.ray_session import RaySession
+from megatron_dppo.rollout.ray_session import RaySession, require_cluster
+from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.checkpoints import Checkpoints, checkpoint_root
 from megatron_dppo.trainer.evaluation import Evaluator
 from megatron_dppo.trainer.examiner import build_examiner
@@ -55,9 +60,11 @@ def train(config: Config) -> int:
     while the ranks build their model. Everything started here is closed on the way out, whatever the way.
     """
     started = time.monotonic()
+    require_cluster()
     hf_config = load_hf_config(config.model.path)
     config.parallel.check_fits(hf_config, actor_runtime.world_size())
     check_model_against(config, hf_config)
+    check_lengths(config)
     if not config.model.random_weights:
         files = HFFiles(config.model.path)
         check_tensors(files, hf_config, stores_stacked_experts(files, hf_config))
@@ -82,6 +89,7 @@ def train(config: Config) -> int:
         runtime = actor_runtime.start(
             config.parallel, seed=config.run.seed, timeout_minutes=config.run.collective_timeout_minutes
         )
+        check_agreement(runtime, config)
         engine = _start_engines(runtime, config, stack)
         actor = build_actor(runtime, config, hf_config)
         fingerprint = runtime.broadcast(examiner.task.fingerprint if examiner else None)
@@ -169,7 +177,8 @@ def build_actor(runtime: Runtime, config: Config, hf_config: HFConfig) -> Megatr
 def _start_engines(runtime: Runtime, config: Config, stack: ExitStack) -> EngineFleet | None:
     """Ray on every rank; the engines on the controller, loading in the background. Where they share the trainer's cards
     they are waited for and put to sleep: a model that is built meanwhile would take what they measure as free."""
-    namespace = f"{config.run.name}-{config.run.seed}"
+    # A cluster may have runs of one name, or what is left of the one that this goes on with.
+    namespace = f"{config.run.name}-{config.run.seed}-{secrets.token_hex(4)}"
     rollout = config.rollout
     if runtime.is_controller:
         session = RaySession.start(namespace=namespace, object_store_mib=rollout.object_store_mib)
@@ -184,13 +193,14 @@ def _start_engines(runtime: Runtime, config: Config, stack: ExitStack) -> Engine
         workers=rollout.tensor_parallel,
         device=runtime.device,
         joined="RAY_ADDRESS" in os.environ,
+        timeout_s=rollout.start_timeout_s,
     )
     fleet = None
     if places is not None:
         stack.callback(places.close)
         if config.model.random_weights:
             rollout = rollout.model_copy(update={"load_format": "dummy"})
-        fleet = EngineFleet(config.model.path, rollout, options=places.options)
+        fleet = EngineFleet(config.model.path, rollout, options=places.options, logs=config.run.dir / LOGS)
         stack.callback(fleet.close)
     if rollout.placement == "colocated":
         if fleet is not None:
@@ -198,6 +208,19 @@ def _start_engines(runtime: Runtime, config: Config, stack: ExitStack) -> Engine
             fleet.sleep()
         runtime.barrier()
     return fleet
+
+
+def check_lengths(config: Config) -> None:
+    """UserError where the longest sequence that the engine may return fits no microbatch: a run would end there, hours
+    after its start."""
+    longest = int(Split(context=config.parallel.context).padded(np.array([config.rollout.max_model_len]))[0])
+    budget = config.actor.max_tokens_per_microbatch
+    if longest > budget and config.actor.long_sequences == "refuse":
+        raise UserError(
+            f"a sequence may have {longest} tokens (rollout.max_prompt_tokens and rollout.max_response_tokens), but "
+            f"actor.max_tokens_per_microbatch={budget}: the first that long would stop the run; set it to {longest}, "
+            "or actor.long_sequences=alone"
+        )
 
 
 def check_model_against(config: Config, hf_config: HFConfig) -> None:

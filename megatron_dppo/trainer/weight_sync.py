@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.actor.runtime import Runtime
@@ -56,7 +55,8 @@ class WeightSync:
     def __init__(self, runtime: Runtime, actor: MegatronActor, config: Config) -> None:
         self._runtime, self._actor, self._config = runtime, actor, config
         self._rollout = config.rollout
-        self._colocated = config.rollout.placement == "colocated"
+        self.colocated = config.rollout.placement == "colocated"
+        """Whether engines share the trainer's cards."""
         self._sender: Sender | None = None
         self._awake = False
         """Whether the engines have the cards (colocated)."""
@@ -64,17 +64,22 @@ class WeightSync:
     def before_update(self, members: Sequence[RayRolloutEngine] | None) -> float:
         """The cards to the trainer; the seconds it took. Does nothing where trainer and engines have cards of their
         own."""
-        if not self._colocated:
+        if not self.colocated:
             return 0.0
         start = time.perf_counter()
         if members is not None:
             # A dead engine holds no memory; the fleet finds out about it by itself.
             engines = Recipients(members, timeout_s=self._rollout.sync_timeout_s)
             engines.wait(engines.start("sleep"))
-        dist.barrier()
-        self._awake = False
-        self._actor.onload()
+        self.reclaim()
         return time.perf_counter() - start
+
+    def reclaim(self) -> None:
+        """Bring the actor back to cards that the engines left. Collective; nothing where nothing was lent."""
+        if self.colocated:
+            self._runtime.barrier()
+            self._awake = False
+            self._actor.onload()
 
     def sync(self, version: int, members: Sequence[RayRolloutEngine] | None) -> SyncReport:
         """Replace the weights of `members` (on the controller; None elsewhere) by the actor's, under `version`.
@@ -86,7 +91,7 @@ class WeightSync:
         to = None
         if members is not None:
             to = Recipients(members, timeout_s=self._rollout.sync_timeout_s)
-        if self._colocated:
+        if self.colocated:
             with clock("lend"):
                 self._lend(to)
         try:
@@ -95,10 +100,10 @@ class WeightSync:
             if to is not None:
                 to.give_up(version, f"{type(error).__name__}: {error}")
             raise
-        if self._colocated:
+        if self.colocated:
             with clock("lend"):
                 self._actor.offload(("weights",))
-                dist.barrier()  # every rank's part of a card is free before an engine takes it
+                self._runtime.barrier()  # every rank's part of a card is free before an engine takes it
                 if to is not None:
                     to.wait(to.start("wake", "kv_cache"))
                 self._awake = True
@@ -117,7 +122,7 @@ class WeightSync:
             self._actor.onload(("weights",))
         else:
             self._actor.offload(("optimizer", "gradients"))
-        dist.barrier()
+        self._runtime.barrier()
         if to is not None:
             to.wait(to.start("wake", "weights"))
 

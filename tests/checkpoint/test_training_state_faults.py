@@ -11,7 +11,14 @@ import pytest
 from megatron_dppo.checkpoint.safe_dcp import nothing_executed
 from megatron_dppo.checkpoint.state_folder import latest_state, read_description
 from megatron_dppo.errors import UserError
-from tests.checkpoint.training_ranks import generators_after, load_only, save_into, save_several, save_until_killed
+from tests.checkpoint.training_ranks import (
+    generators_after,
+    load_only,
+    load_views,
+    save_into,
+    save_several,
+    save_until_killed,
+)
 from tests.distributed import run_ranks
 from tests.tiny import tiny_qwen3_moe
 
@@ -41,6 +48,15 @@ def test_retention_keeps_the_newest_and_latest_names_the_last(root: tuple[Path, 
     assert latest_state(root[0]).name == "step_00000004"
     assert read_description(latest_state(root[0]))["progress"] == {"position": 4}
     assert (latest_state(root[0]) / "hf" / "tokenizer.json").is_file()
+
+
+def test_ranks_that_see_different_latest_states_load_the_one_that_rank_0_sees(
+    model: Path, root: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    """NFS shows a folder's new entries late on other nodes."""
+    late = copied(root, tmp_path)
+    (late / "latest").write_text("step_00000003\n")
+    assert set(run_ranks(load_views, 2, model, [root[0], late])) == {f"{root[0]}/step_00000004 4"}
 
 
 def test_asynchronous_save_holds_the_weights_of_its_moment(model: Path, tmp_path: Path) -> None:

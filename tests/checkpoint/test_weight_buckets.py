@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megatron_dppo.checkpoint.weight_buckets import Source, WeightBuckets
-from megatron_dppo.checkpoint.weight_layout import ALIGNMENT, Block
-from megatron_dppo.rollout.weight_transfer.bucket import unpack
+from megatron_dppo.checkpoint.weight_buckets import Source, WeightBuckets, by_matrix
+from megatron_dppo.checkpoint.weight_layout import ALIGNMENT, unpack
+from megatron_dppo.models.names import Block
 
 EXPERTS = 6
 
@@ -53,7 +53,7 @@ def buckets_of(rank: int, bucket_bytes: int) -> WeightBuckets:
         for source in given
         if source.rank == rank
     }
-    described = [(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
+    described = [(name, tuple(tensors[name].shape), tensors[name].dtype) for name in by_matrix(tensors)]
     return WeightBuckets(described, sources, local, rank=rank, bucket_bytes=bucket_bytes)
 
 
@@ -103,12 +103,30 @@ def test_experts_of_a_layer_lie_by_matrix_and_come_from_each_rank_at_once() -> N
     assert any(s.start == gate.offset and s.stop == gate.offset + gate.nbytes // 2 for s in layout.segments)
 
 
+def test_the_order_is_the_models_but_for_the_matrices_of_experts() -> None:
+    names = [
+        "embed",
+        *(f"l.{e}.experts.{n}.{m}" for e in (0, 1) for n in (0, 1, 10, 2) for m in ("up", "down")),
+        "norm",
+    ]
+    assert by_matrix(names) == [
+        "embed",
+        *(f"l.{e}.experts.{n}.{m}" for e in (0, 1) for m in ("up", "down") for n in (0, 1, 2, 10)),
+        "norm",
+    ]
+    swapped = [("l.0.experts.1.up", (2, 2), torch.float32), ("l.0.experts.0.up", (2, 2), torch.float32)]
+    with pytest.raises(RuntimeError, match=r"experts of l.0.experts.\{expert\}.up do not come in order: \[1, 0\]"):
+        WeightBuckets(
+            swapped, {name: [Source(0, whole(shape))] for name, shape, _ in swapped}, {}, rank=0, bucket_bytes=64
+        )
+
+
 def test_experts_that_are_divided_come_one_by_one() -> None:
     tensors, sources = model()
     for name in [n for n in sources if "experts" in n and "down" not in n]:
         rows, cols = tensors[name].shape
         sources[name] = [Source(0, ((0, 1), (0, cols))), Source(1, ((1, rows), (0, cols)))]
-    described = [(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
+    described = [(name, tuple(tensors[name].shape), tensors[name].dtype) for name in by_matrix(tensors)]
     layouts = WeightBuckets(described, sources, {}, rank=7, bucket_bytes=10_000).layouts
     slots = [slot for layout in layouts for slot in layout.slots]
     assert sum("gate_proj" in slot.name for slot in slots) == EXPERTS

@@ -141,3 +141,9 @@ def save_into(rank: int, path: Path, root: Path, limit: int | None) -> str:
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     return ""
+
+
+def load_views(rank: int, path: Path, roots: list[Path]) -> str:
+    """The folder that this rank loads the latest state from, where each has another view of the states."""
+    resumed = TrainingStates(roots[rank], trainee_from(path, {"expert": 2})).load()
+    return f"{resumed.folder} {resumed.step}"

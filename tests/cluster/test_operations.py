@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -104,6 +105,27 @@ def test_a_rank_that_moves_on_is_healthy_and_leaves_nothing(tmp_path: Path) -> N
         assert health.main([str(tmp_path)]) == 0
     assert read_beats(tmp_path) == []
     assert list((tmp_path / "stacks").iterdir()) == []
+
+
+def test_what_a_killed_run_left_is_no_reason_to_end_the_next(tmp_path: Path) -> None:
+    """A container that starts again has the same name, and its processes' numbers begin anew."""
+    gone = subprocess.Popen([sys.executable, "-c", "pass"])
+    gone.wait()
+    (tmp_path / "heartbeats").mkdir()
+    for number in (gone.pid, os.getpid()):  # nobody's, and that of a process which is younger
+        beat = Beat(3, socket.gethostname(), number, "training", 7, since=1e9, limit=60.0)
+        (tmp_path / "heartbeats/rank-00003.json").write_text(json.dumps(vars(beat)))
+        assert read_beats(tmp_path)[0].overdue > 0
+        assert health.main([str(tmp_path)]) == 0
+
+
+def test_a_folder_that_cannot_be_written_or_read_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Heartbeat(tmp_path, 0, limit=60.0).running() as heartbeat:
+        (tmp_path / "heartbeats/rank-00001.json").write_text('{"rank": 1, "ho')
+        assert [beat.rank for beat in read_beats(tmp_path)] == [0]
+        shutil.rmtree(tmp_path / "heartbeats")
+        heartbeat.beat("rollout", 1)
+        assert "rank-00000.json cannot be written: No such file" in caplog.text
 
 
 def test_the_rank_that_others_wait_for() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,10 @@ from PIL import Image
 from megatron_dppo.cli import main
 from megatron_dppo.doctor.parity import Comparison, parity_config
 from megatron_dppo.doctor.parity_report import summarise
+from megatron_dppo.doctor.shapes import with_layers
+from megatron_dppo.models.hf_config import load_hf_config
 from megatron_dppo.trainer.mismatch import Mismatch
-from tests.tiny import tiny_qwen3_moe
+from tests.tiny import tiny_model, tiny_qwen3_moe
 
 ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -28,18 +31,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_replay_cuts_the_worst_gap_of_a_bf16_engine(model: Path, tmp_path: Path) -> None:
-    """A bf16 engine and a float32 trainer; the prompts are the defaults, sums under the tokenizer's chat template."""
-    out = tmp_path / "parity"
+def compared(
+    model: Path, out: Path, *arguments: str, prompts: int
+) -> tuple[dict[str, dict[str, dict[str, float]]], str]:
+    """What `doctor --parity` writes and prints; the prompts are the defaults, sums under the tokenizer's template."""
     command = [
         *(str(Path(sys.executable).with_name("megatron-dppo")), "doctor", "--parity", str(model), "-o", str(out)),
-        *("--precision", "bfloat16/float32", "rollout.max_response_tokens=24", "rollout.kv_cache_mib=64"),
-        *("rollout.max_prompt_tokens=128", "trainer.prompts_per_step=32", "trainer.prompts_per_mini_batch=32"),
+        *(*arguments, "rollout.max_response_tokens=24", "rollout.kv_cache_mib=64", "rollout.max_prompt_tokens=128"),
+        *(f"trainer.prompts_per_step={prompts}", f"trainer.prompts_per_mini_batch={prompts}"),
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT, "COLUMNS": "200"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    passes = json.loads((out / "parity.json").read_text())["bfloat16/float32"]
+    return json.loads((out / "parity.json").read_text()), done.stdout
+
+
+def test_replay_cuts_the_worst_gap_of_a_bf16_engine(model: Path, tmp_path: Path) -> None:
+    """A bf16 engine and a float32 trainer."""
+    out = tmp_path / "parity"
+    numbers, printed = compared(model, out, "--precision", "bfloat16/float32", prompts=32)
+    passes = numbers["bfloat16/float32"]
     on, off = passes["on"], passes["off"]
     assert on["tokens"] == off["tokens"] > 1000
     assert off["routed_otherwise"] > 20, "bf16 changed no routes: the case is too easy"
@@ -49,12 +60,30 @@ def test_replay_cuts_the_worst_gap_of_a_bf16_engine(model: Path, tmp_path: Path)
         assert 0 < row["prob_mean"] < row["prob_p99"] < row["prob_max"] < 1
     pixels = np.asarray(Image.open(out / "parity.png").convert("RGB")).astype(int)
     assert (pixels.max(axis=2) - pixels.min(axis=2) > 40).mean() > 0.005
-    lines = done.stdout.splitlines()
+    lines = printed.splitlines()
     assert sum(line.count("bfloat16/float32") for line in lines) == 2 + 8  # two passes, eight tokens that differ most
     worst = [line for line in lines if line.count('"') >= 4]
     assert len(worst) == 8
     mu, pi = (float(part) for part in worst[0].replace("│", " ").split()[1:3])
     assert abs(mu - pi) == pytest.approx(on["prob_max"], abs=2e-6)
+
+
+@pytest.mark.full
+def test_both_sides_draw_the_same_weights_for_shapes_alone(model: Path, tmp_path: Path) -> None:
+    """A folder without weights, two of its four layers, weights as a bf16 checkpoint holds them."""
+    shapes, out = tmp_path / "shapes", tmp_path / "parity"
+    shutil.copytree(model, shapes, ignore=shutil.ignore_patterns("*.safetensors"))
+    described = json.loads((shapes / "config.json").read_text())
+    # Logits of random weights are all alike unless these are large.
+    (shapes / "config.json").write_text(json.dumps(described | {"dtype": "bfloat16", "initializer_range": 0.2}))
+    arguments = ("--random-weights", "--layers", "2", "--precision", "float32", "run.seed=3")
+    numbers, _ = compared(shapes, out, *arguments, prompts=4)
+    made = json.loads((out / "2-layers" / "config.json").read_text())
+    assert (made["num_hidden_layers"], described["num_hidden_layers"]) == (2, 4)
+    for row in numbers["float32"].values():
+        assert row["tokens"] > 100
+        assert 0 < row["logp_max"] < 1e-4
+        assert row["prob_max"] > 1e-9
 
 
 def test_the_numbers_are_those_of_the_definition() -> None:
@@ -78,6 +107,8 @@ def test_the_numbers_are_those_of_the_definition() -> None:
             ["--precision", "float8"],
             "--precision float8: must be one of float32, bfloat16, float16, or EN",
         ),
+        (["--layers", "2"], "--layers goes with --random-weights"),
+        (["--random-weights", "--layers", "5"], "--layers 5: "),
         (["rollout.max_respons_tokens=3"], "did you mean rollout.max_response_tokens?"),
         (["rollout.router_replay=false"], "records no routes to replay"),
         (["parallel.tensor=2", "parallel.sequence_parallel=true"], "world size 1 is not a multiple"),
@@ -98,6 +129,22 @@ def test_a_configuration_gives_layout_and_lengths(model: Path, tmp_path: Path) -
     assert (config.rollout.max_prompt_tokens, config.trainer.samples_per_prompt) == (77, 2)
 
 
+def test_shapes_with_fewer_layers(model: Path, tmp_path: Path) -> None:
+    folder = with_layers(model, 3, tmp_path / "out" / "shapes")
+    assert load_hf_config(folder).layers == 3
+    assert {file.name for file in folder.iterdir()} >= {"config.json", "tokenizer.json", "chat_template.jinja"}
+    assert not list(folder.glob("*.safetensors"))
+    before = (folder / "config.json").stat().st_mtime_ns
+    assert with_layers(model, 3, folder) == folder  # another rank
+    assert (folder / "config.json").stat().st_mtime_ns == before
+    tiny_model("qwen3", dense := tmp_path / "dense")
+    assert len(json.loads((dense / "config.json").read_text())["layer_types"]) == 4
+    assert load_hf_config(with_layers(dense, 2, tmp_path / "out" / "two")).layers == 2
+    config = parity_config(folder, None, [], tmp_path / "out", random_weights=True)
+    assert config.model.random_weights
+
+
 def test_options_without_the_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--precision", "float32"]) == 2
-    assert "belong to --parity MODEL" in capsys.readouterr().err
+    for option in (["--precision", "float32"], ["--random-weights"], ["--layers", "2"]):
+        assert main(["doctor", *option]) == 2
+        assert "belong to --parity MODEL" in capsys.readouterr().err

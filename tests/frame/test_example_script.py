@@ -132,3 +132,14 @@ def test_a_trial_without_a_download_takes_the_ranks_it_finds(project: Path) -> N
     refused = run(["bash", "examples/run_qwen3_moe_dppo.sh", "--layers", "2"], project)
     assert refused.returncode == 2
     assert "--layers goes with --random-weights" in refused.stderr
+
+
+def test_ranks_of_several_nodes_are_told_to_name_one_folder(project: Path) -> None:
+    script = [sys.executable, "examples/run_qwen3_moe_dppo.sh"]
+    rank = {"RANK": "8", "LOCAL_RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+    refused = run(script, project, **rank)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("megatron-dppo: error: RUN_DIR is not set")
+    (project / "model").mkdir()
+    (project / "model/config.json").touch()
+    assert run(script, project, **rank, RUN_DIR="here", MODEL_DIR="model").returncode == 0

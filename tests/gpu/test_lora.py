@@ -18,7 +18,8 @@ def agreement(folder: Path, *options: str) -> dict:
     """`tools/bench_lora.py`'s check of adapters, in a process of its own."""
     command = [sys.executable, "tools/bench_lora.py", "--trial", "agreement", "--layers", "2"]
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29617"}
-    environment = os.environ | alone | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
+    environment = os.environ | alone | {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
     command += ["--out", str(folder / "found.json"), *options]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

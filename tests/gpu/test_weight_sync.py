@@ -30,8 +30,16 @@ SMALL = (
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices, TransformerEngine and vLLM")
-@pytest.mark.parametrize(("placement", "ranks"), [("colocated", 2), ("fleet", 1)])
-def test_random_weights_arrive(tmp_path: Path, placement: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("placement", "ranks", "engine"),
+    [
+        ("colocated", 2, ()),
+        ("fleet", 1, ()),
+        ("colocated", 2, ("rollout.tensor_parallel=2", "rollout.expert_parallel=true")),
+    ],
+    ids=["colocated", "fleet", "colocated, experts divided"],
+)
+def test_random_weights_arrive(tmp_path: Path, placement: str, ranks: int, engine: tuple[str, ...]) -> None:
     """The engine starts from other random weights: its first rollout agrees with the trainer only after a sync."""
     environment = os.environ | {
         "PYTHON": sys.executable,
@@ -41,7 +49,7 @@ def test_random_weights_arrive(tmp_path: Path, placement: str, ranks: int) -> No
     }
     script = ["bash", str(ROOT / "examples/run_qwen3_moe_dppo.sh"), "--random-weights", "--layers", "1"]
     done = subprocess.run(
-        [*script, *SMALL, f"rollout.placement={placement}"],
+        [*script, *SMALL, f"rollout.placement={placement}", *engine],
         check=False,
         capture_output=True,
         text=True,

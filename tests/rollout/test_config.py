@@ -21,6 +21,7 @@ def test_every_field_says_what_it_means() -> None:
         ({"schedule": "one_step_off", "placement": "colocated", "enable_sleep": True}, "cards of their own"),
         ({"max_staleness": 2}, "needs rollout.schedule=one_step_off"),
         ({"partial_rollouts": True}, "needs rollout.schedule=one_step_off"),
+        ({"expert_parallel": True}, "rollout.tensor_parallel=1 gives it a single one"),
         ({"top_p": 0.9}, "top_p"),
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"gpu_memory_utilization": 1.2}, "gpu_memory_utilization"),

@@ -5,30 +5,37 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
 import torch
 
+from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.errors import EngineClosed, EnginesFailed
 from megatron_dppo.rollout.fleet import EngineFleet
 from megatron_dppo.rollout.protocol import GenerationRequest
 from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.rollout.ray_session import RaySession
+from megatron_dppo.rollout.seat import Seat
 from megatron_dppo.rollout.stored import RolloutHandle, RolloutSource
 from megatron_dppo.rollout.weight_transfer.bucket import pack
+from megatron_dppo.rollout.weight_transfer.recipients import Recipients
 from tests.rollout.conftest import CONFIG, LAW
-from tests.rollout.reference import other_weights
+from tests.rollout.reference import model_with, other_weights
+from tests.rollout.spans import check_spans, check_tokens
 from tests.tiny import VOCAB_SIZE, tiny_qwen3_moe
 
 GROUPS, SAMPLES = 24, 4
 FLEET = CONFIG.model_copy(
     update={
         "engines": 2,
+        "schedule": "one_step_off",
+        "partial_rollouts": True,
         "sequences_per_object": 8,
         "stall_timeout_s": 6.0,
         "max_engine_failures": 2,
@@ -48,11 +55,14 @@ def groups(name: str, count: int = GROUPS, seed: int = 0) -> list[GenerationRequ
     ]
 
 
-def send(engine: RayRolloutEngine, version: int, weights: dict[str, torch.Tensor]) -> None:
-    engine.call("begin_update", version)
+def send(engines: Sequence[RayRolloutEngine], version: int, weights: dict[str, torch.Tensor]) -> None:
+    """As the trainer does: every call to all engines at once."""
+    to = Recipients(engines, timeout_s=60)
+    to.wait(to.start("begin_update", version))
     for bucket in pack(weights.items(), 1 << 20):
-        engine.call("receive_bucket", version, bucket)
-    engine.call("end_update", version)
+        to.wait(to.start("receive_bucket", version, bucket))
+    to.wait(to.start("end_update", version))
+    assert not to.errors
 
 
 def answers(handle: RolloutHandle) -> dict[str, list[int]]:
@@ -62,28 +72,61 @@ def answers(handle: RolloutHandle) -> dict[str, list[int]]:
 @dataclass
 class Fleet:
     fleet: EngineFleet
+    model: Path
     weights: dict[str, torch.Tensor]
+    version: int = 0
+
+    @property
+    def seats(self) -> list[Seat]:
+        return self.fleet._dispatch._seats
 
     def rolled_out(self, name: str, disturb: Callable[[], None] | None = None) -> RolloutHandle:
         """A rollout of all groups, disturbed once it is under way. New engines get the current weights meanwhile."""
-        asked = groups(name)
+        return self.disturbed(lambda: self.fleet.generate_refs(asked, LONG), asked := groups(name), disturb)
+
+    def disturbed[T: (RolloutHandle, RolloutBatch)](
+        self, generate: Callable[[], T], asked: Sequence[GenerationRequest], disturb: Callable[[], None] | None
+    ) -> T:
         with ThreadPoolExecutor(1) as threads:
-            found: Future[RolloutHandle] = threads.submit(self.fleet.generate_refs, asked, LONG)
+            found: Future[T] = threads.submit(generate)
             if disturb is not None:
-                while sum(len(seat.running) for seat in self.fleet._dispatch._seats) < 4:
+                while sum(len(seat.running) for seat in self.seats) < 4:
                     time.sleep(0.005)
-                disturb()
+                try:
+                    disturb()
+                except BaseException:
+                    self.fleet.close()  # nobody would give the others work
+                    raise
             while not found.done():
                 self.refill()
                 time.sleep(0.1)
-        handle = found.result()
-        assert handle.request_ids == tuple(r.request_id for r in asked)  # each once, in order
-        return handle
+        made = found.result()
+        assert made.request_ids == tuple(r.request_id for r in asked)  # each once, in order
+        return made
+
+    def sync(self, weights: dict[str, torch.Tensor]) -> dict[str, set[str]]:
+        """These weights, as the next version, to both engines. Returns the requests that each had meanwhile."""
+        self.version, self.weights = self.version + 1, weights
+        members = self.fleet.members_to_sync(self.version)
+        assert len(members) == 2
+        given = self.fleet._dispatch.ask(
+            lambda: {s.engine.name: {r.request_id for w in s.running.values() for r in w.requests} for s in self.seats}
+        )
+        send(members, self.version, weights)
+        self.fleet.synced(self.version, members, {})
+        return given
 
     def refill(self) -> None:
-        for member in self.fleet.members_behind():
-            send(member, 1, self.weights)
-            self.fleet.synced(1, [member], {})
+        if behind := self.fleet.members_behind():
+            send(behind, self.version, self.weights)
+            self.fleet.synced(self.version, behind, {})
+
+    def until_both_are_at_it(self) -> None:
+        """Wait until each engine has ended a response of what it was given; others are under way then."""
+        deadline = time.monotonic() + 60
+        while not all(sum(member.call("alive").values()) for member in self.fleet.members):
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
 
     def whole(self) -> list[RayRolloutEngine]:
         """Both engines, once they are up with the current weights."""
@@ -101,23 +144,55 @@ def two(ray_session: RaySession, tmp_path_factory: pytest.TempPathFactory) -> It
     tiny_qwen3_moe(model, seed=1, num_hidden_layers=1)
     fleet = EngineFleet(model, FLEET, name="two")
     try:
-        weights = other_weights(model, seed=5)
-        members = fleet.members_to_sync(1)
-        assert len(members) == 2
-        for member in members:
-            send(member, 1, weights)
-        fleet.synced(1, members, {})
-        yield Fleet(fleet, weights)
+        served = Fleet(fleet, model, {})
+        served.sync(other_weights(model, seed=5))
+        yield served
     finally:
         fleet.close()
         with pytest.raises((EngineClosed, EnginesFailed)):
             fleet.generate(groups("after the end"), LONG, training=True)
 
 
+def test_a_sync_cuts_what_is_under_way_on_both_engines(two: Fleet, tmp_path: Path) -> None:
+    """Sampled here and left in the object store; whoever waited for an engine gets the new weights alone."""
+    fleet, models = two.fleet, {1: model_with(two.model, two.weights, tmp_path / "1")}
+    fleet.take_counts()
+    given: dict[str, set[str]] = {}
+
+    def other_weights_come() -> None:
+        two.until_both_are_at_it()
+        given.update(two.sync(weights := other_weights(two.model, seed=5 + two.version)))
+        models[two.version] = model_with(two.model, weights, tmp_path / str(two.version))
+
+    batch = two.disturbed(
+        lambda: fleet.generate(asked, LONG, training=True), asked := groups("cut", 48), other_weights_come
+    )
+    cut = {batch.request_ids[b] for b in check_spans(batch, LONG.max_tokens)}
+    assert len(given) == 2
+    for name, held in given.items():
+        assert 1 <= len(cut & held) <= FLEET.max_num_seqs, name
+    assert cut <= set().union(*given.values())  # what came later is of the new weights from its first token on
+    check_tokens(batch, models)
+
+    handle = two.rolled_out("cut and stored", other_weights_come)
+    source = RolloutSource(handle).rows(np.arange(len(handle)))
+    assert source.policy is not None
+    assert source.routes is not None
+    trained, versions = source.policy.loss_mask, source.routes.weight_versions  # a row's route and target: one forward
+    assert set(versions[trained].tolist()) == {2, 3}
+    assert (handle.versions[:, 0] < handle.versions[:, 1]).any()
+    np.testing.assert_array_equal(handle.trained, source.trained_per_sequence)
+    np.testing.assert_array_equal(
+        handle.version_sums, np.add.reduceat(np.where(trained, versions.astype(np.int64), 0), source.offsets[:-1])
+    )
+    fleet.release(handle)
+    assert not any(fleet.take_counts().values())
+
+
 def test_engines_that_die_hang_or_answer_nonsense_lose_no_request_and_double_none(two: Fleet) -> None:
     fleet = two.fleet
     expected = answers(first := two.rolled_out("a"))
-    assert (first.versions == 1).all()
+    assert (first.versions == two.version).all()
     fleet.take_counts()
     # Enough of them: whole groups, in the order asked for, and the rest is counted.
     enough = fleet.generate_refs(asked := groups("a few"), LONG, enough=GROUPS - 5)
@@ -155,6 +230,6 @@ def test_engines_that_die_hang_or_answer_nonsense_lose_no_request_and_double_non
 
     # Weights that are not finite: log mu is NaN, which is no answer. That is one failure more than are allowed.
     bad = {name: torch.full_like(w, torch.nan) if "lm_head" in name else w for name, w in two.weights.items()}
-    send(fleet.members[0], 1, bad)
+    send(fleet.members[:1], two.version, bad)
     with pytest.raises(EnginesFailed, match=r"3 engine failures, .*=2 are allowed; .* MalformedOutput: log mu"):
         two.rolled_out("d")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.placement import EnginePlace, RankPlace, colocated, fleet
+from megatron_dppo.rollout.placement import EnginePlace, Places, RankPlace, colocated, fleet
+from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.rollout.weight_transfer.cuda_ipc import check_allocator
 
 
@@ -65,3 +66,8 @@ def test_expandable_segments_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments: True")
     with pytest.raises(UserError, match="expandable segments"):
         check_allocator()
+
+
+def test_engines_do_not_wait_for_ever_for_cards_that_others_have(ray_session: RaySession) -> None:
+    with pytest.raises(UserError, match=r"2 of 3 engines got no GPUs of the Ray cluster within .*=1; others use them"):
+        Places([EnginePlace(), EnginePlace(gpus=1), EnginePlace(gpus=1)], timeout_s=1.0)

@@ -18,7 +18,7 @@ from tests.rollout.conftest import CONFIG, LAW
 from tests.rollout.reference import compare_law, compare_routes, load, reference
 from tests.tiny import VOCAB_SIZE, tiny_qwen3_moe
 
-SEQUENCES, TOKENS_PER_STEP = 100, 24
+SEQUENCES, TOKENS_PER_STEP = 200, 24
 
 
 class Pressure:

@@ -69,7 +69,7 @@ def collect(engine: VllmEngine, count: int, *, hold: bool, n: int = 1, abort: tu
                 tasks[index].cancel()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    return engine._run(together())
+    return engine._loop.run(together())
 
 
 @pytest.mark.parametrize("n", [1, 3])

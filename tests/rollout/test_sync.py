@@ -11,7 +11,7 @@ from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.rollout.ray_session import RaySession
 from tests.distributed import run_ranks
 from tests.rollout.conftest import CONFIG, LAW, Served, requests
-from tests.rollout.reference import compare_law, load, reference
+from tests.rollout.reference import compare_law, compare_routes, load, reference
 from tests.rollout.sync_ranks import sync
 from tests.tiny import tiny_qwen3_moe
 
@@ -19,10 +19,12 @@ TP2_EP2 = {"tensor": 2, "expert": 2, "sequence_parallel": True}
 
 
 def compared(served: Served, folder: Path, name: str) -> float:
-    """Largest gap of a log-probability to transformers' of the checkpoint in `folder`."""
+    """Largest gap of a log-probability to transformers' of the checkpoint in `folder`, whose experts it chose."""
     batch = served.engine.generate(requests(16, name), LAW, training=True)
     assert (batch.weight_versions == served.version).all()
-    return compare_law(batch, reference(load(folder), batch))
+    expected = reference(load(folder), batch)
+    assert compare_routes(batch, expected)[1] == 0
+    return compare_law(batch, expected)
 
 
 @pytest.mark.parametrize("way", ["broadcast", "object_store"])
@@ -48,18 +50,19 @@ MIXED: dict[str, Any] = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("workers", "divided"), [(1, False), (2, False), (2, True)], ids=["TP1", "TP2", "TP2, EP2"])
 def test_a_mixed_tied_model_from_every_layout_to_engines_of_one_and_two_workers(
-    ray_session: RaySession, tmp_path: Path, workers: int
+    ray_session: RaySession, tmp_path: Path, workers: int, divided: bool
 ) -> None:
     """Dense and expert layers, one matrix for embedding and head; TP2 x EP2 and two pipeline stages."""
     start = tmp_path / "start"
     tiny_qwen3_moe(start, seed=40, **MIXED)
-    config = CONFIG.model_copy(update={"tensor_parallel": workers})
-    engine = RayRolloutEngine(start, config, name=f"mixed-{workers}")
+    config = CONFIG.model_copy(update={"tensor_parallel": workers, "expert_parallel": divided})
+    engine = RayRolloutEngine(start, config, name=f"mixed-{workers}-{divided}")
     try:
         engine.wait_until_ready()
         served = Served(engine, start, engine.generate(requests(4, "first"), LAW, training=True))
+        assert compared(served, start, "loaded") <= 1e-4
         layouts: list[tuple[str, dict[str, Any]]] = [
             ("broadcast", TP2_EP2),
             ("object_store", {"pipeline": 2}),
@@ -71,6 +74,8 @@ def test_a_mixed_tied_model_from_every_layout_to_engines_of_one_and_two_workers(
             syncs = [(str(folder), served.next_version(), way)]
             (failed, _) = run_ranks(sync, 2, ray_session.where, [engine.name], layout, syncs, workers)
             assert failed == {}
-            assert compared(served, folder, f"mixed-{number}") <= 1e-4
+            gap = compared(served, folder, f"mixed-{number}")
+            print(f"{layout} by {way} to {workers} workers, experts divided {divided}: worst gap {gap:.2e} nats")
+            assert gap <= 1e-4
     finally:
         engine.close()

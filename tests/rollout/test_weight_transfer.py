@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from megatron_dppo.checkpoint.weight_layout import unpack
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.weight_transfer.bucket import pack, unpack
+from megatron_dppo.rollout.weight_transfer.bucket import pack
 from megatron_dppo.rollout.weight_transfer.manifest import IncompleteSync, Manifest, read_shapes
 from megatron_dppo.rollout.weight_transfer.segment import MemorySegment
 

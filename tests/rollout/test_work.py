@@ -36,6 +36,12 @@ def test_pieces_hold_whole_groups_in_order(sizes: list[int], most: int) -> None:
         assert len(one) + sizes[int(other[0].prompt_ids[0])] > most
 
 
+def test_a_prompt_that_comes_twice_in_a_row_is_two_groups() -> None:
+    requests = [r for r in asked([2]) for _ in range(2)]  # two groups of two with one prompt
+    assert [len(piece) for piece in in_pieces(requests, 1)] == [4]
+    assert [len(piece) for piece in in_pieces(requests, 1, samples=2)] == [2, 2]
+
+
 def test_a_ticket_gives_results_in_the_order_asked_for_and_takes_none_twice() -> None:
     ticket = Ticket(in_pieces(asked([2, 2, 2]), 2), LAW, training=True)
     first, second, third = ticket.work

@@ -58,6 +58,8 @@ def one_line(capsys, arguments: list[str]) -> str:
         ("rollout.router_replay=false", "actor.router_replay=r3 needs rollout.router_replay=true"),
         ("actor.router_replay=r2", "replays the trainer's own routes of the pass before the update, which the preset"),
         ("task.dataset=chain_summ", "chain_sum"),
+        ("actor.max_tokens_per_microbatch=17407", "set it to 17408, or actor.long_sequences=alone"),
+        ("task.held_out_size=63", "evaluation.prompts=64, but task.held_out_size=63"),
     ],
 )
 def test_one_line_each(capsys, config, override, message):

@@ -39,7 +39,8 @@ class Sizes:
         return SEQUENCES_PER_PACK * self.length
 
 
-FULL, SMALL = Sizes(2048, 8192), Sizes(32, 128)
+SMALL = Sizes(32, 128)
+"""For a CPU."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,23 @@ class Case:
     """Also move everything to host memory and back."""
     budget_divisor: int = 1
     environment: dict[str, str] = field(default_factory=dict)
+    length: int = 2048
+    """Tokens of a sequence; a pack holds eight."""
+    shapes: dict[str, Any] = field(default_factory=dict)
+    """What differs from Qwen3-30B-A3B's config."""
+    replay_rounds: int = 0
+    """Also this many turns of a step with and one without replay, next to each other."""
+    predicted: bool = False
+    """Only to hold the planner's step time against, committed before the case was measured: one arm, no profile."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's Hugging Face config."""
+        return QWEN3_30B_A3B | self.shapes | {"num_hidden_layers": self.layers}
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.length, 4 * self.length)
 
     @property
     def layout_text(self) -> str:
@@ -84,6 +102,13 @@ _TP2_EP2 = {"tensor": 2, "expert": 2, "sequence_parallel": True}
 _TP2_EP4 = {"tensor": 2, "expert": 4, "sequence_parallel": True}
 _CP2_EP2 = {"context": 2, "expert": 2}
 _PP2_EP2 = {"pipeline": 2, "expert": 2}
+_QWEN3_235B_A22B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_attention_heads": 64,
+}
+_CUTLASS = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
 
 CASES = [
     Case("b2", 2, 8, _TP2_EP2, recompute="selective", wgrad_arm=True, trace=True),
@@ -95,13 +120,32 @@ CASES = [
         1,
         4,
         cross_entropy=False,
-        environment={"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"},
+        environment=_CUTLASS,
     ),
+    Case("a1-replay", 1, 4, cross_entropy=False, replay_rounds=80),
+    Case("a1-short", 1, 4, cross_entropy=False, length=512),
+    Case("a1-long", 1, 2, cross_entropy=False, length=4096, microbatches=1),
+    Case("p1", 1, 8, cross_entropy=False, predicted=True),
+    Case("p2", 1, 6, recompute="full", cross_entropy=False, predicted=True),
+    Case("p3", 1, 4, cross_entropy=False, length=1024, microbatches=4, predicted=True),
+    Case("p4", 1, 3, cross_entropy=False, length=4096, microbatches=2, predicted=True),
+    Case("p5", 1, 5, recompute="selective", cross_entropy=False, microbatches=3, predicted=True),
+    Case("p6", 1, 4, recompute="full", cross_entropy=False, length=512, microbatches=8, predicted=True),
+    Case("p7", 1, 1, cross_entropy=False, shapes=_QWEN3_235B_A22B, predicted=True),
+    Case("p8", 1, 4, cross_entropy=False, shapes={"num_experts": 32}, predicted=True),
+    Case("r1", 1, 7, cross_entropy=False, predicted=True),
+    Case("r2", 1, 5, recompute="full", cross_entropy=False, length=1024, microbatches=4, predicted=True),
+    Case("r3", 1, 3, cross_entropy=False, microbatches=3, predicted=True),
+    Case("r4", 1, 6, recompute="selective", cross_entropy=False, length=4096, microbatches=1, predicted=True),
+    Case("r5", 1, 2, cross_entropy=False, shapes=_QWEN3_235B_A22B, predicted=True),
     Case("same-1", 1, 4, measure="agreement"),
+    Case("same-1-cutlass", 1, 4, measure="agreement", environment=_CUTLASS),
     Case("same-1-small-packs", 1, 4, measure="agreement", budget_divisor=2),
     Case("c2", 2, 6, {"expert": 2}, recompute="full"),
     Case("d2", 2, 6, _CP2_EP2, recompute="full", cross_entropy=False),
-    Case("cp2", 2, 4, {"context": 2}, cross_entropy=False),
+    Case("q1", 2, 6, _TP2_EP2, cross_entropy=False, predicted=True),
+    Case("q2", 2, 5, {"expert": 2}, cross_entropy=False, predicted=True),
+    Case("cp2", 2, 4, {"context": 2}, cross_entropy=False, predicted=True),
     Case("same-cp2", 2, 4, {"context": 2}, measure="agreement"),
     Case("same-tp2-ep2", 2, 4, _TP2_EP2, measure="agreement"),
     Case("same-cp2-ep2", 2, 4, _CP2_EP2, measure="agreement"),

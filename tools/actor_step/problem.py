@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from actor_step.cases import QWEN3_30B_A3B, SEQUENCES_PER_PACK, TINY, TOPK, Case, Sizes
+from actor_step.cases import SEQUENCES_PER_PACK, TINY, TOPK, Case, Sizes
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.models.build import build_model
@@ -22,8 +22,7 @@ from megatron_dppo.router_replay.routes import Routes, route_dtype
 
 def describe(case: Case, *, tiny: bool) -> HFConfig:
     """The model of a case."""
-    layers = {"num_hidden_layers": 2 if tiny else case.layers}
-    return resolve_hf_config(QWEN3_30B_A3B | (TINY if tiny else {}) | layers)
+    return resolve_hf_config(case.config | (TINY | {"num_hidden_layers": 2} if tiny else {}))
 
 
 def build(case: Case, model: HFConfig, runtime: Runtime, dtype: torch.dtype) -> list[torch.nn.Module]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+import numpy as np
+
 from actor_step.cases import CASES, REFERENCE, Case
 from megatron_dppo.models.flops import H100_BF16_DENSE
 
@@ -15,7 +17,7 @@ STOCK = "dppo-binary-tv, replay, Megatron-Core's optimizer step"
 
 def report(found: Found, failures: dict[str, str]) -> str:
     """Everything, the timing table first."""
-    parts = [_timing(found), _ratios(found), _work(found), _agreement(found), _offload(found)]
+    parts = [_timing(found), _ratios(found), _replay(found), _work(found), _agreement(found), _offload(found)]
     if failures:
         parts.append("Failed:\n\n" + "\n".join(f"- `{name}`:\n```\n{text}\n```" for name, text in failures.items()))
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -76,6 +78,23 @@ def _ratios(found: Found) -> str:
     ]
     head += ["binary TV / CE", "top-20 TV / CE", "top-20 KL / CE", "fused CE s", "binary TV / fused CE"]
     return _table("Ratios of medians, arms in turn in one process.", [*head, "peak GiB with CE"], rows)
+
+
+def _replay(found: Found) -> str:
+    rows = []
+    for case in _cases(found, "time"):
+        got = found[case.name].get("replay")
+        if got is None:
+            continue
+        on, off = np.array(got[REPLAY]), np.array(got[NO_REPLAY])
+        ratios = on / off  # neighbours in time: what drifts is the same for both
+        draws = np.random.default_rng(0).integers(0, len(ratios), size=(2000, len(ratios)))
+        low, high = np.quantile(np.median(ratios[draws], axis=1), [0.025, 0.975])
+        cells = [f"{np.median(on):.4f}", f"{np.median(off):.4f}", f"{np.median(on) / np.median(off):.3f}"]
+        rows.append([case.name, len(ratios), *cells, f"{np.median(ratios):.3f} ({low:.3f} to {high:.3f})"])
+    head = ["case", "pairs", "with replay, s", "without, s", "ratio of medians"]
+    title = "Steps with routes replayed and without in turn; median of the ratio of neighbours, 95 % by bootstrap."
+    return _table(title, [*head, "median of ratios"], rows)
 
 
 def _work(found: Found) -> str:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from actor_step.arms import Arm, cross_entropy_arm, policy_arm
-from actor_step.cases import FULL, LEARNING_RATE, SEQUENCES_PER_PACK, SMALL, TOPK, Case
+from actor_step.cases import LEARNING_RATE, SEQUENCES_PER_PACK, SMALL, TOPK, Case
 from actor_step.problem import advantages, agreement_batch, build, describe, timing_batch
 from actor_step.stock import stock_optimizer
 from megatron_dppo.actor import runtime as actor_runtime
@@ -37,7 +37,7 @@ class Bench:
     def __init__(self, case: Case, file: Path, *, tiny: bool, seconds: float, fusion: bool) -> None:
         started = time.perf_counter()
         self.case, self.file, self.tiny, self.seconds = case, file, tiny, seconds
-        self.sizes = SMALL if tiny else FULL
+        self.sizes = SMALL if tiny else case.sizes
         self.parallel = ParallelConfig(**case.layout)
         self.runtime = actor_runtime.start(self.parallel, seed=0, timeout_minutes=3)
         self.dtype = torch.float32 if tiny else torch.bfloat16
@@ -109,10 +109,15 @@ class Bench:
             NO_REPLAY: policy("dppo-binary-tv", replay=False),
         }
         self._reset_peak()
-        self.note("with_replay", self._rounds(arms))
+        self.note("with_replay", self._rounds({MAIN: arms[MAIN]} if self.case.predicted else arms))
         self.note("peak_gib", self._peak())
+        if self.case.predicted:
+            return
         profile = self._profile(arms[MAIN])
         self.note("profile", profile)
+        if self.case.replay_rounds:
+            pair = {REPLAY: arms[REPLAY], NO_REPLAY: arms[NO_REPLAY]}
+            self.note("replay", self._rounds(pair, exactly=3 if self.tiny else self.case.replay_rounds))
 
         if self.case.optimizer_arm:
             with stock_optimizer(self.actor.optimizer):
@@ -182,8 +187,9 @@ class Bench:
     def _allocated(self) -> float:
         return torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
 
-    def _rounds(self, arms: dict[str, Arm]) -> dict[str, list[float]]:
-        """Seconds of each step: an untimed one of each, then rounds in turn until the time is spent, at least three."""
+    def _rounds(self, arms: dict[str, Arm], exactly: int | None = None) -> dict[str, list[float]]:
+        """Seconds of each step: an untimed one of each, then rounds in turn: `exactly` so many, else until the time is
+        spent, at least three."""
         for arm in arms.values():
             self._step(arm)
         taken: dict[str, list[float]] = {name: [] for name in arms}
@@ -193,7 +199,8 @@ class Bench:
             for name in names:
                 taken[name].append(self._step(arms[name]))
             rounds = len(taken[names[0]])
-            if self.runtime.broadcast(rounds >= 3 and (time.perf_counter() > end or rounds >= self.case.most_rounds)):
+            enough = rounds >= 3 and (time.perf_counter() > end or rounds >= self.case.most_rounds)
+            if self.runtime.broadcast(rounds == exactly if exactly else enough):
                 return taken
 
     def _step(self, arm: Arm) -> float:

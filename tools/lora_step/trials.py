@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from actor_step.cases import FULL, SMALL, TOPK, Case, Sizes
+from actor_step.cases import SMALL, TOPK, Case, Sizes
 from actor_step.problem import advantages, build, describe, timing_batch
 
 from lora_step.agreement import agreement
@@ -34,7 +34,7 @@ class Trial:
         self.runtime: Runtime = actor_runtime.start(ParallelConfig(), seed=0, timeout_minutes=3)
         self.case = Case("trial", 1, layers, recompute=recompute)
         self.model: HFConfig = describe(self.case, tiny=tiny)
-        self.sizes: Sizes = SMALL if tiny else FULL
+        self.sizes: Sizes = SMALL if tiny else self.case.sizes
         self.dtype = torch.float32 if tiny else torch.bfloat16
 
     def chunks(self, lora: LoraConfig | None) -> list[Any]:

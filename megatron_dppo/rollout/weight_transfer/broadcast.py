@@ -33,9 +33,9 @@ class BroadcastSender:
         """Number in the communicator of each rank that sends."""
         self._meeting: Meeting | None = None
         self._group: WeightGroup | None = None
-        self._members: tuple[int, ...] = ()
+        self._members: tuple[str, ...] = ()
         """Whom the communicator has."""
-        self._told: set[int] = set()
+        self._told: set[str] = set()
         """Engines that know the layouts."""
         self.packed = Packed()
 
@@ -82,21 +82,21 @@ class BroadcastSender:
                 self._group.abort()
         return _first(error, to, receiving, 2 * self._timeout)
 
-    def _terms(self, to: Recipients) -> tuple[Rendezvous, tuple[int, ...]] | None:
+    def _terms(self, to: Recipients) -> tuple[Rendezvous, tuple[str, ...]] | None:
         """Of a new communicator; None where there is one with the same members."""
-        members = tuple(id(engine) for engine in to.engines)
+        members = tuple(engine.name for engine in to.engines)
         if self._group is not None and not self._group.closed and members == self._members:
             return None
         self._meeting = self._meeting or Meeting(own_address())
         return self._meeting.next(len(self._owners) + self._workers * len(members), self._timeout), members
 
-    def _invite(self, to: Recipients, terms: tuple[Rendezvous, tuple[int, ...]]) -> Pending:
+    def _invite(self, to: Recipients, terms: tuple[Rendezvous, tuple[str, ...]]) -> Pending:
         first = {engine.name: len(self._owners) + self._workers * i for i, engine in enumerate(to.engines)}
 
         def invitation(engine: Engine) -> tuple[dict[str, Any]]:
             return (
                 {
-                    "layouts": None if id(engine) in self._told else self._buckets.layouts,
+                    "layouts": None if engine.name in self._told else self._buckets.layouts,
                     "group": terms[0].as_dict(),
                     "first_rank": first[engine.name],
                     "source_rank": self._owners,
@@ -107,7 +107,7 @@ class BroadcastSender:
         self._told |= set(terms[1])
         return pending
 
-    def _join(self, terms: tuple[Rendezvous, tuple[int, ...]]) -> None:
+    def _join(self, terms: tuple[Rendezvous, tuple[str, ...]]) -> None:
         self._leave()
         where, self._members = terms
         if self._rank in self._owners:

@@ -1,15 +1,14 @@
-"""Packing named tensors into byte buckets of bounded size, and reading them back without a copy."""
+"""Packing named tensors into byte buckets of bounded size."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 import torch
 
-from megatron_dppo.checkpoint.weight_layout import ALIGNMENT, TensorSlot, extent
+from megatron_dppo.checkpoint.weight_layout import ALIGNMENT, TensorSlot
 
 
 @dataclass(frozen=True)
@@ -41,30 +40,3 @@ def pack(named_tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -
         filled = min(filled + -(-data.nbytes // ALIGNMENT) * ALIGNMENT, len(payload))
     if slots:
         yield Bucket(tuple(slots), payload[:filled])
-
-
-def unpack(slots: Iterable[TensorSlot], payload: torch.Tensor) -> Iterator[tuple[TensorSlot, torch.Tensor]]:
-    """The tensor of each slot; of several experts `[experts, *shape]`. Views of `payload` (uint8) that live as long as
-    it does, but for tensors that lie there in blocks: those are put together in memory of their own."""
-    for slot in slots:
-        dtype = getattr(torch, slot.dtype)
-        if not slot.nbytes:
-            yield slot, torch.empty(slot.shape, dtype=dtype, device=payload.device)
-            continue
-        raw = payload[slot.offset : slot.offset + slot.nbytes].view(dtype)
-        if slot.experts is not None:
-            yield slot, raw.view(slot.count, *slot.shape)
-        elif slot.blocks:
-            yield slot, _assembled(slot, raw)
-        else:
-            yield slot, raw.view(slot.shape)
-
-
-def _assembled(slot: TensorSlot, raw: torch.Tensor) -> torch.Tensor:
-    whole = torch.empty(slot.shape, dtype=raw.dtype, device=raw.device)
-    start = 0
-    for block in slot.blocks:
-        stop = start + prod(extent(block))
-        whole[tuple(slice(*span) for span in block)] = raw[start:stop].view(extent(block))
-        start = stop
-    return whole

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from megatron_dppo.checkpoint.weight_layout import EXPERT, TensorSlot
-from megatron_dppo.rollout.weight_transfer.bucket import unpack
+from megatron_dppo.checkpoint.weight_layout import EXPERT, TensorSlot, unpack
 
 _MATRICES = {
     "gate_proj.weight": ("w13_weight", "w1"),

@@ -8,8 +8,8 @@ import ray
 import torch
 
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
-from megatron_dppo.checkpoint.weight_layout import BucketLayout
-from megatron_dppo.rollout.weight_transfer.bucket import Bucket, unpack
+from megatron_dppo.checkpoint.weight_layout import BucketLayout, unpack
+from megatron_dppo.rollout.weight_transfer.bucket import Bucket
 from megatron_dppo.rollout.weight_transfer.checksum import Packed
 from megatron_dppo.rollout.weight_transfer.recipients import Pending, Recipients
 

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import logging
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,15 +55,21 @@ def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
     return made
 
 
+_GENERATORS = threading.RLock()
+
+
 @contextmanager
 def own_random_state() -> Iterator[None]:
-    """Environments seed Python's and numpy's global generators; what they do there stays inside."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
+    """Environments seed Python's and numpy's global generators; what they do there stays inside. One thread at a time:
+    an episode of a step and one of an evaluation, begun together, would start in states that belong to neither's seed.
+    """
+    with _GENERATORS:
+        python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
 
 
 def _import_gem(name: str) -> Any:

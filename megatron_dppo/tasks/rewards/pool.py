@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections import deque
@@ -57,12 +58,14 @@ class JudgePool:
     others go on meanwhile, so `judge` takes at most the time limits divided among the workers.
 
     Processes start with the first call, see the current folder first on their path, and are limited to `memory_mib`
-    of address space each. They end with `close`, when the pool is garbage, and with this process.
+    of address space each. They end with `close`, when the pool is garbage, and with this process. Calls of `judge` may
+    come from several threads (steps that are sampled ahead, an evaluation meanwhile); they take turns.
     """
 
     def __init__(self, judges: Mapping[str, TimedJudge], *, workers: int, memory_mib: int) -> None:
         self._judges, self._size, self._memory = dict(judges), workers, memory_mib << 20
         self._workers: list[_Worker] = []
+        self._turn = threading.Lock()
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)
 
     def judge(self, tasks: Sequence[tuple[str, Answered]]) -> list[Verdict]:
@@ -73,13 +76,14 @@ class JudgePool:
         """
         verdicts: list[Verdict | None] = [None] * len(tasks)
         waiting = deque(range(len(tasks)))
-        try:
-            while waiting or any(worker.task is not None for worker in self._workers):
-                self._hand_out(tasks, waiting)
-                self._take_in(verdicts)
-        except BaseException:
-            self.close()  # what is under way would answer the next call
-            raise
+        with self._turn:
+            try:
+                while waiting or any(worker.task is not None for worker in self._workers):
+                    self._hand_out(tasks, waiting)
+                    self._take_in(verdicts)
+            except BaseException:
+                self.close()  # what is under way would answer the next call
+                raise
         return [verdict for verdict in verdicts if verdict is not None]
 
     def close(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import random
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from megatron_dppo.rollout.seeds import EVALUATION, TRAINING, request_seed
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
+from megatron_dppo.tasks.environments.make import own_random_state
 from megatron_dppo.trainer.episodes import Episodes, play
 
 HERE = "tests.tasks.environments.test_environments"
@@ -210,3 +213,20 @@ def test_a_reward_that_is_no_number_and_a_prompt_that_is_too_long(tokenizer):
 def test_rewards_do_not_go_with_an_environment():
     with pytest.raises(ValidationError, match="an environment gives its own rewards"):
         TaskConfig(kind="environment", environment={"name": "x"}, rewards=[{"kind": "math-verify"}])
+
+
+def test_environments_of_two_threads_do_not_share_the_generators_they_seed() -> None:
+    """A step that is sampled ahead and an evaluation play at the same time."""
+
+    def drawn(seed: int) -> list[float]:
+        with own_random_state():
+            random.seed(seed)
+            values = []
+            for _ in range(100):
+                values.append(random.random())
+                time.sleep(0)  # lets another thread go on
+            return values
+
+    alone = [drawn(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(drawn, range(4))) == alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -182,6 +183,17 @@ def test_workers_outlive_the_thread_that_asked_first():
     _, alive = psutil.wait_procs(started, timeout=1.0)
     assert len(alive) == 2
     assert made.score([prompt()] * 4, ["a"] * 4).verifier_errors == 0
+    made.close()
+
+
+def test_calls_from_two_threads_get_their_own_verdicts():
+    """Steps that are sampled ahead and evaluations are judged by the same workers."""
+    made = grader(PythonReward(path=f"{HERE}:length"))
+    with ThreadPoolExecutor(2) as threads:
+        lengths = [range(1, 61), range(101, 161)]
+        found = [threads.submit(made.score, [prompt()] * 60, ["x" * n for n in of_call]) for of_call in lengths]
+        for of_call, rewards in zip(lengths, found, strict=True):
+            np.testing.assert_allclose(rewards.result().reward, np.array(of_call) / 10, rtol=1e-6)
     made.close()
 
 

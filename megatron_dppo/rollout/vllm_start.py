@@ -1,0 +1,71 @@
+"""Starting vLLM: the options of its AsyncLLM, and what is refused of the engine that they make."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from megatron_dppo.compat.vllm_cpu import engine_environment, engine_options
+from megatron_dppo.launch.imports import uncollected
+from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.law import refuse_engine_defaults
+from megatron_dppo.rollout.model_facts import ModelFacts
+from megatron_dppo.rollout.route_requirements import check_engine, check_version
+from megatron_dppo.rollout.weight_transfer.backend import BACKEND
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> AsyncLLM:
+    """An engine whose core runs in a process of its own. Raises `UserError` for what routes or the sampling law cannot
+    be recorded with."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
+    os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(config.start_timeout_s)))
+    from importlib.metadata import entry_points
+
+    with uncollected():
+        os.environ.update(engine_environment(config))
+        import vllm
+        from vllm import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+    if facts.routes is not None:
+        check_version(vllm.__version__, {field.name for field in fields(AsyncEngineArgs)})
+    options: dict[str, Any] = {
+        "model": str(facts.folder),
+        "dtype": config.dtype,
+        "load_format": config.load_format,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "kv_cache_memory_bytes": None if config.kv_cache_mib is None else config.kv_cache_mib << 20,
+        "tensor_parallel_size": config.tensor_parallel,
+        "enable_expert_parallel": config.expert_parallel,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enable_sleep_mode": config.enable_sleep,
+        "enable_return_routed_experts": facts.routes is not None,
+        "scheduler_cls": "megatron_dppo.rollout.record_scheduler.record_scheduler",
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,
+        "generation_config": "vllm",
+        "skip_tokenizer_init": True,
+        "weight_transfer_config": {"backend": BACKEND},
+        "worker_extension_cls": "megatron_dppo.rollout.weight_transfer.receiver.ReportsWeights",
+        "disable_log_stats": True,
+    }
+    arguments = AsyncEngineArgs(**(options | engine_options(config)))
+    vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    if facts.routes is not None:
+        check_engine(vllm_config, facts.routes)
+    engine = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+    refuse_engine_defaults(
+        engine.model_config.get_diff_sampling_param(),
+        [entry.value for entry in entry_points(group="vllm.logits_processors")],
+    )
+    return engine

@@ -1,0 +1,55 @@
+"""Weights that are drawn: the same under every layout, and whoever draws them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dppo.checkpoint.hf_export import export_weights
+from megatron_dppo.checkpoint.random_weights import fill_random, random_tensors
+from megatron_dppo.models.hf_config import load_hf_config
+from tests.distributed import run_ranks
+from tests.megatron import build_from
+from tests.tiny import tiny_model
+
+
+def drawn_and_exported(rank: int, path: Path, layout: dict[str, Any]) -> int:
+    """Fill the shards and put them together again; the tensors compared on rank 0, bit for bit."""
+    models, model, groups = build_from(path, layout, load=False)
+    fill_random(models, model, groups, seed=5)
+    whole, compared = dict(random_tensors(model, 5, torch.device("cpu"))), 0
+    for name, tensor in export_weights(models, model, groups):
+        if tensor is not None:
+            assert torch.equal(tensor, whole[name].float()), name
+            compared += 1
+    return compared
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen3_moe", {"tensor": 2, "expert": 2, "sequence_parallel": True}), ("qwen2", {"pipeline": 2})],
+)
+def test_shards_hold_the_tensors_that_are_drawn_whole(family: str, layout: dict[str, Any], tmp_path: Path) -> None:
+    tiny_model(family, tmp_path, num_hidden_layers=2)
+    model = load_hf_config(tmp_path)
+    assert run_ranks(drawn_and_exported, 2, tmp_path, layout) == [len(model.tensors), 0]
+
+
+def test_what_is_drawn_is_what_a_checkpoint_would_hold(tmp_path: Path) -> None:
+    tiny_model("qwen2", tmp_path, dtype=torch.bfloat16, initializer_range=0.5)
+    model = load_hf_config(tmp_path)
+    first, again, other = (dict(random_tensors(model, seed, torch.device("cpu"))) for seed in (1, 1, 2))
+    assert first.keys() == model.tensors.keys()
+    for name, tensor in first.items():
+        assert (tuple(tensor.shape), tensor.dtype) == (model.tensors[name], torch.bfloat16)
+        assert torch.equal(tensor, again[name])
+        if "norm" in name:
+            assert (tensor == 1).all()
+        elif name.endswith(".bias"):
+            assert (tensor == 0).all()
+        else:
+            assert tensor.float().std().item() == pytest.approx(0.5, rel=0.05)
+            assert not torch.equal(tensor, other[name])
