@@ -16,6 +16,7 @@ from megatron_dppo import __version__
 from megatron_dppo.checkpoint.convert_arguments import add_convert_arguments, run_convert
 from megatron_dppo.doctor.command import add_doctor_arguments, run_doctor
 from megatron_dppo.launch import exit_status
+from megatron_dppo.launch.imports import uncollected
 from megatron_dppo.planner.command import add_plan_arguments, run_plan
 
 _OVERRIDE = re.compile(r"(seed|(rollout|task|evaluation)\.[^=]+)=")
@@ -96,14 +97,16 @@ def _train(arguments: argparse.Namespace) -> int:
     # Megatron-Core warns at import and once per layer of what it would rather have (Apex, a fused norm, an
     # environment variable): on every rank, in the middle of the progress display.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|megatron_dppo\.compat|torch)\b")
-    from megatron_dppo.config.load import load_config
-    from megatron_dppo.trainer.train import train
+    with uncollected():
+        from megatron_dppo.config.load import load_config
+        from megatron_dppo.trainer.train import train
 
     return train(load_config(arguments.config, arguments.overrides))
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from megatron_dppo.trainer.evaluate_model import evaluate_config, evaluate_model
+    with uncollected():
+        from megatron_dppo.trainer.evaluate_model import evaluate_config, evaluate_model
 
     overrides = [one for one in arguments.data if _OVERRIDE.match(one)]
     data = [one for one in arguments.data if not _OVERRIDE.match(one)]

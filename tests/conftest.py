@@ -1,33 +1,67 @@
-"""How the tests are shared out between the worker processes of `make test`."""
+"""How the tests are shared out between the worker processes of `make test`: by groups of files.
+
+xdist's own groups cannot be used. Version 3.8 writes the group of a test to a field that pytest 9.2 does not read any
+more, and without a word sends each test to whichever worker is free: every worker then sets up every fixture.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
-SHARED = ("ray_session", "served_mixed")
-"""Fixtures that take half a minute to start: what uses one stays together, so that there is one of each."""
+ENGINES = (
+    *("test_engine", "test_engine_log", "test_lora_sync", "test_parity", "test_partial", "test_placement"),
+    *("test_ray_session", "test_reward_workers"),
+    *("test_routes_parity", "test_routes_pressure", "test_routes_record", "test_stored", "test_sync"),
+)
+GROUP_OF = {f"tests/rollout/{name}.py": "engines" for name in ENGINES} | {
+    "tests/trainer/test_evaluate_model.py": "engines",
+    "tests/vocab_parallel/test_cuda.py": "gpu",
+}
+"""Files that share what is slow to start (the engines of tests/rollout, vLLM in the test process) or what one test at a
+time may use (a GPU). Any other file is a group of its own."""
+
+FIRST = (
+    "tests/trainer/test_end_to_end.py",
+    "engines",
+    "tests/rollout/test_fleet.py",
+    "tests/trainer/test_sudoku.py",
+    "tests/tools/test_make_tiny_model.py",
+)
+"""Groups of a minute and more: what is long and begins last makes one worker wait for the other."""
+
+SHARED = {"served": "engines", "served_mixed": "engines"}
+"""Fixtures of which there is to be one, and the group whose files may use it."""
 
 
-def group_of(item: pytest.Item) -> str:
-    """Tests of one group run one after another in the same worker: those of a shared fixture, those that would share a
-    GPU with another worker, else those of a file."""
-    if item.get_closest_marker("gpu") is not None:
-        return "gpu"
-    used = getattr(item, "fixturenames", ())
-    return next((fixture for fixture in SHARED if fixture in used), item.nodeid.split("::", 1)[0])
+def group_of(nodeid: str) -> str:
+    """The group of a test: its tests run one after another in the same worker."""
+    file = nodeid.split("::", 1)[0]
+    return "gpu" if file.startswith("tests/gpu/") else GROUP_OF.get(file, file)
 
 
-@pytest.hookimpl(tryfirst=True)  # the plugin reads the groups in the same hook
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Group the tests, and begin with the groups that hold a slow one: whatever is long and begins last makes one
-    worker wait for the other. Without workers nothing changes."""
-    if not hasattr(config, "workerinput"):
-        return
-    groups: dict[str, list[pytest.Item]] = {}
+class GroupScheduling(LoadFileScheduling):
+    """A worker that has run out of tests gets the next group."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
+    return GroupScheduling(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long groups first, and no test in a group that lacks what it uses."""
     for item in items:
-        name = group_of(item)
-        item.add_marker(pytest.mark.xdist_group(name))
-        groups.setdefault(name, []).append(item)
-    slow = {name for name, group in groups.items() if any(item.get_closest_marker("slow") for item in group)}
-    order = sorted(groups, key=lambda name: (name not in SHARED, name not in slow))
-    items[:] = [item for name in order for item in groups[name]]
+        group = group_of(item.nodeid)
+        wanted = {SHARED[fixture] for fixture in getattr(item, "fixturenames", ()) if fixture in SHARED}
+        if item.get_closest_marker("gpu") is not None:
+            wanted.add("gpu")
+        if not wanted <= {group}:
+            raise pytest.UsageError(f"{item.nodeid} belongs to the group {wanted.pop()}: say so in tests/conftest.py")
+    place = {group: number for number, group in enumerate(FIRST)}
+    items.sort(key=lambda item: place.get(group_of(item.nodeid), len(FIRST)))

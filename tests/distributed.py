@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import multiprocessing
 import os
 import queue
@@ -24,6 +25,10 @@ PRELOAD = [
     "megatron.core.pipeline_parallel",
     "megatron.core.dist_checkpointing",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "megatron_dppo.actor.actor",
+    "megatron_dppo.checkpoint.convert",
+    "megatron_dppo.models.lora.attach",
+    "pytest",
 ]
 """Imported once, by the server that ranks are forked from: a rank then starts in a tenth of a second, not in ten."""
 
@@ -41,6 +46,7 @@ def _rank_main(
         "GLOO_SOCKET_IFNAME": "lo",
     }
     torch.set_num_threads(1)
+    gc.freeze()  # what the server imported stays: the collector need not look through it again and again
     try:
         patience = datetime.timedelta(seconds=timeout)
         store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=patience)

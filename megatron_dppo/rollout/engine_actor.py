@@ -13,6 +13,7 @@ import psutil
 import ray
 
 from megatron_dppo.batch import RolloutBatch
+from megatron_dppo.launch.imports import uncollected
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.errors import EngineDead
 from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
@@ -31,7 +32,8 @@ class EngineActor:
     def __init__(self, model: str, config: RolloutConfig, environment: Mapping[str, str], log: str | None) -> None:
         os.environ.update(environment)  # before anything looks for devices
         kept = log is not None and _print_to(log)
-        from megatron_dppo.rollout.vllm_engine import VllmEngine  # vLLM is imported in this process only
+        with uncollected():
+            from megatron_dppo.rollout.vllm_engine import VllmEngine  # vLLM is imported in this process only
 
         try:
             self._engine = VllmEngine(Path(model), config)

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import ray
 
+from megatron_dppo.compat.ray_daemons import fewer_daemons
 from megatron_dppo.errors import UserError
 
 _START_ATTEMPTS = 4
@@ -87,7 +88,7 @@ class RaySession:
             folder = tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=_ROOT)
             others = {child.pid for child in psutil.Process().children()}
             try:
-                with _environment_of_a_daemon():
+                with _environment_of_a_daemon(), fewer_daemons():
                     context = ray.init(
                         address="local",
                         num_cpus=max(64, os.cpu_count() or 1),
@@ -216,6 +217,7 @@ def _environment_of_a_daemon() -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # leave the devices that a worker sees alone
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # whoever waits for a call tells its error, in one line
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # its workers for tasks, of which there are none
     os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: the engine would yield to whoever waits for it
     try:
         yield

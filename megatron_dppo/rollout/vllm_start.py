@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.compat.vllm_cpu import engine_environment, engine_options
+from megatron_dppo.launch.imports import uncollected
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.law import refuse_engine_defaults
 from megatron_dppo.rollout.model_facts import ModelFacts
@@ -21,15 +22,16 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> AsyncLLM:
     """An engine whose core runs in a process of its own. Raises `UserError` for what routes or the sampling law cannot
     be recorded with."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before the next line, which imports vLLM
-    os.environ.update(engine_environment(config))
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(config.start_timeout_s)))
     from importlib.metadata import entry_points
 
-    import vllm
-    from vllm import AsyncEngineArgs
-    from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine.async_llm import AsyncLLM
+    with uncollected():
+        os.environ.update(engine_environment(config))
+        import vllm
+        from vllm import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.async_llm import AsyncLLM
 
     if facts.routes is not None:
         check_version(vllm.__version__, {field.name for field in fields(AsyncEngineArgs)})

@@ -12,6 +12,8 @@ from tests.actor.matrix import LAYOUTS, SHAPE, TEMPERATURE, Case, advantages, bu
 from tests.distributed import run_ranks
 from tests.tiny import tiny_qwen3_moe
 
+FEW = SHAPE | {"groups": 2}
+ADVANTAGES = advantages()[: FEW["groups"] * FEW["samples"]]
 PRECISIONS = ["float32", "bfloat16", "float16"]
 
 
@@ -25,7 +27,7 @@ def updates(rank: int, path: str, layout: dict, batch: Any, runs: list[tuple[str
     found = []
     for dtype, settings, number in runs:
         actor = build_actor(path, layout, Case(), dtype=dtype, **settings)
-        signal = TrainingSignal(advantages(), advantages(), [np.arange(len(advantages()))])
+        signal = TrainingSignal(ADVANTAGES, ADVANTAGES, [np.arange(len(ADVANTAGES))])
         found.append([actor.update(InMemorySource.of(batch), signal) for _ in range(number)])
         parallel_state.destroy_model_parallel()
     return found
@@ -36,7 +38,7 @@ def problem(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
     from tests.actor.reference import make_rollout
 
     path = tmp_path_factory.mktemp("model")
-    return str(path), make_rollout(tiny_qwen3_moe(path, seed=3), seed=4, temperature=TEMPERATURE, **SHAPE)
+    return str(path), make_rollout(tiny_qwen3_moe(path, seed=3), seed=4, temperature=TEMPERATURE, **FEW)
 
 
 def test_low_precision_and_its_loss_scale(problem: tuple[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""One engine per kind for the whole folder: each start-up takes tens of seconds."""
+"""One engine per kind for the whole folder, and none beyond it: each start-up takes tens of seconds."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Served:
             raise
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_session() -> Iterator[RaySession]:
     """The one Ray of this process: a second one would end the first when it is closed. Leaves no process behind."""
     before = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -90,7 +90,7 @@ def ray_session() -> Iterator[RaySession]:
     assert not [c for c in left if c.status() != psutil.STATUS_ZOMBIE], f"processes left behind: {left}"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def served(ray_session: RaySession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The controller's engine in a Ray actor; every layer is a mixture of experts."""
     model = tmp_path_factory.mktemp("moe")
@@ -104,7 +104,7 @@ def served(ray_session: RaySession, tmp_path_factory: pytest.TempPathFactory) ->
         fleet.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def served_mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """An engine without Ray; layers 0 and 2 are dense, embeddings are tied, no renormalisation of expert weights."""
     model = tmp_path_factory.mktemp("mixed")

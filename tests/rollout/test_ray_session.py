@@ -18,7 +18,7 @@ import ray
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.ray_session import RayAddress, RaySession
 from megatron_dppo.rollout.stored import RolloutSource
-from tests.rollout.conftest import LAW, Served, requests
+from tests.rollout.conftest import CONFIG, LAW, Served, requests
 from tests.tiny import tiny_qwen3_moe
 
 OTHER_RANK = """
@@ -34,15 +34,14 @@ with RaySession.connect(where):
 """
 
 CONTROLLER = """
-import os, sys, time
+import sys, time
 from pathlib import Path
-from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.ray_engine import RayRolloutEngine
 from megatron_dppo.rollout.ray_session import RaySession
-from tests.rollout.conftest import CONFIG
 if __name__ == "__main__":
     with RaySession.start(namespace="doomed", object_store_mib=80) as session:
-        engine = RayRolloutEngine(Path(sys.argv[1]), CONFIG)
+        engine = RayRolloutEngine(Path(sys.argv[1]), RolloutConfig.model_validate_json(sys.argv[3]))
         try:
             if sys.argv[2] == "ready":
                 engine.wait_until_ready()
@@ -85,7 +84,7 @@ def test_nothing_is_left_of_a_controller_that_ends(tmp_path: Path, how: str, whe
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     environment |= {"PYTHONPATH": str(root)}
     controller = subprocess.Popen(
-        [sys.executable, str(tmp_path / "controller.py"), str(tmp_path / "model"), when],
+        [sys.executable, str(tmp_path / "controller.py"), str(tmp_path / "model"), when, CONFIG.model_dump_json()],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
