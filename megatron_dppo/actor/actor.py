@@ -136,6 +136,7 @@ class MegatronActor:
             for index, chunk in enumerate(self.model)
         ]
         fuse_weight_gradients(self.model)
+        release_dispatched(self.model)
         self.optimizer, self.scheduler = build_optimizer(optimizer, self.chunks, self._dtype)
         self._aux_losses = AuxiliaryLosses(config, model_config)
         self._offloader = Offloader(self.chunks, self.optimizer, runtime.device)
@@ -372,7 +373,7 @@ class MegatronActor:
         return MicrobatchStream(make, plan.rows[rank])
 
     def _run(self, microbatches: MicrobatchStream, loss: Any, **options: Any) -> list[Any]:
-        reports = run_schedule(
+        return run_schedule(
             self.chunks,
             microbatches,
             loss,
@@ -382,8 +383,6 @@ class MegatronActor:
             temperature=self._temperature,
             **options,
         )
-        release_dispatched(self.chunks)
-        return reports
 
     def _recompute(self, source: SequenceSource, plan: PackPlan) -> _BeforeUpdate:
         """This model's own statistics of the rows, before any step, and under R2 the experts it chose."""

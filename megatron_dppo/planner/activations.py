@@ -14,8 +14,8 @@ rows that reach its experts, h hidden, q and k the query and key-value widths on
     output projection nothing (its input is attention's output)
     norm              input, output (the router's input)                          4 S h + 4 S
     router            chosen ids (int64, twice), their probabilities              20 S topk
-    dispatch          row map int32 [S, 2 E + 1]; held by the dispatcher until the
-                      next forward: fp32 probabilities and mask [S, E]            8 S E + 5 S E
+    dispatch          row map int32 [S, 2 E + 1]; while the layer runs also fp32
+                      probabilities and mask [S, E] (`release_dispatched`)        8 S E
     experts, fc1      rows sorted by expert, their probabilities                  2 R h + 4 R
     SwiGLU            both halves                                                 2 R 2 f
     fc2               its input                                                   2 R f
@@ -49,8 +49,6 @@ class LayerMemory:
     operators: tuple[Operator, ...]
     boundary: int
     """The layer's input, all that full recomputation keeps."""
-    lasting: int
-    """What the token dispatcher holds until the next forward, recomputed or not."""
 
     @property
     def kept(self) -> int:
@@ -78,8 +76,7 @@ def layer_memory(layout: Layout, layer: int) -> LayerMemory:
     rows = layout.rows_per_rank
     boundary = _HALF * rows * layout.model.hidden_size
     feed_forward = _experts if layout.model.is_moe_layer(layer) else _dense
-    operators, lasting = feed_forward(layout)
-    return LayerMemory((*_attention(layout), *operators), boundary, lasting)
+    return LayerMemory((*_attention(layout), *feed_forward(layout)), boundary)
 
 
 def _attention(layout: Layout) -> Sequence[Operator]:
@@ -121,7 +118,7 @@ def _attention(layout: Layout) -> Sequence[Operator]:
     )
 
 
-def _experts(layout: Layout) -> tuple[Sequence[Operator], int]:
+def _experts(layout: Layout) -> Sequence[Operator]:
     model, parallel = layout.model, layout.parallel
     assert model.moe is not None
     moe, rows, hidden = model.moe, layout.rows_per_rank, model.hidden_size
@@ -137,9 +134,8 @@ def _experts(layout: Layout) -> tuple[Sequence[Operator], int]:
     # A product's weight gradients exist apart only where they are not added to the float32 buffer in place.
     fc2 = 0 if layout.wgrad_fusion else _HALF * local * width * hidden
     row_map = _FLOAT * rows * (2 * moe.experts + 1)
-    lasting = rows * moe.experts * (_FLOAT + 1) + row_map
-    # The forward's own variables hold the rows as sent and as arrived until the layer returns.
-    held = sent + arrived
+    # The forward's own variables hold the rows as sent and as arrived, and the chosen experts, until the layer returns.
+    held = sent + arrived + rows * moe.experts * (_FLOAT + 1)
     return (
         Operator("norm", 2 * residual + _FLOAT * rows, residual, 3 * residual),
         Operator(
@@ -148,7 +144,7 @@ def _experts(layout: Layout) -> tuple[Sequence[Operator], int]:
             rows * moe.experts * (4 * _FLOAT),
             3 * residual + 2 * _FLOAT * rows * hidden,
         ),
-        Operator("dispatch", lasting, sent + arrived, residual + 2 * sent),
+        Operator("dispatch", row_map, held, residual + 2 * sent),
         Operator(
             "experts, fc1",
             received + _FLOAT * layout.expert_rows,
@@ -158,10 +154,10 @@ def _experts(layout: Layout) -> tuple[Sequence[Operator], int]:
         Operator("SwiGLU", gate_up, held, residual + down + gate_up),
         Operator("experts, fc2", down, held + received, residual + received + down + fc2),
         Operator("combine", 0, held + 2 * received, residual + received + max(received, sent)),
-    ), lasting
+    )
 
 
-def _dense(layout: Layout) -> tuple[Sequence[Operator], int]:
+def _dense(layout: Layout) -> Sequence[Operator]:
     model, parallel = layout.model, layout.parallel
     tokens, hidden = layout.tokens_per_rank, model.hidden_size
     residual = _HALF * layout.rows_per_rank * hidden
@@ -179,4 +175,4 @@ def _dense(layout: Layout) -> tuple[Sequence[Operator], int]:
         ),
         Operator("SwiGLU", gate_up, 0, residual + gate_up // 2 + gate_up),
         Operator("fc2", gate_up // 2, whole, residual + whole + gate_up // 2 + fc2),
-    ), 0
+    )

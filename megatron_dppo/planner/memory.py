@@ -76,8 +76,6 @@ def stage_memory(layout: Layout, stage: int, microbatches: int) -> StageMemory:
     boundary = 2 * layout.rows_per_rank * model.hidden_size
     # The input of the stage (an embedding's output or what the neighbour sent) is the first layer's input.
     activations = round(in_flight * kept)
-    if full:
-        activations += sum(count * layer.lasting for layer, count in layers)
     if last:
         activations += 2 * boundary  # the final norm's input and output
     if parallel.pipeline > 1:

@@ -47,7 +47,7 @@ def test_bytes_of_a_moe_layer_written_out() -> None:
     attention += 2 * 4096 + 2 * 512 + 2 * 512 + 2 * 4096 + 4 * 32  # q, k, v, output, log-sum-exp
     experts = 2 * 2048 + 2 * 2048 + 4  # input, the router's input
     experts += 8 * (8 + 8 + 4)  # ids twice, probabilities
-    experts += 4 * 128 + 128 + 4 * (2 * 128 + 1)  # probabilities, mask, row map
+    experts += 4 * (2 * 128 + 1)  # row map
     experts += 8 * (2 * 2048 + 4 + 2 * 2 * 768 + 2 * 768)  # sorted rows and probabilities, both halves, fc2's input
     assert layer_memory(layout(), 0).kept == 16384 * (attention + experts)
 
