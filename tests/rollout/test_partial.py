@@ -62,8 +62,8 @@ def test_a_cut_response_goes_on_under_the_new_weights(served_mixed: Served, tmp_
     assert set(handle.versions.ravel().tolist()) == {old, new}
     cut = check_spans(batch, LONG.max_tokens)
     assert cut.tolist() == [b for b, (oldest, newest) in enumerate(handle.versions) if oldest < newest]
-    # At most as many as are decoded together, one of which may have ended with the token that it was cut at.
-    assert 5 <= len(cut) <= engine.config.max_num_seqs
+    # At most as many as are decoded together. Those that had no token yet began again, those at their last one ended.
+    assert 1 <= len(cut) <= engine.config.max_num_seqs
     check_tokens(
         batch,
         {

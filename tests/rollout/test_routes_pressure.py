@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo.batch import RolloutBatch
-from megatron_dppo.rollout import vllm_engine
+from megatron_dppo.rollout import vllm_engine, vllm_start
 from megatron_dppo.rollout.protocol import GenerationRequest
 from megatron_dppo.rollout.vllm_engine import VllmEngine
 from tests.rollout.conftest import CONFIG, LAW
@@ -62,9 +62,9 @@ def pressed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VllmEngi
     tiny_qwen3_moe(model, seed=1, num_hidden_layers=5, mlp_only_layers=[2])
     pressure = Pressure()
     with pytest.MonkeyPatch.context() as patch:
-        options, law, start = vllm_engine.engine_options, vllm_engine.sampling_params, AsyncLLM.from_vllm_config
+        options, law, start = vllm_start.engine_options, vllm_engine.sampling_params, AsyncLLM.from_vllm_config
         chunked = {"enable_chunked_prefill": True, "max_num_batched_tokens": TOKENS_PER_STEP}
-        patch.setattr(vllm_engine, "engine_options", lambda config: options(config) | chunked)
+        patch.setattr(vllm_start, "engine_options", lambda config: options(config) | chunked)
 
         def unseeded(*args: Any, **kwargs: Any) -> Any:
             params = law(*args, **kwargs)

@@ -20,8 +20,8 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture
 def rank_zero_of_two(monkeypatch):
     """The environment torchrun gives the first of two ranks."""
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in ranks.items():
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
 
@@ -96,7 +96,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(capsys, config, tmp_path):
 
 
 def test_without_torchrun(capsys, config, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     assert "start training with torchrun" in one_line(capsys, ["train", str(config)])
 
