@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_dppo.checkpoint.atomic import check_target, whole_folder, write_synced
+from megatron_dppo.checkpoint.first_rank import on_first_rank, raise_everywhere
 from megatron_dppo.checkpoint.hf_export import BUCKET_BYTES, ExportedTensor, WeightExporter
 from megatron_dppo.checkpoint.hf_files import INDEX, SINGLE
 from megatron_dppo.checkpoint.hf_side_files import check_side_files, copy_side_files
@@ -45,11 +46,9 @@ def save_hf_checkpoint(
     exporter = WeightExporter(models, model, groups)
     tensors = [ExportedTensor(t.name, t.shape, dtype or t.dtype) for t in exporter.tensors]
     writer = dist.get_rank() == 0
-    problem: list[str | None] = [None]
-    if writer:
-        problem = [_cannot_write(target, tensors, model, overwrite)]
-    _raise_everywhere(problem)
+    on_first_rank(lambda: _check_writable(target, tensors, model, overwrite))
 
+    problem: str | None = None
     stream = exporter.stream(dtype=dtype, bucket_bytes=bucket_bytes)
     if not writer:
         for _ in stream:
@@ -61,31 +60,21 @@ def save_hf_checkpoint(
                 _write_weights(folder, stream, _shards(tensors, shard_bytes), progress)
                 copy_side_files(model.path, folder, tensors[0].dtype)
         except OSError as error:
-            problem = [f"cannot write {target}: {error.strerror or error}; nothing was left there"]
+            problem = f"cannot write {target}: {error.strerror or error}; nothing was left there"
             for _ in stream:  # the other ranks are still sending
                 pass
-    _raise_everywhere(problem)
+    raise_everywhere(problem)
 
 
-def _raise_everywhere(problem: list[str | None]) -> None:
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0]:
-        raise UserError(problem[0])
-
-
-def _cannot_write(target: Path, tensors: list[ExportedTensor], model: HFConfig, overwrite: bool) -> str | None:
-    try:
-        check_target(target, overwrite=overwrite)
-        check_side_files(model.path)
-    except UserError as error:
-        return str(error)
+def _check_writable(target: Path, tensors: list[ExportedTensor], model: HFConfig, overwrite: bool) -> None:
+    check_target(target, overwrite=overwrite)
+    check_side_files(model.path)
     existing = target
     while not existing.exists():
         existing = existing.parent
     needed, free = sum(t.nbytes for t in tensors), shutil.disk_usage(existing).free
     if free < needed:
-        return f"{target} needs {needed / 1e9:.2f} GB, {existing} has {free / 1e9:.2f} GB free; make room"
-    return None
+        raise UserError(f"{target} needs {needed / 1e9:.2f} GB, {existing} has {free / 1e9:.2f} GB free; make room")
 
 
 def _shards(tensors: list[ExportedTensor], shard_bytes: int) -> list[list[ExportedTensor]]:

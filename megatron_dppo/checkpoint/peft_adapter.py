@@ -13,6 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from safetensors import SafetensorError, safe_open
 
 from megatron_dppo.checkpoint.atomic import whole_folder, write_synced
+from megatron_dppo.checkpoint.first_rank import raise_everywhere
 from megatron_dppo.checkpoint.hf_export import ShardExporter
 from megatron_dppo.checkpoint.peft_stacked import StackedExperts
 from megatron_dppo.checkpoint.safetensors_stream import SafetensorsStream
@@ -81,7 +82,7 @@ def save_peft_adapter(
     A collective over all ranks; rank 0 writes. The folder appears whole or not at all; every rank then raises the same
     `UserError`.
     """
-    target, problem = Path(path), [""]
+    target, problem = Path(path), ""
     exporter = AdapterExporter(models, model, groups, config)
     stream = exporter.stream()
     if dist.get_rank() == 0:
@@ -93,14 +94,12 @@ def save_peft_adapter(
                         writer.write(name, tensor)
                 write_synced(folder / CONFIG, json.dumps(_peft_config(model, config), indent=2) + "\n")
         except OSError as error:
-            problem = [f"cannot write {target}: {error.strerror or error}; nothing was left there"]
+            problem = f"cannot write {target}: {error.strerror or error}; nothing was left there"
         except UserError as error:
-            problem = [str(error)]
+            problem = str(error)
     for _ in stream:  # the other ranks send, also where rank 0 cannot write
         pass
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0]:
-        raise UserError(problem[0])
+    raise_everywhere(problem)
 
 
 def _peft_config(model: HFConfig, config: LoraConfig) -> dict[str, Any]:

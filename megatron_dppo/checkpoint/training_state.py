@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_dppo.checkpoint import optimizer_state, state_folder
 from megatron_dppo.checkpoint.adapter_state import load_adapters, sharded_adapters
 from megatron_dppo.checkpoint.atomic import INCOMPLETE
+from megatron_dppo.checkpoint.first_rank import on_first_rank
 from megatron_dppo.checkpoint.hf_side_files import check_side_files, copy_side_files
 from megatron_dppo.checkpoint.rng_state import collect_rng, restore_rng
 from megatron_dppo.checkpoint.safe_dcp import nothing_executed, read_index
@@ -101,7 +102,7 @@ class TrainingStates:
         self.finish()
         check_side_files(self.trainee.model.path)
         trainee, described = self.trainee, self._describe(step, progress)
-        partial = self._partial_folder(step)
+        partial = on_first_rank(lambda: self._partial_folder(step))
         state = self._model_state()
         if trainee.optimizer is not None:
             state["optimizer"] = optimizer_state.sharded_optimizer_state(
@@ -117,7 +118,7 @@ class TrainingStates:
             raise self._cannot_save(error) from None
 
         def finalize() -> None:
-            self._publish(partial, step, described)
+            on_first_rank(lambda: self._publish(partial, step, described))
 
         if self._queue is None:
             finalize()
@@ -140,7 +141,8 @@ class TrainingStates:
         that one side lacks. Nothing in the folder is executed.
         """
         self.trainee.require_present()
-        source = Path(folder) if folder is not None else self._latest()
+        # A shared file system may show nodes different states of its folders.
+        source = Path(folder) if folder is not None else on_first_rank(lambda: state_folder.latest_state(self.root))
         described = state_folder.read_description(source)
         trainee = self.trainee
         self._check_same_model(source, described)
@@ -174,19 +176,6 @@ class TrainingStates:
         if same_layout:
             restore_rng(loaded["rng"])
         return Resumed(source, described["step"], described["progress"], same_layout)
-
-    def _latest(self) -> Path:
-        """What rank 0 finds, on all ranks: a shared file system may show nodes different states of its folders."""
-        answer: list[str | None] = [None, None]
-        if dist.get_rank() == 0:
-            try:
-                answer[0] = str(state_folder.latest_state(self.root))
-            except UserError as error:
-                answer[1] = str(error)
-        dist.broadcast_object_list(answer, src=0)
-        if answer[0] is None:
-            raise UserError(str(answer[1]))
-        return Path(answer[0])
 
     def _model_state(self) -> dict[str, Any]:
         trainee = self.trainee
@@ -256,39 +245,31 @@ class TrainingStates:
                 raise UserError(f"{source} holds weights only, no {name.removesuffix('_step')}: it cannot be resumed")
 
     def _partial_folder(self, step: int) -> Path:
-        answer: list[str | None] = [None, None]
-        if dist.get_rank() == 0:
-            state_folder.remove_leftovers(self.root)
-            partial = self.root / f".{state_folder.folder_name(step)}{INCOMPLETE}{secrets.token_hex(4)}"
-            try:
-                partial.mkdir(parents=True)
-                needed, free = self._bytes(), shutil.disk_usage(partial).free
-                if free < needed:
-                    partial.rmdir()
-                    answer[1] = f"{self.root} needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; make room"
-                else:
-                    answer[0] = str(partial)
-            except OSError as error:
-                answer[1] = f"cannot create {partial.parent} for checkpoints: {error.strerror}; choose another output"
-        dist.broadcast_object_list(answer, src=0)
-        if answer[0] is None:
-            raise UserError(str(answer[1]))
-        return Path(answer[0])
+        """On rank 0."""
+        state_folder.remove_leftovers(self.root)
+        partial = self.root / f".{state_folder.folder_name(step)}{INCOMPLETE}{secrets.token_hex(4)}"
+        try:
+            partial.mkdir(parents=True)
+            needed, free = self._bytes(), shutil.disk_usage(partial).free
+            if free < needed:
+                partial.rmdir()
+                raise UserError(f"{self.root} needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; make room")
+        except OSError as error:
+            raise UserError(
+                f"cannot create {partial.parent} for checkpoints: {error.strerror}; choose another output"
+            ) from None
+        return partial
 
     def _publish(self, partial: Path, step: int, described: dict[str, Any]) -> None:
-        problem: list[str | None] = [None]
-        if dist.get_rank() == 0:
-            try:
-                hf = partial / state_folder.HF
-                hf.mkdir()
-                assert self.trainee.model.path is not None
-                copy_side_files(self.trainee.model.path, hf, self._dtype())
-                state_folder.finish_state(partial, self.root, step, described, self.keep)
-            except OSError as error:
-                problem = [f"cannot finish the checkpoint {partial}: {error.strerror}"]
-        dist.broadcast_object_list(problem, src=0)
-        if problem[0]:
-            raise UserError(problem[0])
+        """On rank 0."""
+        try:
+            hf = partial / state_folder.HF
+            hf.mkdir()
+            assert self.trainee.model.path is not None
+            copy_side_files(self.trainee.model.path, hf, self._dtype())
+            state_folder.finish_state(partial, self.root, step, described, self.keep)
+        except OSError as error:
+            raise UserError(f"cannot finish the checkpoint {partial}: {error.strerror}") from None
 
     def _finalize(self, *, blocking: bool) -> None:
         if self._queue is None:

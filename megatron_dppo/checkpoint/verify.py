@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_dppo.checkpoint.first_rank import on_first_rank
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.packed_logits import Pack, packed_logits
@@ -50,18 +51,10 @@ def compare_with_transformers(
     """
     dtype = next(models[0].parameters()).dtype
     packs = sample_packs(folder, model, parallel)
-    answer: list[list[torch.Tensor] | str] = [""]
-    if dist.get_rank() == 0:
-        try:
-            answer = [_reference(folder, packs, dtype)]
-        except Exception as error:  # whatever transformers raises must reach every rank
-            answer = [f"transformers cannot load {folder}: {error}"]
-    dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], str):
-        raise UserError(answer[0])
+    references = on_first_rank(lambda: _reference(folder, packs, dtype))
 
     total, largest, highest = 0.0, 0.0, 0.0
-    for reference, logits in zip(answer[0], packed_logits(models, packs), strict=False):
+    for reference, logits in zip(references, packed_logits(models, packs), strict=False):
         width = logits.shape[1]
         mine = reference[:, groups.tp.rank() * width : (groups.tp.rank() + 1) * width].float()
         difference = (logits[:, : mine.shape[1]].float().cpu() - mine).abs()
@@ -107,7 +100,10 @@ def sample_packs(folder: Path, model: HFConfig, parallel: ParallelConfig) -> lis
 def _reference(folder: Path, packs: Sequence[Pack], dtype: torch.dtype) -> list[torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    ids, lengths = packs[0]
-    logits = torch.cat([reference(part[None]).logits[0] for part in ids.split(lengths)])
+    try:
+        reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        ids, lengths = packs[0]
+        logits = torch.cat([reference(part[None]).logits[0] for part in ids.split(lengths)])
+    except Exception as error:  # whatever transformers raises must reach every rank
+        raise UserError(f"transformers cannot load {folder}: {error}") from error
     return [logits] * len(packs)

@@ -62,8 +62,8 @@ class WeightSync:
         """Whether the engines have the cards (colocated)."""
 
     def before_update(self, members: Sequence[RayRolloutEngine] | None) -> None:
-        """The cards to the trainer. Does nothing where trainer and engines have cards of their own."""
-        if self.colocated and members is not None:
+        """The cards to the trainer, with which the engines are `colocated`."""
+        if members is not None:
             # A dead engine holds no memory; the fleet finds out about it by itself.
             engines = Recipients(members, timeout_s=self._rollout.sync_timeout_s)
             engines.wait(engines.start("sleep"))

@@ -1,0 +1,35 @@
+"""What rank 0 does alone and all ranks have to know of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_dppo.errors import UserError
+
+
+def on_first_rank[T](call: Callable[[], T]) -> T:
+    """`call` on rank 0 alone; on every rank its result, or the UserError that it raised. Collective: a broadcast."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = call()
+        except UserError as error:
+            outcome[1] = str(error)
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise UserError(outcome[1])
+    result: T = outcome[0]
+    return result
+
+
+def raise_everywhere(problem: str | None) -> None:
+    """UserError on every rank where rank 0, whose `problem` counts, has one. Collective: a broadcast."""
+
+    def fail() -> None:
+        if problem:
+            raise UserError(problem)
+
+    on_first_rank(fail)
