@@ -49,8 +49,8 @@ class Efficiency:
     adapter_s: float = 150e-6
     """Host seconds per adapter and pass: some ten launches. An estimate, not fitted."""
     merge_s: float = 100e-6
-    """Host seconds to add an adapter to one Hugging Face tensor of a weight sync: 2.18 s against 0.03 ms a tensor for the
-    18,624 of Qwen3-30B-A3B (docs/benchmarks.md)."""
+    """Host seconds to add an adapter to one Hugging Face tensor in a weight sync: 2.18 s for the 18,624 of
+    Qwen3-30B-A3B (docs/benchmarks.md)."""
     engine_token_s: float = 37e-6
     """Host seconds of an engine per token for its routes and top-K log-probabilities."""
 
