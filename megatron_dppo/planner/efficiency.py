@@ -57,15 +57,16 @@ class Efficiency:
 
 H100 = Efficiency()
 H200 = Efficiency(
-    grouped=0.45,
-    memory=0.61,
-    expert_forward_s=3.8e-05,
-    expert_backward_s=7e-05,
-    layer_forward_s=0.0037,
-    layer_backward_s=0.015,
-    microbatch_s=0.016,
+    grouped=0.52,
+    memory=0.69,
+    link=0.24,
+    expert_forward_s=6.2e-05,
+    expert_backward_s=1.0e-04,
+    layer_forward_s=0.0031,
+    layer_backward_s=0.0077,
+    microbatch_s=0.0145,
 )
-"""Fitted by `tools/fit_planner.py` to thirteen steps of single H200s (docs/planner.md); the rest is the H100's."""
+"""Fitted by `tools/fit_planner.py` to twenty steps of one and two H200s (docs/planner.md); the rest is the H100's."""
 MEASURED = {"h100-80g": H100, "h200-141g": H200}
 """By the name of the card."""
 
