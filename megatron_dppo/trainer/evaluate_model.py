@@ -172,14 +172,24 @@ def _settings(model: Path, config: EvaluateConfig, one: EvaluationSet) -> dict[s
     law = evaluation_law(config.evaluation, config.rollout)
     return {
         "model": str(model.resolve()),
+        "weights": _weights(model),
         "prompts": digest.hexdigest(),
         "temperature": law.temperature,
         "top_p": law.top_p,
         "max_response_tokens": law.max_tokens,
+        "stop_token_ids": list(law.stop_token_ids),
         "seed": config.seed,
         "answer_pattern": config.task.answer_pattern,
         "rewards": [reward.model_dump(mode="json") for reward in config.task.rewards],
     }
+
+
+def _weights(model: Path) -> str:
+    """Changes when the weight files are written anew: a run that goes on exports its model to the same folder. Size and
+    time tell; reading the files would take minutes, and a small step leaves most bytes of bfloat16 weights alone."""
+    files = sorted(file for file in model.iterdir() if file.suffix in (".safetensors", ".bin"))
+    described = [(file.name, status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]]
+    return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
 def _named(data: str) -> dict[str, Any]:

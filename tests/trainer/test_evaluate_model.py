@@ -69,6 +69,11 @@ def test_two_sets_then_going_on(folder, capsys):
     assert evaluate(folder, "evaluation.temperature=1.0") == 2
     assert "holds answers of another evaluation (temperature changed)" in capsys.readouterr().err
 
+    # Answers of earlier weights are not those of a model that was trained further and exported to the same folder.
+    write_checkpoint(folder / "model", random_tiny_qwen3_moe(byte_tokenizer(), seed=2), byte_tokenizer())
+    assert evaluate(folder) == 2
+    assert "holds answers of another evaluation (weights changed)" in capsys.readouterr().err
+
 
 def answer(prompt: int, sample: int) -> Answer:
     return Answer(
