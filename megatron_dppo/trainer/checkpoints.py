@@ -40,14 +40,21 @@ class Checkpoints:
         Raises UserError where there is none, or where a setting that decides the next step is another one now.
         """
         resumed = self._states.load()
-        before: dict[str, Any] = resumed.progress["fixed"]
-        for name, value in self._fixed.items():
-            if before.get(name) != value:
-                raise UserError(
-                    f"cannot resume {resumed.folder}: {name} was {before.get(name)!r} and is {value!r} now; "
-                    "set it back, or start a new run from the exported model"
-                )
+        if changed := difference(resumed.progress["fixed"], self._fixed):
+            raise UserError(
+                f"cannot resume {resumed.folder}: {changed}; set it back, or start a new run from the exported model"
+            )
         return int(resumed.progress["step"])
+
+
+def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """The first setting that is not what it was, in words; "" where all are alike. Of a mapping (the preset's overrides)
+    either side may have an entry that the other lacks."""
+    for name in [*now, *sorted(before.keys() - now.keys())]:
+        if before.get(name) != now.get(name):
+            was, value = (repr(side[name]) if name in side else "absent" for side in (before, now))
+            return f"{name} was {was} and is {value} now"
+    return ""
 
 
 def _fixed_settings(config: Config) -> dict[str, Any]:
