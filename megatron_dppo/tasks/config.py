@@ -44,7 +44,7 @@ class TaskConfig(ConfigModel):
     chat_template: bool = True
     """Wrap the messages by the tokenizer's chat template, with the opening of the assistant's turn. If false, the
     system prompt and the message are tokenized as plain text (for base models)."""
-    answer_pattern: str = r"\s*(?P<answer>\S.*?)\s*"
+    answer_pattern: str = r"\s*(?P<answer>\S(?:.*\S)?)\s*"
     """Regular expression that a whole response must match (`.` matches line breaks too). Its group `answer` goes to the
     verifier; a response that does not match is malformed and earns 0. By default any non-blank response is an answer;
     `.*<answer>(?P<answer>.*?)</answer>\\s*` wants tags."""

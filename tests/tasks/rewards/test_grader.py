@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.rewards.config import (
     ExactMatchReward,
     FormatReward,
@@ -32,7 +33,10 @@ def prompt(answer: str = "14", **metadata) -> Prompt:
     )
 
 
-def grader(*configs, pattern: str = r"\s*(?P<answer>\S.*?)\s*", workers: int = 2, memory_mib: int = 8192) -> Grader:
+DEFAULT_PATTERN = TaskConfig.model_fields["answer_pattern"].default
+
+
+def grader(*configs, pattern: str = DEFAULT_PATTERN, workers: int = 2, memory_mib: int = 8192) -> Grader:
     return build_grader(
         configs, answer_pattern=pattern, workers=workers, memory_mib=memory_mib, max_response_tokens=100
     )
@@ -210,3 +214,20 @@ def test_settings_that_contradict():
 
 def test_the_functions_file_is_where_the_tests_say():
     assert Path(*HERE.split(".")).with_suffix(".py").exists()
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [("14", "14"), (" \n7 + 7\n= 14 \n\n", "7 + 7\n= 14"), ("x", "x"), (" \n\t", None), ("", None), ("a b ", "a b")],
+)
+def test_the_default_pattern_takes_what_is_not_blank_around(response: str, answer: str | None):
+    assert grader(ExactMatchReward())._answer(response) == answer
+
+
+def test_the_default_pattern_is_linear_in_a_run_of_blanks():
+    """What a degenerate policy writes: 200,000 blanks amid an answer. Trying every end of the run for itself would take
+    minutes, on the controller."""
+    response = "x" + " " * 200_000 + "14"
+    start = time.monotonic()
+    assert grader(ExactMatchReward())._answer(response) == response
+    assert time.monotonic() - start < 5
