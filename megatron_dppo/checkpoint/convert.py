@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -61,7 +62,7 @@ def convert_command(
     parallel     layout of the conversion itself (it decides who reads what, not what is written); default one rank
     dtype        of the result: float32, bfloat16 or float16; default what the source holds
     verify       read the result again and compare its logits on sample prompts with transformers'
-    overwrite    replace a folder at `output`
+    overwrite    replace a folder at `output`; it stays as it is where the conversion fails
     shard_bytes  largest Hugging Face weight file
     base         the Hugging Face folder that adapters were trained on: a state of theirs holds nothing else, and
                  becomes that model with the adapters merged
@@ -74,11 +75,14 @@ def convert_command(
     if not source.is_dir():
         raise UserError(f"{source} does not exist or is no folder")
     check_target(output, overwrite=overwrite)
+    for read in (source, base):
+        if read is not None and output.resolve() in (read.resolve(), *read.resolve().parents):
+            raise UserError(f"{output} is or holds {read}, which is read: writing it would delete that; choose another")
     console = console or Console(stderr=True, quiet=int(os.environ.get("RANK", "0")) != 0)
     layout = parallel or ParallelConfig()
     with _world():
         if (source / CONFIG).is_file():
-            _to_megatron(source, output, layout, dtype, verify, overwrite, console)
+            _to_megatron(source, output, layout, dtype, verify, console)
         else:
             _to_hugging_face(source, output, layout, dtype, verify, overwrite, shard_bytes, base, console)
 
@@ -89,7 +93,6 @@ def _to_megatron(
     layout: ParallelConfig,
     dtype: str | None,
     verify: bool,
-    overwrite: bool,
     console: Console,
 ) -> None:
     model = load_hf_config(source)
@@ -99,16 +102,13 @@ def _to_megatron(
     wanted = DTYPES[dtype] if dtype else stored.dtype
     size = _describe(model, wanted, stored.file, console)
     _check_room(output, size)
-    if overwrite and output.exists() and dist.get_rank() == 0:
-        shutil.rmtree(output)
-    dist.barrier()
-
     models, groups = _build(model, layout, wanted)
     with _bar(console, "reading") as progress:
         load_hf_weights(models, model, groups, progress=progress)
     states = TrainingStates(output, Trainee(model=model, models=models, groups=groups, parallel=layout))
     console.print(f"writing {output}")
-    states.save(0, {"converted_from": str(source)})
+    with _replaced(output):
+        states.save(0, {"converted_from": str(source)})
     if verify:
         with torch.no_grad():
             for chunk in models:
@@ -174,6 +174,25 @@ def _to_hugging_face(
                 chunk.to(wanted)
         _verify(models, model, groups, layout, output, console)
     console.print(f"done: {output}")
+
+
+@contextmanager
+def _replaced(output: Path) -> Iterator[None]:
+    """What is at `output` makes room for what the block writes there, and comes back where that fails. Collective."""
+    old = None
+    if dist.get_rank() == 0 and output.exists():
+        old = output.parent / f".{output.name}.replaced-{secrets.token_hex(4)}"
+        output.rename(old)
+    dist.barrier()
+    try:
+        yield
+    except BaseException:
+        if old is not None:
+            shutil.rmtree(output, ignore_errors=True)
+            old.rename(output)
+        raise
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _build(

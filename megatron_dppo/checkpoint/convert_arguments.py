@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import warnings
 from pathlib import Path
 from typing import Literal
 
@@ -37,7 +39,11 @@ def run_convert(arguments: argparse.Namespace, *, only: Literal["to-megatron", "
         raise UserError(f"{arguments.source} is no Hugging Face model: it has no config.json")
     if only == "to-hf" and is_hugging_face:
         raise UserError(f"{arguments.source} is a Hugging Face model already")
+    if not 0 < arguments.shard_gb < math.inf:
+        raise UserError(f"--shard-gb {arguments.shard_gb:g}: must be a number above 0")
 
+    # Megatron-Core warns at import of what it would rather have; none of it matters to a conversion.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|torch)\b")
     from megatron_dppo.checkpoint.convert import convert_command
     from megatron_dppo.models.parallel import ParallelConfig
 

@@ -73,6 +73,9 @@ def test_refusals_name_what_is_wrong(source: Path, tmp_path: Path) -> None:
         run_convert(parsed(source, tmp_path / "out"), only="to-hf")
     with pytest.raises(UserError, match="--tensor must be at least 1"):
         run_convert(parsed(source, tmp_path / "out", "--tensor", 0))
+    for size in ("0", "-1", "nan", "inf"):
+        with pytest.raises(UserError, match="--shard-gb .*: must be a number above 0"):
+            run_convert(parsed(source, tmp_path / "out", f"--shard-gb={size}"))
     (tmp_path / "empty").mkdir()
     refusals = {
         "does not exist": (tmp_path / "absent", tmp_path / "out"),
@@ -83,6 +86,27 @@ def test_refusals_name_what_is_wrong(source: Path, tmp_path: Path) -> None:
         world_size = 3 if "--expert" in arguments else 1
         assert why in run_ranks(convert, world_size, *arguments)[0]
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_read_is_never_overwritten(source: Path, tmp_path: Path) -> None:
+    kept = {file: file.read_bytes() for file in source.iterdir()}
+    (tmp_path / "link").symlink_to(source)
+    with pytest.raises(UserError, match="is or holds .* which is read"):
+        run_convert(parsed(source, tmp_path / "link", "--overwrite"))
+    (source.parent / "config.json").write_text("{}")  # so that it passes for a checkpoint's folder
+    with pytest.raises(UserError, match="is or holds .* which is read"):
+        run_convert(parsed(source, source.parent, "--overwrite"))
+    (source.parent / "config.json").unlink()
+    assert {file: file.read_bytes() for file in source.iterdir()} == kept
+
+
+def test_a_conversion_that_fails_leaves_what_it_was_to_replace(source: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    assert run_ranks(convert, 1, source, output) == [""]
+    assert "8 experts cannot be divided" in run_ranks(convert, 3, source, output, "--expert", 3, "--overwrite")[0]
+    assert (output / "step_00000000" / "state.json").is_file()
+    assert run_ranks(convert, 1, source, output, "--overwrite", "--verify") == [""]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_only_checkpoints_are_overwritten(source: Path, tmp_path: Path) -> None:
