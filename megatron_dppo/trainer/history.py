@@ -16,6 +16,8 @@ from megatron_dppo.errors import UserError
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 """Folder of a run's training states."""
+MODEL_FOLDER, ADAPTER_FOLDER = "hf", "adapter"
+"""Where, in the run's folder, the trained model is written (adapters merged), and the adapter alone."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.trainer.history import METRICS_FILE, read_rows
+from megatron_dppo.trainer.history import ADAPTER_FOLDER, CHECKPOINTS, METRICS_FILE, MODEL_FOLDER, read_rows
 from megatron_dppo.trainer.samples import Sample
 from megatron_dppo.trainer.sinks import Sink
 
@@ -114,13 +114,19 @@ class Tracker:
 
 
 def require_unused(folder: Path) -> None:
-    """Raise `UserError` if `folder` holds the metrics of a run. Cheap, so that it can be asked before a run starts."""
+    """Raise `UserError` if `folder` holds the metrics of a run, or a checkpoint or model of one: the run could not put its
+    own there at its end. Cheap, so that it can be asked before a run starts."""
     path = folder / METRICS_FILE
     if path.exists() and path.stat().st_size:
         raise UserError(
             f"run.dir={folder} already holds the metrics of a run; choose another run.dir, or continue it with "
             "trainer.resume=true"
         )
+    for name in (CHECKPOINTS, MODEL_FOLDER, ADAPTER_FOLDER):
+        if (folder / name).is_dir() and any((folder / name).iterdir()):
+            raise UserError(
+                f"run.dir={folder} holds {name}/ of another run; choose another run.dir, or move that folder away"
+            )
 
 
 def _indented(text: str) -> str:

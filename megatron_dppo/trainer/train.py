@@ -41,16 +41,13 @@ from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.checkpoints import Checkpoints, checkpoint_root
 from megatron_dppo.trainer.evaluation import Evaluator
 from megatron_dppo.trainer.examiner import build_examiner
-from megatron_dppo.trainer.history import History
+from megatron_dppo.trainer.history import ADAPTER_FOLDER, MODEL_FOLDER, History
 from megatron_dppo.trainer.loop import Controller, Trainer
 from megatron_dppo.trainer.plots import plot_runs
 from megatron_dppo.trainer.progress import Progress
 from megatron_dppo.trainer.sinks import open_sinks, require_services
 from megatron_dppo.trainer.summary import print_summary
 from megatron_dppo.trainer.tracking import Tracker, require_unused
-
-MODEL_FOLDER, ADAPTER_FOLDER = "hf", "adapter"
-"""Where, in the run's folder, the trained model is written (adapters merged), and the adapter alone."""
 
 
 def train(config: Config) -> int:

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import History
-from megatron_dppo.trainer.tracking import Tracker
+from megatron_dppo.trainer.tracking import Tracker, require_unused
 
 
 def log_steps(tracker: Tracker, steps: range, value: float) -> None:
@@ -106,3 +106,12 @@ def test_reading_says_what_is_wrong(tmp_path: Path) -> None:
     file.write_text('{"step": 1, "a": 1.0}\nnonsense\n')
     with pytest.raises(UserError, match="line 2: not a metrics row"):
         History.read(file)
+
+
+@pytest.mark.parametrize("name", ["hf", "adapter", "checkpoints"])
+def test_what_the_end_of_a_run_would_stumble_over_is_refused_at_its_start(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    require_unused(tmp_path)
+    (tmp_path / name / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=rf"run\.dir=.* holds {name}/ of another run"):
+        require_unused(tmp_path)
