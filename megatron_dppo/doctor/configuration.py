@@ -165,7 +165,7 @@ def _folder(config: Config) -> Iterator[Finding]:
 
 
 def _files(config: Config, model: HFConfig) -> Iterator[Finding]:
-    """Weights and tokenizer of the model, by their headers; the task's data."""
+    """Weights and tokenizer of the model, by their headers; what is trained and evaluated on."""
     from megatron_dppo.checkpoint.hf_files import HFFiles
     from megatron_dppo.checkpoint.hf_import import check_tensors, stores_stacked_experts
 
@@ -180,7 +180,7 @@ def _files(config: Config, model: HFConfig) -> Iterator[Finding]:
 def _task(config: Config) -> Iterator[Finding]:
     from transformers import AutoTokenizer
 
-    from megatron_dppo.tasks.build import build_task
+    from megatron_dppo.trainer.examiner import build_examiner
 
     folder = config.model.path
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
@@ -197,9 +197,9 @@ def _task(config: Config) -> Iterator[Finding]:
         )
         return
     try:
-        build_task(config.task, tokenizer)
+        build_examiner(config, tokenizer).close()
     except (UserError, ValueError, OSError) as problem:
-        yield error("task", str(problem).splitlines()[0], "correct the task section")
+        yield error("task", str(problem).splitlines()[0], "correct the task and evaluation sections")
 
 
 def _disk(config: Config, model: HFConfig) -> Iterator[Finding]:

@@ -33,4 +33,10 @@ def build_task(
         )
     if config.kind == "environment":
         return EnvironmentTask(config, tokenizer, max_prompt_tokens=max_prompt_tokens)
-    return ReasoningGymTask(config, tokenizer, max_response_tokens=max_response_tokens, make_judges=make_judges)
+    return ReasoningGymTask(
+        config,
+        tokenizer,
+        max_prompt_tokens=max_prompt_tokens,
+        max_response_tokens=max_response_tokens,
+        make_judges=make_judges,
+    )

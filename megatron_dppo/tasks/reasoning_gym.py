@@ -37,6 +37,7 @@ class ReasoningGymTask:
         config: TaskConfig,
         tokenizer: PreTrainedTokenizerBase,
         *,
+        max_prompt_tokens: int,
         max_response_tokens: int,
         make_judges: MakeJudges = JudgePool,
     ) -> None:
@@ -60,6 +61,7 @@ class ReasoningGymTask:
                     metadata=entry["metadata"],
                 )
             )
+        _check_lengths(config, prompts, max_prompt_tokens)
         self._set = PromptSet(prompts[:held_out], prompts[held_out:], config.seed)
         self.epoch_size, self.held_out_size = self._set.epoch_size, self._set.held_out_size
         self.fingerprint = self._set.fingerprint
@@ -91,6 +93,18 @@ class ReasoningGymTask:
         if not math.isfinite(score):
             return Verdict(score=0.0, error=f"the verifier of {self._config.dataset} scored {item.answer!r} {score}")
         return Verdict(score=score)
+
+
+def _check_lengths(config: TaskConfig, prompts: list[Prompt], most: int) -> None:
+    """The engine refuses longer prompts: a run would end at the first of them, hours after its start."""
+    lengths = [len(prompt.prompt_ids) for prompt in prompts]
+    too_long = sum(length > most for length in lengths)
+    if too_long:
+        raise UserError(
+            f"task.dataset={config.dataset}: {too_long} of {len(prompts)} prompts are longer than "
+            f"rollout.max_prompt_tokens={most}, the longest has {max(lengths)} tokens; raise it, or narrow "
+            "task.parameters"
+        )
 
 
 def _create_dataset(config: TaskConfig, *, size: int) -> Any:

@@ -39,7 +39,13 @@ def healthy(folder: Path, model: Path) -> Tree:
         "parallel": {"tensor": 2, "expert": 2, "sequence_parallel": True},
         "actor": {"dtype": "float32", "max_tokens_per_microbatch": 512},
         "rollout": {"max_prompt_tokens": 32, "max_response_tokens": 8, "object_store_mib": 80},
-        "task": {"train_size": 64, "held_out_size": 16, "prompt": "{metadata[expression]}"},
+        "task": {
+            "train_size": 64,
+            "held_out_size": 16,
+            "prompt": "{metadata[expression]}",
+            "parameters": {"max_terms": 3, "max_digits": 2},
+        },
+        "evaluation": {"prompts": 16},
         "trainer": {"prompts_per_step": 8, "samples_per_prompt": 4, "prompts_per_mini_batch": 4},
     }
 
@@ -140,6 +146,18 @@ def unknown_dataset(folder: Path, tree: Tree) -> None:
     tree["task"]["dataset"] = "no_such_dataset"
 
 
+def prompts_too_long(folder: Path, tree: Tree) -> None:
+    tree["task"]["parameters"] = {"min_terms": 6, "max_terms": 6}
+
+
+def too_few_held_out(folder: Path, tree: Tree) -> None:
+    tree["evaluation"]["prompts"] = 17
+
+
+def no_evaluation_file(folder: Path, tree: Tree) -> None:
+    tree["evaluation"]["sets"] = [{"name": "aime24", "data": {"path": str(folder / "aime24.jsonl")}}]
+
+
 FAULTS: list[tuple[Callable[[Path, Tree], None], str]] = [
     (unknown_key, "error: config: unknown config key trainer.stepz; did you mean trainer.steps?"),
     (no_model_config, "has no config.json"),
@@ -159,6 +177,9 @@ FAULTS: list[tuple[Callable[[Path, Tree], None], str]] = [
     (secret_in_clear, "holds what looks like a secret"),
     (impatient_ranks, "ranks give up after 1 min"),
     (unknown_dataset, "no_such_dataset"),
+    (prompts_too_long, "of 80 prompts are longer than rollout.max_prompt_tokens=32"),
+    (too_few_held_out, "evaluation.prompts=17, but task.held_out_size=16"),
+    (no_evaluation_file, "aime24.jsonl: no such file or folder"),
 ]
 
 

@@ -51,6 +51,16 @@ def test_prompts_that_read_the_same_count_as_the_same_question(tokenizer):
     assert len({p.text for p in task.prompts(0, 3) + task.held_out(2)}) == 5
 
 
+def test_a_prompt_that_the_engine_would_refuse_is_an_error_at_the_start(sums, tokenizer, task):
+    """One rare long question ends a run when its turn comes."""
+    prompts = task.prompts(0, task.epoch_size) + task.held_out(task.held_out_size)
+    longest = max(len(prompt.prompt_ids) for prompt in prompts)
+    build_task(sums, tokenizer, max_prompt_tokens=longest)
+    reached = sum(len(prompt.prompt_ids) == longest for prompt in prompts)
+    with pytest.raises(UserError, match=rf"{reached} of 1700 prompts .*max_prompt_tokens={longest - 1}, .* {longest} "):
+        build_task(sums, tokenizer, max_prompt_tokens=longest - 1)
+
+
 def test_too_few_distinct_questions_are_an_error(tokenizer):
     config = TaskConfig(
         parameters={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, train_size=200, held_out_size=50
