@@ -44,13 +44,13 @@ class OptimizerConfig(ConfigModel):
     lr: float = Field(default=1e-6, ge=0.0)
     """Peak learning rate."""
     min_lr: float = Field(default=0.0, ge=0.0)
-    """Floor that a decaying schedule reaches."""
+    """Floor that a decaying schedule reaches, at most `lr`; without effect on a constant one."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
     """Gradient steps of linear warm-up from 0."""
     decay_steps: int = Field(default=0, ge=0)
-    """Gradient steps until `min_lr` for a decaying schedule."""
+    """Gradient steps until `min_lr` for a decaying schedule; without effect on a constant one."""
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
     beta2: float = Field(default=0.999, ge=0.0, lt=1.0)
     epsilon: float = Field(default=1e-8, gt=0.0)
@@ -94,6 +94,8 @@ class OptimizerConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _decay_is_complete(self) -> OptimizerConfig:
+        if self.schedule != "constant" and self.min_lr > self.lr:
+            raise ValueError(f"optimizer.min_lr={self.min_lr:g} exceeds optimizer.lr={self.lr:g}; lower it")
         if self.schedule != "constant" and self.decay_steps <= self.warmup_steps:
             raise ValueError(
                 f"optimizer.decay_steps={self.decay_steps} must exceed optimizer.warmup_steps={self.warmup_steps} "

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron_dppo.algorithm import presets
 from megatron_dppo.algorithm.advantage import Baseline
+from megatron_dppo.algorithm.aggregation import Aggregation
 from megatron_dppo.algorithm.preset import Preset
 from megatron_dppo.config.base import ConfigModel
 
@@ -28,6 +29,16 @@ class AlgorithmConfig(ConfigModel):
     baseline of their group."""
     normaliser: float | None = Field(default=None, gt=0)
     """L of the aggregation `seq-mean-token-sum-norm`, in tokens; `rollout.max_response_tokens` when absent."""
+
+    @model_validator(mode="after")
+    def _has_a_use(self) -> AlgorithmConfig:
+        aggregation = self.resolve().aggregation
+        if self.normaliser is not None and aggregation is not Aggregation.SEQ_MEAN_TOKEN_SUM_NORM:
+            raise ValueError(
+                f"algorithm.normaliser={self.normaliser:g} has no effect: the aggregation is {aggregation}, not "
+                f"{Aggregation.SEQ_MEAN_TOKEN_SUM_NORM}; set it to null"
+            )
+        return self
 
     def resolve(self) -> Preset:
         """The preset with the overrides applied. Raises PresetError (a ValueError) with the reason."""

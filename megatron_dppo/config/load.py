@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from megatron_dppo.config.base import ConfigModel
@@ -31,6 +32,9 @@ def read_tree(path: Path) -> dict[str, Any]:
         raise UserError(f"config file {path} does not exist")
     try:
         tree = OmegaConf.load(path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"config file {path} cannot be read: {reason}") from error
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"config file {path} is not valid YAML: {_first_line(error)}") from error
     if not OmegaConf.is_dict(tree):
@@ -45,10 +49,18 @@ def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides:
             raise UserError(f"override {override!r} must look like section.key=value")
     try:
         merged = OmegaConf.merge(OmegaConf.create(tree), OmegaConf.from_dotlist(list(overrides)))
-        plain = OmegaConf.to_container(merged, resolve=True)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise UserError(
             f"overrides {' '.join(overrides)} cannot be applied to {where}: {_first_line(error)}"
+        ) from error
+    try:
+        plain = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise UserError(f"config key {error.full_key} is ???, to be filled in; set {error.full_key}=...") from error
+    except OmegaConfBaseException as error:
+        key = error.full_key or where
+        raise UserError(
+            f"config key {key}: {_first_line(error)} (${{...}} stands for another key; as text write \\${{...}})"
         ) from error
     try:
         return kind.model_validate(plain)
@@ -58,7 +70,16 @@ def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides:
 
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved configuration, readable by `load_config`."""
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    path.write_text(yaml.safe_dump(_escaped(config.model_dump(mode="json")), sort_keys=False), encoding="utf-8")
+
+
+def _escaped(value: Any) -> Any:
+    """With every `${` of a text written so that it does not stand for another key."""
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def _explain(kind: type[BaseModel], error: Any) -> str:

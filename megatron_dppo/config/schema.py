@@ -65,6 +65,17 @@ class Config(ConfigModel):
                 f"trainer.prompts_per_mini_batch={self.trainer.prompts_per_mini_batch} does not divide "
                 f"trainer.prompts_per_step={self.trainer.prompts_per_step}; choose a divisor"
             )
+        asked = self.trainer.prompts_per_step * self.rollout.oversample
+        if asked and not round(asked):
+            raise ValueError(
+                f"rollout.oversample={self.rollout.oversample:g} of trainer.prompts_per_step="
+                f"{self.trainer.prompts_per_step} is less than one prompt more; raise it, or set it to 0"
+            )
+        if self.trainer.profile_step is not None and self.trainer.profile_step > self.trainer.steps:
+            raise ValueError(
+                f"trainer.profile_step={self.trainer.profile_step} is beyond trainer.steps={self.trainer.steps}: "
+                "nothing would be profiled"
+            )
         preset = self.algorithm.resolve()
         if preset.needs_topk and self.rollout.top_k_logprobs < 1:
             raise ValueError(

@@ -20,7 +20,7 @@ class TaskConfig(ConfigModel):
     """Family of tasks. `reasoning-gym`: a procedural dataset of that library, with its own verifier as the reward.
     `data`: the questions of `task.data`. `environment`: episodes of several turns in `task.environment`."""
     dataset: str = "chain_sum"
-    """Name of a reasoning-gym dataset."""
+    """Name of a reasoning-gym dataset; other kinds do not look at it, nor at `parameters`."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """The reasoning-gym dataset's own parameters, for example `{min_terms: 3, max_terms: 3}`; what is absent has the
     dataset's default."""

@@ -48,8 +48,8 @@ class Checkpoints:
 
 
 def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """The first setting that is not what it was, in words; "" where all are alike. Of a mapping (the preset's overrides)
-    either side may have an entry that the other lacks."""
+    """The first setting that is not what it was, in words; "" where all are alike. Of a mapping (the preset's
+    overrides) either side may have an entry that the other lacks."""
     for name in [*now, *sorted(before.keys() - now.keys())]:
         if before.get(name) != now.get(name):
             was, value = (repr(side[name]) if name in side else "absent" for side in (before, now))

@@ -114,8 +114,8 @@ class Tracker:
 
 
 def require_unused(folder: Path) -> None:
-    """Raise `UserError` if `folder` holds the metrics of a run, or a checkpoint or model of one: the run could not put its
-    own there at its end. Cheap, so that it can be asked before a run starts."""
+    """Raise `UserError` if `folder` holds the metrics of a run, or a checkpoint or model of one: the run could not put
+    its own there at its end. Cheap, so that it can be asked before a run starts."""
     path = folder / METRICS_FILE
     if path.exists() and path.stat().st_size:
         raise UserError(

@@ -74,7 +74,7 @@ def test_refusals_name_what_is_wrong(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--tensor must be at least 1"):
         run_convert(parsed(source, tmp_path / "out", "--tensor", 0))
     for size in ("0", "-1", "nan", "inf"):
-        with pytest.raises(UserError, match="--shard-gb .*: must be a number above 0"):
+        with pytest.raises(UserError, match=r"--shard-gb .*: must be a number above 0"):
             run_convert(parsed(source, tmp_path / "out", f"--shard-gb={size}"))
     (tmp_path / "empty").mkdir()
     refusals = {
@@ -91,10 +91,10 @@ def test_refusals_name_what_is_wrong(source: Path, tmp_path: Path) -> None:
 def test_what_is_read_is_never_overwritten(source: Path, tmp_path: Path) -> None:
     kept = {file: file.read_bytes() for file in source.iterdir()}
     (tmp_path / "link").symlink_to(source)
-    with pytest.raises(UserError, match="is or holds .* which is read"):
+    with pytest.raises(UserError, match=r"is or holds .* which is read"):
         run_convert(parsed(source, tmp_path / "link", "--overwrite"))
     (source.parent / "config.json").write_text("{}")  # so that it passes for a checkpoint's folder
-    with pytest.raises(UserError, match="is or holds .* which is read"):
+    with pytest.raises(UserError, match=r"is or holds .* which is read"):
         run_convert(parsed(source, source.parent, "--overwrite"))
     (source.parent / "config.json").unlink()
     assert {file: file.read_bytes() for file in source.iterdir()} == kept

@@ -44,6 +44,11 @@ def test_a_saved_config_loads_again(config_file, tmp_path):
         ("algorithm.overrides.treshold_negative=0.1", "did you mean 'threshold_negative'"),
         ("trainer.prompts_per_mini_batch=33", "trainer.prompts_per_mini_batch=33 does not divide"),
         ("optimizer.schedule=cosine", "optimizer.decay_steps=0 must exceed optimizer.warmup_steps=0"),
+        ("task.prompt='Find ${x}$'", "config key task.prompt: Interpolation key 'x' not found (${...} stands for"),
+        ("algorithm={normaliser: 9, overrides: {aggregation: token-mean}}", "algorithm.normaliser=9 has no effect"),
+        ("optimizer={schedule: linear, decay_steps: 9, lr: 0.1, min_lr: 0.2}", "min_lr=0.2 exceeds optimizer.lr=0.1"),
+        ("trainer.profile_step=101", "trainer.profile_step=101 is beyond trainer.steps=100"),
+        ("rollout.oversample=0.001", "rollout.oversample=0.001 of trainer.prompts_per_step=256 is less than one"),
         ("run.seed", "override 'run.seed' must look like section.key=value"),
     ],
 )
@@ -52,6 +57,13 @@ def test_errors_name_the_key(config_file, override, message):
         load_config(config_file, [override])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_text_that_looks_like_a_key_survives_saving(config_file, tmp_path):
+    config = load_config(config_file, [r"task.prompt='Find \${x}, \frac{a}{b} or \\\${y}: {question}'"])
+    assert config.task.prompt == r"Find ${x}, \frac{a}{b} or \${y}: {question}"
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml") == config
 
 
 def test_top_k_presets_need_the_engines_top_k(config_file):
@@ -65,7 +77,8 @@ def test_top_k_presets_need_the_engines_top_k(config_file):
         ("run: {dir: out}\n", "config key model is required"),
         ("run:\n  dir: [a\nmodel: {}\n", "is not valid YAML: line 3, column 6"),
         ("- a\n- b\n", "must hold sections"),
-        ("run:\n  dir: ${nowhere}\nmodel: {path: m}\n", "nowhere"),
+        ("run:\n  dir: ${nowhere}\nmodel: {path: m}\n", "config key run.dir: .*nowhere"),
+        ("run: {dir: out}\nmodel:\n  path: ???\n", r"config key model\.path is \?\?\?, to be filled in"),
     ],
 )
 def test_broken_files(tmp_path, text, message):
@@ -73,6 +86,12 @@ def test_broken_files(tmp_path, text, message):
     file.write_text(text)
     with pytest.raises(UserError, match=message):
         load_config(file)
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match=r"x\.yaml cannot be read: it is not UTF-8 text"):
+        load_config(tmp_path / "x.yaml")
 
 
 def test_a_missing_file(tmp_path):
