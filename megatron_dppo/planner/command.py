@@ -125,6 +125,8 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     if arguments.prompts % arguments.mini_batch:
         raise UserError(f"--mini-batch {arguments.mini_batch} does not divide --prompts {arguments.prompts}")
     response = arguments.sequence - arguments.prompt
+    if arguments.topk < 0:
+        raise UserError(f"--topk {arguments.topk}: must be 0 or more")
     mean = arguments.mean_response if arguments.mean_response is not None else response
     if not 0 < mean <= response:
         raise UserError(f"--mean-response {mean}: must be from 1 to {response} (--sequence less --prompt)")

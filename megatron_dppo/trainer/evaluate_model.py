@@ -193,6 +193,8 @@ def _weights(model: Path) -> str:
 
 
 def _named(data: str) -> dict[str, Any]:
-    """`NAME=PATH` or `PATH`, whose last part without its ending is the name."""
-    name, _, path = data.rpartition("=")
-    return {"name": name or re.sub(r"[^A-Za-z0-9_.-]", "_", Path(path).stem), "data": {"path": path}}
+    """`NAME=PATH` or `PATH`, whose last part without its ending is the name. A path may hold a `=` of its own."""
+    name, equals, path = data.partition("=")
+    if not equals or "/" in name:
+        name, path = re.sub(r"[^A-Za-z0-9_.-]", "_", Path(data).stem), data
+    return {"name": name, "data": {"path": path}}

@@ -65,9 +65,9 @@ class History:
 
 def read_rows(file: Path) -> Iterator[dict[str, Any]]:
     """The complete rows of a metrics file. A last line without its newline was cut off by a crash and is left out."""
-    with open(file, encoding="utf-8") as lines:
+    with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return
             try:
                 row = json.loads(line)

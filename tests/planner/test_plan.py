@@ -199,6 +199,7 @@ def test_nothing_fits(config_json: Path, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--gpus", "8", "--topk", "-1"], "--topk -1: must be 0 or more"),
         (["--gpus", "0"], "--gpus 0: must be 1 or more"),
         (["--gpus", "8", "--gpu", "h1000"], "--gpu h1000: not known; there are h100-80g"),
         (["--gpus", "8", "--tp", "3"], "not a multiple of tensor x pipeline x context"),

@@ -110,6 +110,11 @@ def test_the_papers_sampling_is_the_default(tmp_path):
         ("AIME_2025", "some/AIME 2025.parquet"),
     ]
     assert config.seed == 3
+    partitioned = evaluate_config(["a=data/year=2025/x.jsonl", "data/year=2025/y.jsonl"], None, [])
+    assert [(one.name, one.data.path) for one in partitioned.evaluation.sets] == [
+        ("a", "data/year=2025/x.jsonl"),
+        ("y", "data/year=2025/y.jsonl"),
+    ]
     with pytest.raises(UserError, match="name a file of questions"):
         evaluate_config([], None, [])
 

@@ -104,6 +104,9 @@ def test_reading_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no metrics yet"):
         History.read(file)
     file.write_text('{"step": 1, "a": 1.0}\nnonsense\n')
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\xff\n")
+    with pytest.raises(UserError, match=r"picture\.png, line 1: not a metrics row"):
+        History.read(tmp_path / "picture.png")
     with pytest.raises(UserError, match="line 2: not a metrics row"):
         History.read(file)
 
