@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -112,6 +113,24 @@ def test_every_part_did_its_work(whole):
     assert "step 4: small avg@1" in printed
     assert (folder / "curves.png").stat().st_size > 10_000
     assert any((folder / "tensorboard").iterdir())
+
+
+@pytest.mark.slow
+def test_every_metric_is_explained(whole):
+    text = Path(ROOT, "docs/metrics.md").read_text()
+    names = [name for line in text.splitlines() if line.startswith("|") for name in re.findall("`([^`]*)`", line)]
+    known = re.compile("|".join(_pattern(name) for name in names if "/" in name))
+    logged = {name for row in rows(whole[0]) for name in row} - {"step"}
+    assert len(logged) > 70
+    assert sorted(name for name in logged if not known.fullmatch(name)) == []
+
+
+def _pattern(name: str) -> str:
+    pattern = re.escape(name)
+    holes = {r"NAME/\.\.\.": ".+", "NAME": ".+", "NN": r"\d+", "@k": r"@\d+", "pQ": r"p[\d.]+", r"/\*": "/.+"}
+    for hole, filled in holes.items():
+        pattern = pattern.replace(hole, filled)
+    return pattern
 
 
 @pytest.mark.slow
