@@ -17,7 +17,6 @@ from megatron_dppo.models.hf_config import HFConfig, load_hf_config
 
 _STATE_BYTES = 14
 """Of a training state, per parameter: bf16 weights, float32 master weights and both moments."""
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
 def check_configuration(file: Path, overrides: list[str], *, ranks: int | None) -> Iterator[Finding]:
@@ -178,23 +177,12 @@ def _files(config: Config, model: HFConfig) -> Iterator[Finding]:
 
 
 def _task(config: Config) -> Iterator[Finding]:
-    from transformers import AutoTokenizer
-
+    from megatron_dppo.tasks.tokenizer import load_tokenizer
     from megatron_dppo.trainer.examiner import build_examiner
 
-    folder = config.model.path
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        # transformers would make one without a vocabulary.
-        named = ", ".join(_TOKENIZER_FILES)
-        yield error("tokenizer", f"{folder} has no tokenizer (none of {named})", "copy the tokenizer's files")
-        return
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    except Exception as problem:  # transformers raises many types here
-        reason = str(problem).strip().splitlines()[0]
-        yield error(
-            "tokenizer", f"{config.model.path} has no tokenizer that loads: {reason}", "copy the tokenizer's files"
-        )
+    tokenizer, problems = _attempt("tokenizer", "prompts cannot be encoded", lambda: load_tokenizer(config.model.path))
+    yield from problems
+    if tokenizer is None:
         return
     try:
         build_examiner(config, tokenizer).close()

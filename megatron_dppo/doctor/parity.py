@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.actor import runtime as actor_runtime
 from megatron_dppo.actor.actor import MegatronActor
@@ -27,6 +27,7 @@ from megatron_dppo.models.hf_config import load_hf_config
 from megatron_dppo.rollout.seeds import TRAINING
 from megatron_dppo.rollout.vllm_engine import VllmEngine
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
+from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.examiner import build_examiner
 from megatron_dppo.trainer.mismatch import Mismatch
 from megatron_dppo.trainer.requests import requests_for
@@ -146,7 +147,7 @@ def spell(tokenizer: PreTrainedTokenizerBase, batch: RolloutBatch, sequence: int
 
 
 def _roll_out(config: Config, dtype: str) -> RolloutBatch:
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = load_tokenizer(config.model.path)
     examiner = build_examiner(config, tokenizer)
     try:
         if isinstance(examiner.task, EnvironmentTask):

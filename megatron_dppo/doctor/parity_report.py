@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.config.schema import Config
 from megatron_dppo.doctor.finding import Finding, error
 from megatron_dppo.doctor.parity import Comparison, Precision, measure, spell
+from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.mismatch import plot_mismatch
 
 FLOAT32_LIMIT = 1e-2
@@ -101,7 +101,7 @@ def _worst(config: Config, found: dict[str, Comparison], batches: dict[str, Roll
         table.add_column("pi, R3 off", justify="right")
     for header in ("token", "after"):
         table.add_column(header, overflow="fold")
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = load_tokenizer(config.model.path)
     for name, one in found.items():
         order = np.argsort(-_prob_gaps(one, one.mismatch.log_pi), kind="stable")[:WORST]
         for i in order:

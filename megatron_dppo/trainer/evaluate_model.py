@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.config.base import ConfigModel
 from megatron_dppo.config.load import build_config, read_tree
@@ -23,6 +23,7 @@ from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.vllm_engine import VllmEngine
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.task import Prompt
+from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.accuracy import accuracy_metrics
 from megatron_dppo.trainer.answers import Answer, AnswerFile
 from megatron_dppo.trainer.config import EvaluationConfig
@@ -68,7 +69,7 @@ def evaluate_model(model: Path, config: EvaluateConfig, out: Path) -> int:
     """
     if not (model / "config.json").is_file():
         raise UserError(f"{model}: holds no Hugging Face model (config.json)")
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model)
     sets, report = build_sets(
         config.evaluation,
         config.task,

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
 
 from megatron_dppo.actor import runtime as actor_runtime
 from megatron_dppo.actor.actor import MegatronActor
@@ -37,6 +36,7 @@ from megatron_dppo.models.megatron_config import transformer_config
 from megatron_dppo.rollout.fleet import EngineFleet
 from megatron_dppo.rollout.placement import find_places
 from megatron_dppo.rollout.ray_session import RaySession, require_cluster
+from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.checkpoints import Checkpoints, checkpoint_root
 from megatron_dppo.trainer.evaluation import Evaluator
@@ -73,7 +73,7 @@ def train(config: Config) -> int:
     examiner = None
     if actor_runtime.rank() == 0:
         require_services(config.tracking)
-        examiner = build_examiner(config, AutoTokenizer.from_pretrained(config.model.path))
+        examiner = build_examiner(config, load_tokenizer(config.model.path))
 
     with ExitStack() as stack:
         rank = actor_runtime.rank()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,22 @@ def test_one_line_each(capsys, config, override, message):
 def test_top_k_that_the_preset_does_not_use(capsys, config):
     overrides = ["algorithm.preset=dppo-topk-kl", "rollout.top_k_logprobs=10"]
     assert "the top 20 tokens, but rollout.top_k_logprobs=10" in one_line(capsys, ["train", str(config), *overrides])
+
+
+@pytest.mark.usefixtures("rank_zero_of_two")
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "has no tokenizer (none of tokenizer.json"), ("{}", "has no tokenizer that loads")]
+)
+def test_a_tokenizer_that_is_not_there(capsys, config, tmp_path, model, content, message):
+    """transformers would make one that turns every text into no tokens at all."""
+    shutil.copytree(model, tmp_path / "copy")
+    for file in (tmp_path / "copy").glob("*token*"):
+        file.unlink()
+    if content is not None:
+        (tmp_path / "copy/tokenizer.json").write_text(content)
+    (tmp_path / "q.jsonl").write_text('{"problem": "1 + 1", "answer": "2"}\n')
+    assert message in one_line(capsys, ["train", str(config), f"model.path={tmp_path / 'copy'}"])
+    assert message in one_line(capsys, ["evaluate", str(tmp_path / "copy"), str(tmp_path / "q.jsonl")])
 
 
 @pytest.mark.usefixtures("rank_zero_of_two")

@@ -1,0 +1,26 @@
+"""The tokenizer of a model's folder, or the reason why there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from megatron_dppo.errors import UserError
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Raises UserError where no vocabulary is there (transformers would make a tokenizer without one, to which every
+    text is empty), or where it does not load."""
+    if not any((folder / name).is_file() for name in _FILES):
+        raise UserError(
+            f"{folder} has no tokenizer (none of {', '.join(_FILES)}); copy the tokenizer's files from where the "
+            "weights came from"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # transformers raises many types here
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{folder} has no tokenizer that loads ({reason}); copy the tokenizer's files anew") from error
