@@ -11,6 +11,7 @@ from megatron_dppo.config.base import ConfigModel
 from megatron_dppo.tasks.data.config import DataConfig
 from megatron_dppo.tasks.environments.config import EnvironmentConfig
 from megatron_dppo.tasks.rewards.config import RewardConfig
+from megatron_dppo.tasks.template import PromptTemplate
 
 
 class TaskConfig(ConfigModel):
@@ -36,7 +37,7 @@ class TaskConfig(ConfigModel):
     held_out_size: int | None = Field(default=None, ge=0)
     """Distinct questions for evaluation; none of them is ever a training question. When absent 256, or for `data` none:
     `evaluation.sets` names files of their own."""
-    prompt: str = "{question}"
+    prompt: PromptTemplate = "{question}"
     """The user's message, a Python format string over the dataset's `question` and `metadata` (of `data`: the whole
     row); for example `{metadata[expression]}`."""
     system_prompt: str | None = None

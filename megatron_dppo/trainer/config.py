@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from megatron_dppo.config.base import ConfigModel
 from megatron_dppo.tasks.data.config import DataConfig
+from megatron_dppo.tasks.template import PromptTemplate
 
 
 class TrainerConfig(ConfigModel):
@@ -67,7 +68,7 @@ class EvaluationSetConfig(ConfigModel):
     data: DataConfig
     """Its questions. They are put to the model as `task.system_prompt` and `task.chat_template` say and judged as
     `task.rewards` says (by math-verify unless `task.kind` is `data`)."""
-    prompt: str | None = None
+    prompt: PromptTemplate | None = None
     """Format of the user's message, where it is not `task.prompt`: training data may hold its instructions already."""
     samples: int | None = Field(default=None, ge=1)
     """Answers per question; `evaluation.samples` when absent."""

@@ -60,8 +60,8 @@ def test_errors_name_the_key(config_file, override, message):
 
 
 def test_text_that_looks_like_a_key_survives_saving(config_file, tmp_path):
-    config = load_config(config_file, [r"task.prompt='Find \${x}, \frac{a}{b} or \\\${y}: {question}'"])
-    assert config.task.prompt == r"Find ${x}, \frac{a}{b} or \${y}: {question}"
+    config = load_config(config_file, [r"run.name='Find \${x}, \frac{a}{b} or \\\${y}'"])
+    assert config.run.name == r"Find ${x}, \frac{a}{b} or \${y}"
     save_config(config, tmp_path / "saved.yaml")
     assert load_config(tmp_path / "saved.yaml") == config
 

@@ -183,7 +183,6 @@ def test_more_held_out_prompts_than_there_are(task):
         ({"parameters": {"min_terms": 9, "max_terms": 2}}, r"refused by chain_sum: max_terms must be >= min_terms"),
         ({"parameters": {"min_terms": "two"}}, r"task.parameters are refused by chain_sum"),
         ({"prompt": "{metadata[expresion]}"}, r"task.prompt=.*expresion.*expression"),
-        ({"prompt": "{0}"}, r"task.prompt='\{0\}' cannot be filled"),
     ],
 )
 def test_bad_settings_name_the_key_and_the_nearest_right_one(changes, message, tokenizer):
@@ -198,6 +197,11 @@ def test_bad_settings_name_the_key_and_the_nearest_right_one(changes, message, t
         ({"answer_pattern": r"\d+"}, r"needs a group \(\?P<answer>"),
         ({"parameters": {"seed": 3}}, "'seed' is not a parameter of the dataset here"),
         ({"kind": "math"}, "reasoning-gym"),
+        ({"prompt": "{0} {question}"}, r"\{0\} is neither \{question\} nor .* write \{\{ and \}\} for braces"),
+        ({"prompt": "{question} in \\boxed{}"}, r"\{\} is neither \{question\} nor"),
+        ({"prompt": "{question} in \\boxed{"}, r"not a format string .* write \{\{ and \}\} for braces"),
+        ({"prompt": "Think."}, "every prompt would be the same"),
+        ({"prompt": "Think in {{braces}}."}, "every prompt would be the same"),
         ({"train_sizes": 3}, "Extra inputs"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -185,6 +186,8 @@ def _messages(value: Any, where: str) -> tuple[Mapping[str, str], ...]:
 def _text(value: Any, where: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise UserError(f"{where}: must be text or a number, not {type(value).__name__} {value!r:.60}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{where}: must be text or a number, not {value} (a blank cell of a table?)")
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return str(value)

@@ -177,6 +177,7 @@ def test_duplicates_and_empty_rows_are_reported(tmp_path):
         ('{"question": "x", "answer": "1"}', r"line 2: has no field problem; it has question, answer"),
         ('{"problem": "x"}', r"line 2: has no field answer"),
         ('{"problem": ["x"], "answer": "1"}', r"line 2: problem: must be text or a number, not list"),
+        ('{"problem": "x", "answer": NaN}', r"line 2: answer: must be text or a number, not nan"),
         ('{"problem": "x", "answer": {"a": 1}}', r"line 2: answer: must be text or a number, not dict"),
         ('{"problem": "x", "solution": "no box"}', r"line 2: the solution holds no \\boxed"),
     ],
