@@ -87,12 +87,6 @@ def _batches(config: Config, ranks: int | None) -> Iterator[Finding]:
             f"a gradient step has {sequences} sequences for {data} data-parallel ranks: some would train on nothing",
             "raise trainer.prompts_per_mini_batch, or use more model parallelism",
         )
-    if trainer.samples_per_prompt == 1:
-        yield warning(
-            "batch",
-            "trainer.samples_per_prompt=1: the mean of one reward is that reward, so every advantage is 0",
-            "sample several answers",
-        )
 
 
 def _lengths(config: Config, model: HFConfig) -> Iterator[Finding]:

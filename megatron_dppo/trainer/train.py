@@ -15,6 +15,7 @@ from megatron_dppo.actor import runtime as actor_runtime
 from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.actor.pack_shape import Split
 from megatron_dppo.actor.runtime import Runtime
+from megatron_dppo.algorithm.advantage import Baseline
 from megatron_dppo.checkpoint.hf_files import HFFiles
 from megatron_dppo.checkpoint.hf_import import check_tensors, load_hf_weights, stores_stacked_experts
 from megatron_dppo.checkpoint.hf_save import save_hf_checkpoint
@@ -221,11 +222,16 @@ def check_lengths(config: Config) -> None:
 
 
 def check_model_against(config: Config, hf_config: HFConfig) -> None:
-    """Cross-checks of a configuration that need the model. Raises UserError."""
+    """Cross-checks of a configuration before it trains `hf_config`'s model. Raises UserError."""
     if config.lora:
         adapter_tensors(hf_config, config.lora)
         if config.lora.adapter:
             check_peft_adapter(config.lora.adapter, hf_config, config.lora)
+    if config.trainer.samples_per_prompt == 1 and config.algorithm.baseline is not Baseline.NONE:
+        raise UserError(
+            f"trainer.samples_per_prompt=1 with algorithm.baseline={config.algorithm.baseline}: an answer has no "
+            "others to compare with, so every advantage would be 0; sample several, or set algorithm.baseline=none"
+        )
     preset = config.algorithm.resolve()
     if hf_config.moe and config.actor.router_replay == "r3" and not config.rollout.router_replay:
         raise UserError("actor.router_replay=r3 needs rollout.router_replay=true: the engine must record the routes")

@@ -94,6 +94,10 @@ def fewer_sequences_than_ranks(folder: Path, tree: Tree) -> None:
     tree["trainer"] = {"prompts_per_step": 1, "samples_per_prompt": 1, "prompts_per_mini_batch": 1}
 
 
+def one_answer_each(folder: Path, tree: Tree) -> None:
+    tree["trainer"]["samples_per_prompt"] = 1
+
+
 def long_answers(folder: Path, tree: Tree) -> None:
     tree["rollout"]["max_response_tokens"] = 500
 
@@ -166,6 +170,7 @@ FAULTS: list[tuple[Callable[[Path, Tree], None], str]] = [
     (experts_do_not_divide, "cannot be divided among expert = 3"),
     (tensor_without_sequence, "needs sequence_parallel: true"),
     (fewer_sequences_than_ranks, "1 sequences for 2 data-parallel ranks"),
+    (one_answer_each, "every advantage would be 0"),
     (long_answers, "set actor.max_tokens_per_microbatch=532"),
     (longer_than_the_model, "lower rollout.max_response_tokens"),
     (replay_without_record, "actor.router_replay=r3 needs rollout.router_replay=true"),

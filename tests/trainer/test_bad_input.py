@@ -60,6 +60,7 @@ def one_line(capsys, arguments: list[str]) -> str:
         ("actor.router_replay=r2", "replays the trainer's own routes of the pass before the update, which the preset"),
         ("task.dataset=chain_summ", "chain_sum"),
         ("actor.max_tokens_per_microbatch=17407", "set it to 17408, or actor.long_sequences=alone"),
+        ("trainer.samples_per_prompt=1", "algorithm.baseline=mean: an answer has no others to compare with"),
         ("task.held_out_size=63", "evaluation.prompts=64, but task.held_out_size=63"),
     ],
 )
