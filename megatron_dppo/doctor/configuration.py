@@ -166,7 +166,8 @@ def _files(config: Config, model: HFConfig) -> Iterator[Finding]:
         files = HFFiles(config.model.path)
         check_tensors(files, model, stores_stacked_experts(files, model))
 
-    yield from _attempt("weights", "fetch the checkpoint again", weights)[1]
+    if not config.model.random_weights:
+        yield from _attempt("weights", "fetch the checkpoint again", weights)[1]
     yield from _task(config)
 
 

@@ -64,6 +64,17 @@ def test_a_healthy_configuration_is_answered_by_silence(
     assert not (tmp_path / "runs").exists(), "the doctor leaves nothing behind"
 
 
+def test_random_weights_need_no_files(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copied = tmp_path / "model"
+    shutil.copytree(checkpoint, copied, ignore=shutil.ignore_patterns("*.safetensors"))
+    tree = healthy(tmp_path, copied)
+    status, lines = examine(tmp_path, tree, capsys, "--ranks", "4")
+    assert status == 1
+    assert "has no weights" in lines[0]
+    tree["model"]["random_weights"] = True
+    assert examine(tmp_path, tree, capsys, "--ranks", "4", "--strict") == (0, [])
+
+
 def unknown_key(folder: Path, tree: Tree) -> None:
     tree["trainer"]["stepz"] = 3
 
