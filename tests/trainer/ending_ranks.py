@@ -25,7 +25,7 @@ class Run:
     """
 
     folder: str
-    steps: int = 4
+    steps: int = 3
     fault: tuple[int, int, str] | None = None
     error: Exception | BaseException = field(default_factory=lambda: RuntimeError("no fault"))
     colocated: bool = False
