@@ -23,7 +23,7 @@ class TrainerConfig(ConfigModel):
     """Passes over the mini-batches of each rollout. The trust region's anchor stays that of the first pass. Metrics of
     tokens and sequences count every pass."""
     checkpoint_every: int = Field(default=0, ge=0)
-    """Save the training state every so many steps, and at the end; 0 saves none."""
+    """Save the training state every so many steps, and at the end; 0 saves none, unless the run is ended early."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints kept."""
     resume: bool = False
