@@ -20,7 +20,7 @@ MINI_BATCHES = PROMPTS // PER_MINI_BATCH
 class Run:
     """One call of `Trainer.run`.
 
-    fault  on which rank, at which step, where: `score`, `sample`, `log`, `synced` are the controller's, `export` is
+    fault  on which rank, at which step, where: `score`, `sample`, `show`, `synced` are the controller's, `export` is
            everybody's; `reward` is one that is NaN, `advantage` one in the second mini-batch
     """
 
@@ -31,6 +31,7 @@ class Run:
     colocated: bool = False
     resume: bool = False
     every: int = 0
+    profile_step: int | None = None
     blocked: bool = False
     """Whether the folder of checkpoints cannot be written."""
 
@@ -95,7 +96,7 @@ def config_of(model: str, run: Run) -> Any:
             "trainer": {
                 **{"steps": run.steps, "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES},
                 **{"prompts_per_mini_batch": PER_MINI_BATCH, "checkpoint_every": run.every, "parity_check": False},
-                "resume": run.resume,
+                **{"resume": run.resume, "profile_step": run.profile_step},
             },
             "evaluation": {"every": 0, "prompts": 0},
         }
@@ -259,8 +260,8 @@ def _break(trainer: Any, controller: Any, actor: Any, step: int, where: str, err
         object.__setattr__(controller.examiner.task, "score", at(controller.examiner.task.score, poison))
     elif where == "sample":
         controller.fleet.generate_refs = at(controller.fleet.generate_refs)
-    elif where == "log":
-        controller.tracker.log = at(controller.tracker.log)
+    elif where == "show":
+        controller.progress.console.print = at(controller.progress.console.print)
     elif where == "synced":
         controller.fleet.synced = at(controller.fleet.synced)
     elif where == "advantage":

@@ -44,7 +44,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, 
         "user resumed": at("user", resume=True),
         "timeout": at("timeout", fault=(0, 2, "sample"), error=GenerationTimeout("twice too late")),
         "exit": at("exit", fault=(0, 2, "score"), error=SystemExit(0)),
-        "log": at("log", fault=(0, 1, "log"), error=BrokenPipeError(32, "Broken pipe")),
+        "profile": at("profile", fault=(0, 1, "show"), error=BrokenPipeError(32, "Broken pipe"), profile_step=1),
         "synced": at("synced", fault=(0, 1, "synced"), error=RuntimeError("a fault of the fleet")),
         "export": at("export", steps=1, fault=(0, 1, "export"), error=UserError("the disk is full")),
         "advantage": at("advantage", fault=(0, 2, "advantage")),
@@ -85,7 +85,7 @@ def test_a_reward_that_gives_up_saves_the_steps_before_and_the_resumed_run_is_th
     [
         ("timeout", "GenerationTimeout: twice too late"),
         ("exit", "RuntimeError: ended by SystemExit(0)"),
-        ("log", "BrokenPipeError: [Errno 32] Broken pipe"),
+        ("profile", "BrokenPipeError: [Errno 32] Broken pipe"),
         ("synced", "RuntimeError: a fault of the fleet"),
     ],
 )
