@@ -5,7 +5,7 @@
 
 Random weights, no files, no network. Each trial is a process of its own, so one that does not fit leaves the others
 their memory. Full training and LoRA take turns at the same number of layers; then either is tried with as many layers
-as fit. Writes bench_lora.json and bench_lora.md.
+as fit. Writes bench_lora.json and bench_lora.md, the planner's peak and step beside the measured ones.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 ROUNDS = 2
 """Processes of each kind that take turns at the same number of layers."""
+PLANNED = {"H200": "h200-141g", "H100 80GB HBM3": "h100-80g"}
+"""The planner's name of a card by a part of CUDA's."""
 
 
 def main() -> int:
@@ -63,7 +65,7 @@ def drive(arguments: argparse.Namespace) -> int:
             if "error" not in tried[-1]:
                 break
         found[f"most {kind}"] = tried
-    text = report(found)
+    text = report(found, arguments.rank)
     (arguments.out / "bench_lora.json").write_text(json.dumps(found, indent=1))
     (arguments.out / "bench_lora.md").write_text(text)
     print(text, flush=True)
@@ -103,12 +105,28 @@ def _trial(arguments: argparse.Namespace, kind: str, layers: int, recompute: str
     return common | result
 
 
-def report(found: dict[str, Any]) -> str:
+def planned(trial: dict[str, Any], rank: int) -> list[str]:
+    """The planner's peak in GiB and seconds of a step, for cards that it was calibrated on."""
+    from actor_step.cases import Case
+    from compare_plan import predict
+
+    from megatron_dppo.models.lora.config import LoraConfig
+    from megatron_dppo.planner.gpus import find_gpu
+
+    gpu = next((name for part, name in PLANNED.items() if part in trial["device"]), None)
+    if gpu is None:
+        return ["", ""]
+    case = Case("trial", 1, trial["layers"], recompute=trial["recompute"])
+    guess = predict(case, find_gpu(gpu), lora=LoraConfig(rank=rank) if trial["kind"] == "lora" else None)
+    return [f"{guess['peak_gib']:.1f}", f"{guess['step_s']:.3f}"]
+
+
+def report(found: dict[str, Any], rank: int) -> str:
     """Tables in Markdown."""
     lines = [f"Device: {found['agreement'].get('device')}", "", "Agreement with the merged dense model:", ""]
     lines += ["```", json.dumps(found["agreement"], indent=1), "```", ""]
     head = ["kind", "layers", "recompute", "weights 1e9", "trained 1e9", "step s (median)", "tokens/s", "peak GiB"]
-    head += ["before the step GiB", "export s"]
+    head += ["before the step GiB", "export s", "planned peak GiB", "planned step s"]
     rows = [head, ["---"] * len(head)]
     for trials in (*found["same"].values(), found["most full"], found["most lora"]):
         fine = [t for t in trials if "error" not in t]
@@ -119,7 +137,7 @@ def report(found: dict[str, Any]) -> str:
             numbers += [max(t["peak_gib"] for t in fine), first["held_gib"], min(t["export_s"] for t in fine)]
             shown = ["{:.2f}", "{:.3f}", "{:.3f}", "{:,.0f}", "{:.1f}", "{:.1f}", "{:.2f}"]
             texts = [pattern.format(n) for pattern, n in zip(shown, numbers, strict=True)]
-            rows.append([first["kind"], first["layers"], first["recompute"], *texts])
+            rows.append([first["kind"], first["layers"], first["recompute"], *texts, *planned(first, rank)])
     lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
     return "\n".join(lines) + "\n"
 

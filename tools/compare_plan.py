@@ -25,6 +25,7 @@ from actor_step.cases import CASES as MEASURED
 from actor_step.cases import Case
 
 from megatron_dppo.models.hf_config import resolve_hf_config
+from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.planner.efficiency import Efficiency
 from megatron_dppo.planner.gpus import GIB, GPUS, Gpu, find_gpu
@@ -37,8 +38,8 @@ FIRST = ("a1", "b2", "c2", "d2", "e4", "f4", "g4")
 """Those of tools/bench_actor_step.py that were predicted before they were measured on H100s."""
 
 
-def plan(case: Case, gpu: Gpu) -> Layout:
-    """The case as the planner sees it."""
+def plan(case: Case, gpu: Gpu, lora: LoraConfig | None = None) -> Layout:
+    """The case as the planner sees it, trained whole or by adapters."""
     return Layout(
         model=resolve_hf_config(case.config),
         gpu=gpu,
@@ -47,12 +48,15 @@ def plan(case: Case, gpu: Gpu) -> Layout:
         recompute=case.recompute,
         microbatch_tokens=case.sizes.pack,
         attention_span=case.length,
+        lora=lora,
     )
 
 
-def predict(case: Case, gpu: Gpu, efficiency: Efficiency | None = None) -> dict[str, Any]:
+def predict(
+    case: Case, gpu: Gpu, efficiency: Efficiency | None = None, lora: LoraConfig | None = None
+) -> dict[str, Any]:
     """`peak_gib` of the fullest rank, its parts, and `step_s` of one gradient step."""
-    layout = plan(case, gpu)
+    layout = plan(case, gpu, lora)
     stages = [stage_memory(layout, stage, case.microbatches) for stage in range(layout.parallel.pipeline)]
     fullest = max(stages, key=lambda stage: stage.peak)
     time = step_time(layout, case.microbatches, efficiency)

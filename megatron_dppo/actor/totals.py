@@ -43,6 +43,7 @@ class StepTotals:
             "optimizer/skipped_steps": float(steps - len(norms)),
             "optimizer/overflowed_steps": float(sum(o.overflowed for o in self.outcomes)),
             "optimizer/loss_scale": self.outcomes[-1].loss_scale,
+            "data/trained_tokens": float(self.rows - self.padding),
             "data/padding_fraction": self.padding / max(self.rows, 1),
             "data/rank_imbalance": self.imbalance,
         }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.lora.config import LoraConfig
+from megatron_dppo.models.lora.size import active_adapter_parameters
 
 H100_BF16_DENSE = 989.4e12
 """Peak bfloat16 FLOP/s of one H100 SXM without sparsity (NVIDIA's data sheet)."""
@@ -33,14 +35,27 @@ def active_matrix_parameters(model: HFConfig) -> int:
     return total
 
 
-def training_flops(model: HFConfig, lengths: np.ndarray) -> float:
-    """Forward and backward over whole sequences of `lengths` tokens, what recomputation repeats not counted:
+def training_flops(model: HFConfig, lengths: np.ndarray, lora: LoraConfig | None = None) -> float:
+    """Forward and backward over whole sequences of `lengths` tokens, one entry for every pass over a sequence:
 
         6 x active parameters x tokens  +  6 x layers x heads x head_dim x sum(n^2)
 
-    A product with an `[m, n]` weight takes `2 m n` per token forward and twice that backward. Attention's two products
-    (scores, values) take `2 x 2 n^2 heads head_dim / 2` forward over a causal sequence of `n`, and twice that backward.
+    and with adapters of rank r in place of the weights (`lora`)
+
+        (4 x active parameters + 6 x active adapter parameters) x tokens  +  6 x layers x heads x head_dim x sum(n^2)
+
+    A product with an `[m, n]` weight takes `2 m n` per token forward, and in the backward `2 m n` for the gradient of
+    its input and `2 m n` for its own, which a frozen weight has none of: the head, the router and the base weights do
+    without it, A and B do not. Attention's two products (scores, values) take `2 x 2 n^2 heads head_dim / 2` forward
+    over a causal sequence of `n`, and twice that backward; they have no weights.
+
+    Counted is what the mathematics needs, not what is executed: neither what recomputation repeats, nor the zeros of
+    the block matrix that B is spread to where projections share a product, nor a forward that only recomputes an
+    anchor. The gradient of the first layer's input counts, with frozen weights too.
     """
     n = np.asarray(lengths, dtype=np.float64)
     attention = 6.0 * model.layers * model.heads * model.head_dim * float((n * n).sum())
-    return 6.0 * active_matrix_parameters(model) * float(n.sum()) + attention
+    per_token = 6.0 * active_matrix_parameters(model)
+    if lora is not None:
+        per_token = 4.0 * active_matrix_parameters(model) + 6.0 * active_adapter_parameters(model, lora)
+    return per_token * float(n.sum()) + attention

@@ -20,6 +20,19 @@ rows that reach its experts, h hidden, q and k the query and key-value widths on
     SwiGLU            both halves                                                 2 R 2 f
     fc2               its input                                                   2 R f
     combine           nothing
+
+With LoRA (rank r, n projections in a product: 3 of QKV, 2 of gate and up, else 1) the frozen products keep no input,
+but an adapter needs it for A's gradient. What a norm puts out is kept where an adapter or the router uses it. Besides:
+
+    adapter of        kept                                                        bytes
+    QKV, dense fc1    A x, gathered over the tokens; B spread to a block matrix   2 T n r + 2 n r out
+    output, dense fc2 A x                                                         2 S r
+    experts, fc1      scaled A x; B spread, of every local expert                 2 R n r + 2 (E / EP) n r 2 f
+    experts, fc2      scaled A x                                                  2 R r
+
+At an expert's products the frozen one's output, the adapter's share and their sum live at once. In the backward a
+product's input is freed between the adapter's part and the frozen one's, so all that is added to the peak there are the
+gradients of A, of B and of the spread B.
 """
 
 from __future__ import annotations
@@ -88,11 +101,14 @@ def _attention(layout: Layout) -> Sequence[Operator]:
     mixed = q + 2 * k
     residual = _HALF * rows * hidden
     gathered = _HALF * tokens * hidden if parallel.sequence_parallel else 0
-    weights = 0 if layout.wgrad_fusion else _HALF * hidden * model.head_dim
+    weights = 0 if layout.weight_gradients_in_place else _HALF * hidden * model.head_dim
     statistics = _FLOAT * tokens * heads
     norms = (q + k + _FLOAT * tokens * (heads + kv_heads)) if model.family.qk_norm else 0
     # cuDNN sums dq in float32; context parallelism exchanges keys and values around a ring, two buffers and gradients.
     attention_backward = 2 * q + 2 * k + 2 * q + statistics
+    lora = layout.adapter_rank("qkv")
+    spread = _HALF * 3 * lora * (heads + 2 * kv_heads) * model.head_dim
+    normed = residual if layout.lora is None or lora else 0
     ring = 0
     if parallel.context > 1:
         ring = 2 * 2 * k + 2 * 2 * 2 * k + q
@@ -103,16 +119,16 @@ def _attention(layout: Layout) -> Sequence[Operator]:
     return (
         Operator(
             "norm and QKV",
-            2 * residual + _FLOAT * rows,
-            gathered + mixed,
+            residual + normed + _FLOAT * rows + _HALF * tokens * 3 * lora + spread,
+            gathered + (2 if lora else 1) * mixed,
             residual + mixed + gathered + _HALF * tokens * hidden + weights * (heads + 2 * kv_heads) + residual,
         ),
         Operator("QK norm", norms, mixed + q + k, residual + 2 * mixed + q),
         attention,
         Operator(
             "output projection",
-            0,
-            mixed + _HALF * tokens * hidden,
+            _HALF * rows * layout.adapter_rank("o"),
+            mixed + _HALF * tokens * hidden + (residual if layout.adapts("o") else 0),
             residual + (gathered or residual) + q + weights * heads,
         ),
     )
@@ -132,7 +148,12 @@ def _experts(layout: Layout) -> Sequence[Operator]:
     down = gate_up // 2
     local = moe.experts // parallel.expert
     # A product's weight gradients exist apart only where they are not added to the float32 buffer in place.
-    fc2 = 0 if layout.wgrad_fusion else _HALF * local * width * hidden
+    fc2 = 0 if layout.weight_gradients_in_place else _HALF * local * width * hidden
+    lora = layout.adapter_rank("experts")
+    adapted = layout.lora is None or lora > 0
+    low = _HALF * layout.expert_rows * lora
+    spread = _HALF * local * 2 * lora * 2 * width
+    factors = _HALF * local * 2 * lora * (hidden + width)
     row_map = _FLOAT * rows * (2 * moe.experts + 1)
     # The forward's own variables hold the rows as sent and as arrived, and the chosen experts, until the layer returns.
     held = sent + arrived + rows * moe.experts * (_FLOAT + 1)
@@ -147,12 +168,17 @@ def _experts(layout: Layout) -> Sequence[Operator]:
         Operator("dispatch", row_map, held, residual + 2 * sent),
         Operator(
             "experts, fc1",
-            received + _FLOAT * layout.expert_rows,
-            held,
-            residual + gate_up + received + 2 * fc2,
+            (received if adapted else 0) + _FLOAT * layout.expert_rows + 2 * low + spread,
+            held + (3 * gate_up if lora else 0) + (0 if adapted else received),
+            residual + gate_up + received + 2 * fc2 + spread + factors,
         ),
         Operator("SwiGLU", gate_up, held, residual + down + gate_up),
-        Operator("experts, fc2", down, held + received, residual + received + down + fc2),
+        Operator(
+            "experts, fc2",
+            (down if adapted else 0) + low,
+            held + (3 if lora else 1) * received + (0 if adapted else down),
+            residual + received + down + fc2,
+        ),
         Operator("combine", 0, held + 2 * received, residual + received + max(received, sent)),
     )
 
@@ -164,15 +190,23 @@ def _dense(layout: Layout) -> Sequence[Operator]:
     gathered = _HALF * tokens * hidden if parallel.sequence_parallel else 0
     width = model.intermediate_size // parallel.tensor
     gate_up = _HALF * tokens * 2 * width
-    fc2 = 0 if layout.wgrad_fusion else _HALF * width * hidden
+    fc2 = 0 if layout.weight_gradients_in_place else _HALF * width * hidden
+    lora = layout.adapter_rank("mlp")
+    adapted = layout.lora is None or lora > 0
+    spread = _HALF * 2 * lora * 2 * width
     whole = _HALF * tokens * hidden
     return (
         Operator(
             "norm and fc1",
-            2 * residual + _FLOAT * layout.rows_per_rank,
-            gathered,
+            (2 if adapted else 1) * residual + _FLOAT * layout.rows_per_rank + _HALF * tokens * 2 * lora + spread,
+            gathered + (2 * gate_up if lora else 0),
             residual + gate_up + gathered + whole + 2 * fc2,
         ),
         Operator("SwiGLU", gate_up, 0, residual + gate_up // 2 + gate_up),
-        Operator("fc2", gate_up // 2, whole, residual + whole + gate_up // 2 + fc2),
+        Operator(
+            "fc2",
+            (gate_up // 2 if adapted else 0) + _HALF * layout.rows_per_rank * lora,
+            whole + (residual if lora else 0) + (0 if adapted else gate_up // 2),
+            residual + whole + gate_up // 2 + fc2,
+        ),
     )

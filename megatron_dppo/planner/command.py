@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.models.lora.config import TARGETS, LoraConfig
 from megatron_dppo.planner.gpus import GPUS, find_gpu
 from megatron_dppo.planner.workload import Workload
 
@@ -35,6 +36,15 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=256, help="per rollout step (%(default)s)")
     parser.add_argument("--samples", type=int, default=16, help="answers per prompt (%(default)s)")
     parser.add_argument("--mini-batch", type=int, default=32, help="prompts per gradient step (%(default)s)")
+    parser.add_argument(
+        "--ppo-epochs", type=int, default=1, help="passes over each rollout, trainer.ppo_epochs (%(default)s)"
+    )
+    parser.add_argument(
+        "--lora-rank", type=int, metavar="N", help="train adapters of this rank, lora.rank (all weights)"
+    )
+    parser.add_argument(
+        "--lora-targets", nargs="+", choices=TARGETS, help="layers that get adapters, lora.targets (all of these)"
+    )
     parser.add_argument("--topk", type=int, default=20, help="recorded log-probabilities per token (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -59,6 +69,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         engine_tensor=_positive(arguments, "engine_tp", "--engine-tp"),
         rollout_gpus=arguments.rollout_gpus,
         expert_imbalance=arguments.imbalance,
+        lora=_lora(arguments, model),
     )
     result = search(model, find_gpu(arguments.gpu), arguments.gpus, workload, wanted)
     if not result.fitting and not result.others:
@@ -91,8 +102,23 @@ def read_model(path: Path) -> HFConfig:
     return resolve_hf_config(raw, path=path.parent)
 
 
+def _lora(arguments: argparse.Namespace, model: HFConfig) -> LoraConfig | None:
+    from megatron_dppo.models.lora.size import check_targets
+
+    rank, targets = _positive(arguments, "lora_rank", "--lora-rank"), arguments.lora_targets
+    if rank is None:
+        if targets:
+            raise UserError("--lora-targets: give --lora-rank as well; without it all weights are trained")
+        return None
+    if targets and len(set(targets)) < len(targets):
+        raise UserError(f"--lora-targets {' '.join(targets)}: name each once")
+    config = LoraConfig(rank=rank, targets=tuple(targets or TARGETS))
+    check_targets(model, config)
+    return config
+
+
 def _workload(arguments: argparse.Namespace) -> Workload:
-    for name in ("sequence", "prompt", "prompts", "samples", "mini_batch"):
+    for name in ("sequence", "prompt", "prompts", "samples", "mini_batch", "ppo_epochs"):
         _positive(arguments, name, f"--{name.replace('_', '-')}")
     if arguments.prompt >= arguments.sequence:
         raise UserError(f"--prompt {arguments.prompt} leaves no room for a response in --sequence {arguments.sequence}")
@@ -109,6 +135,7 @@ def _workload(arguments: argparse.Namespace) -> Workload:
         response_tokens=response,
         mean_response_tokens=mean,
         topk=arguments.topk,
+        ppo_epochs=arguments.ppo_epochs,
     )
 
 

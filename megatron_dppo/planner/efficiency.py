@@ -46,21 +46,27 @@ class Efficiency:
     """Packing, routes to the device, objective and metrics."""
     parameter_s: float = 30e-6
     """Host seconds per parameter tensor in the optimizer step: 30 to 60 ms for 550 to 1,060, less Adam's own."""
+    adapter_s: float = 150e-6
+    """Host seconds per adapter and pass: some ten launches. An estimate, not fitted."""
+    merge_s: float = 100e-6
+    """Host seconds to add an adapter to one Hugging Face tensor in a weight sync: 2.18 s for the 18,624 of
+    Qwen3-30B-A3B (docs/benchmarks.md)."""
     engine_token_s: float = 37e-6
     """Host seconds of an engine per token for its routes and top-K log-probabilities."""
 
 
 H100 = Efficiency()
 H200 = Efficiency(
-    grouped=0.45,
-    memory=0.61,
-    expert_forward_s=3.8e-05,
-    expert_backward_s=7e-05,
-    layer_forward_s=0.0037,
-    layer_backward_s=0.015,
-    microbatch_s=0.016,
+    grouped=0.52,
+    memory=0.69,
+    link=0.24,
+    expert_forward_s=6.2e-05,
+    expert_backward_s=1.0e-04,
+    layer_forward_s=0.0031,
+    layer_backward_s=0.0077,
+    microbatch_s=0.0145,
 )
-"""Fitted by `tools/fit_planner.py` to thirteen steps of single H200s (docs/planner.md); the rest is the H100's."""
+"""Fitted by `tools/fit_planner.py` to twenty steps of one and two H200s (docs/planner.md); the rest is the H100's."""
 MEASURED = {"h100-80g": H100, "h200-141g": H200}
 """By the name of the card."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron_dppo.planner.activations import LayerMemory, layer_memory
 from megatron_dppo.planner.gpus import GIB
-from megatron_dppo.planner.parameters import Parameters, stage_layers, stage_parameters
+from megatron_dppo.planner.parameters import Parameters, stage_adapters, stage_layers, stage_parameters
 from megatron_dppo.planner.workload import Layout
 
 _WEIGHT, _GRADIENT, _OPTIMIZER = 2, 4, 12
@@ -26,12 +26,17 @@ class StageMemory:
 
     stage: int
     parameters: Parameters
+    """Of the model, without adapters."""
+    adapters: Parameters | None
+    """None where all weights are trained."""
     weights: int
+    """bf16, of the model."""
+    adapter_weights: int
     """bf16."""
     gradients: int
-    """float32, every parameter of the rank."""
+    """float32, every trained parameter of the rank."""
     optimizer: int
-    """float32 master weights and both moments: this rank's share."""
+    """float32 master weights and both moments of what is trained: this rank's share."""
     activations: int
     """Kept for the backward, of all microbatches in flight."""
     workspace: int
@@ -45,8 +50,12 @@ class StageMemory:
     """What is running when memory is fullest."""
 
     @property
+    def trained(self) -> Parameters:
+        return self.parameters if self.adapters is None else self.adapters
+
+    @property
     def static(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.constant
+        return self.weights + self.adapter_weights + self.gradients + self.optimizer + self.constant
 
     @property
     def peak(self) -> int:
@@ -62,6 +71,8 @@ def stage_memory(layout: Layout, stage: int, microbatches: int) -> StageMemory:
     """`microbatches` per data-parallel rank and gradient step."""
     model, parallel = layout.model, layout.parallel
     parameters = stage_parameters(model, parallel, stage)
+    adapters = stage_adapters(model, parallel, stage, layout.lora) if layout.lora else None
+    trained = parameters if adapters is None else adapters
     chunks = [
         [(layer_memory(layout, layer), count) for layer, count in kinds]
         for kinds in stage_layers(model.layers, parallel)[stage].kinds(model)
@@ -70,8 +81,8 @@ def stage_memory(layout: Layout, stage: int, microbatches: int) -> StageMemory:
     last = stage == parallel.pipeline - 1
     in_flight = _chunks_in_flight(layout, stage, microbatches)
     full = layout.recompute == "full"
-    dense = -(-parameters.dense // layout.dense_copies)
-    experts = -(-parameters.experts // layout.expert_copies)
+    dense = -(-trained.dense // layout.dense_copies)
+    experts = -(-trained.experts // layout.expert_copies)
     kept = sum(count * (layer.boundary if full else layer.kept) for layer, count in layers)
     boundary = 2 * layout.rows_per_rank * model.hidden_size
     # The input of the stage (an embedding's output or what the neighbour sent) is the first layer's input.
@@ -85,8 +96,10 @@ def stage_memory(layout: Layout, stage: int, microbatches: int) -> StageMemory:
     return StageMemory(
         stage=stage,
         parameters=parameters,
+        adapters=adapters,
         weights=_WEIGHT * parameters.total,
-        gradients=_GRADIENT * parameters.total,
+        adapter_weights=0 if adapters is None else _WEIGHT * adapters.total,
+        gradients=_GRADIENT * trained.total,
         optimizer=_OPTIMIZER * (dense + experts),
         activations=activations,
         workspace=workspace,
@@ -114,15 +127,15 @@ def _layer_workspace(layers: list[LayerMemory], *, full: bool) -> tuple[int, str
 
 def head_workspace(layout: Layout) -> int:
     """Bytes of TokenStats' backward: half-precision logit gradients of a vocabulary chunk (512 MiB, or 4,096 columns),
-    the float32 hidden gradient, then a placeholder gradient of the weight; gathered hidden states under sequence
-    parallelism."""
+    the float32 hidden gradient, then a placeholder gradient of the weight (unless that is frozen); gathered hidden
+    states under sequence parallelism."""
     model, tokens = layout.model, layout.tokens_per_rank
     columns = model.padded_vocab_size(layout.parallel.tensor) // layout.parallel.tensor
     chunk = max(4096, (512 << 20) // (2 * tokens))
     buffer = 2 * tokens * min(chunk, columns)
     hidden = 4 * tokens * model.hidden_size
     gathered = 2 * tokens * model.hidden_size if layout.parallel.sequence_parallel else 0
-    placeholder = 2 * columns * model.hidden_size
+    placeholder = 0 if layout.lora else 2 * columns * model.hidden_size
     return gathered + hidden + max(buffer, placeholder + hidden // 2)
 
 

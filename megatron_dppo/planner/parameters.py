@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.lora.config import LoraConfig
+from megatron_dppo.models.lora.size import adapter_sizes
 from megatron_dppo.models.parallel import ParallelConfig, uneven_layout
 
 
@@ -107,6 +109,26 @@ def stage_parameters(model: HFConfig, parallel: ParallelConfig, stage: int) -> P
         shared = model.tied and stage == 0
         total += Parameters(norms=model.hidden_size, head=0 if shared else vocabulary)
     return total
+
+
+def stage_adapters(model: HFConfig, parallel: ParallelConfig, stage: int, lora: LoraConfig) -> Parameters:
+    """Of the adapters on every rank of pipeline stage `stage`, by the part of the layer that they are on."""
+    total = Parameters()
+    for chunk in stage_layers(model.layers, parallel)[stage].kinds(model):
+        for layer, count in chunk:
+            sizes = adapter_sizes(model, parallel, layer, lora)
+            one = Parameters(
+                attention=sizes.get("qkv", 0) + sizes.get("o", 0),
+                experts=sizes.get("experts", 0),
+                mlp=sizes.get("mlp", 0),
+            )
+            total += one * count
+    return total
+
+
+def trained_parameters(model: HFConfig, parallel: ParallelConfig, stage: int, lora: LoraConfig | None) -> Parameters:
+    """What has gradients and optimizer state on every rank of a stage: the adapters, or everything."""
+    return stage_adapters(model, parallel, stage, lora) if lora else stage_parameters(model, parallel, stage)
 
 
 def whole_model(model: HFConfig) -> Parameters:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from megatron_dppo.planner.efficiency import MEASURED
+from megatron_dppo.planner.adapters import merged_tensors
+from megatron_dppo.planner.efficiency import MEASURED, efficiency_of
 from megatron_dppo.planner.engine import EnginePlan, plan_engine
 from megatron_dppo.planner.gpus import GIB
 from megatron_dppo.planner.memory import OUTSIDE_ALLOCATOR, StageMemory, stage_memory
@@ -15,6 +16,8 @@ from megatron_dppo.planner.workload import Layout, Workload
 
 MEASURED_GPUS, MEASURED_TOKENS = 4, 16384
 """The largest run and the most tokens per rank that predictions were held against (docs/planner.md)."""
+MEASURED_LORA = (1, "h200-141g")
+"""GPUs and their kind that predictions with adapters were held against."""
 SLEEPING_ENGINE = 2 * GIB
 """What an engine on the same card keeps while it sleeps: context, communicators, graphs."""
 SYNC_EFFICIENCY = 0.5
@@ -57,8 +60,8 @@ class Plan:
 
     @property
     def train_s(self) -> float:
-        """Seconds of all gradient steps of a rollout step."""
-        return self.workload.mini_batches * self.gradient_step.total
+        """Seconds of all gradient steps of a rollout step, all passes over it."""
+        return self.workload.gradient_steps * self.gradient_step.total
 
     @property
     def rollout_s(self) -> float:
@@ -68,10 +71,12 @@ class Plan:
 
     @property
     def sync_s(self) -> float:
-        """Seconds of a weight sync; engines load side by side."""
-        gpu = self.layout.gpu
+        """Seconds of a weight sync; engines load side by side. Adapters are merged into the weights that are sent."""
+        layout, gpu = self.layout, self.layout.gpu
         wire = gpu.link_bandwidth if self.gpus <= gpu.gpus_per_node else gpu.network_bandwidth
-        return self.traffic.weight_sync / self.engine.engines / (wire * SYNC_EFFICIENCY)
+        merged = max(merged_tensors(layout, stage) for stage in range(layout.parallel.pipeline))
+        merge = merged * efficiency_of(gpu.name).merge_s
+        return merge + self.traffic.weight_sync / self.engine.engines / (wire * SYNC_EFFICIENCY)
 
     @property
     def step_s(self) -> float:
@@ -79,11 +84,12 @@ class Plan:
 
     @property
     def training_tokens_per_second(self) -> float:
-        return self.workload.tokens / self.train_s
+        """While it trains; a token counts in every pass."""
+        return self.workload.trained_tokens / self.train_s
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole rollout step."""
+        """Of the whole rollout step; a token counts once."""
         return self.workload.tokens / self.step_s
 
 
@@ -145,7 +151,7 @@ def _problem(plan: Plan) -> str:
 def largest_part(stage: StageMemory) -> str:
     """The part of the memory to look at first, in words."""
     parts = {
-        "weights": stage.weights,
+        "weights": stage.weights + stage.adapter_weights,
         "gradients": stage.gradients,
         "optimizer state": stage.optimizer,
         "activations": stage.activations,
@@ -163,6 +169,8 @@ def _extrapolated(layout: Layout, gpus: int) -> tuple[str, ...]:
         beyond.append(f"{layout.gpu.name} (measured: {', '.join(MEASURED)})")
     if layout.tokens_per_rank > MEASURED_TOKENS:
         beyond.append(f"{layout.tokens_per_rank} tokens per rank (measured: {MEASURED_TOKENS})")
+    if layout.lora is not None and (gpus, layout.gpu.name) != MEASURED_LORA:
+        beyond.append(f"LoRA on {gpus} x {layout.gpu.name} (measured: {MEASURED_LORA[0]} x {MEASURED_LORA[1]})")
     if gpus > layout.gpu.gpus_per_node:
         beyond.append("traffic between nodes")
     return tuple(beyond)

@@ -11,6 +11,9 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.planner.engine import UTILIZATION, WORKSPACE
 from megatron_dppo.planner.plan import Plan
 
+LORA_LEARNING_RATE = 1e-5
+"""The paper's for adapters (Table 1); the default is for all weights."""
+
 
 def recommended_config(plan: Plan, model_path: Path, *, prompts_per_step: int) -> str:
     """YAML of the plan, checked against the schema. Keys that are absent keep their defaults."""
@@ -42,6 +45,11 @@ def recommended_config(plan: Plan, model_path: Path, *, prompts_per_step: int) -
             "checkpoint_every": 10,
         },
     }
+    if layout.lora is not None:
+        tree["lora"] = {"rank": layout.lora.rank, "targets": list(layout.lora.targets)}
+        tree["optimizer"] = {"lr": LORA_LEARNING_RATE}
+    if workload.ppo_epochs > 1:
+        tree["trainer"]["ppo_epochs"] = workload.ppo_epochs
     if layout.model.moe is None:
         tree["actor"]["router_replay"], tree["rollout"]["router_replay"] = "none", False
     Config.model_validate(tree)

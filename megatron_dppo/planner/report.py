@@ -11,7 +11,7 @@ from rich.table import Table
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.planner.gpus import GIB
 from megatron_dppo.planner.memory import StageMemory
-from megatron_dppo.planner.parameters import active_per_token, whole_model
+from megatron_dppo.planner.parameters import active_per_token, stage_adapters, whole_model
 from megatron_dppo.planner.plan import Plan
 from megatron_dppo.planner.search import SearchResult
 
@@ -35,6 +35,7 @@ def memory_parts(stage: StageMemory) -> dict[str, int]:
     """Bytes by part; they add up to the peak that torch's allocator reports."""
     return {
         "weights": stage.weights,
+        **({"adapters": stage.adapter_weights} if stage.adapters is not None else {}),
         "gradients": stage.gradients,
         "optimizer": stage.optimizer,
         "activations": stage.activations,
@@ -74,7 +75,7 @@ def _head(console: Console, plan: Plan) -> None:
     total, active = whole_model(model).total, active_per_token(model)
     console.print(
         f"{model.family.model_type}: {total / 1e9:.2f} B parameters, {active / 1e9:.2f} B active per token beside the "
-        f"vocabulary; {plan.gpus} x {layout.gpu.name}"
+        f"vocabulary; {_adapters(plan)}{plan.gpus} x {layout.gpu.name}"
         + (f", {plan.rollout_gpus} of them for engines only" if plan.rollout_gpus else ", shared with the engines"),
         highlight=False,
     )
@@ -83,6 +84,15 @@ def _head(console: Console, plan: Plan) -> None:
         f"{plan.microbatches} microbatches of {layout.microbatch_tokens} tokens per rank and gradient step",
         highlight=False,
     )
+
+
+def _adapters(plan: Plan) -> str:
+    """The whole model's, in words."""
+    model, lora = plan.layout.model, plan.layout.lora
+    if lora is None:
+        return ""
+    trained = stage_adapters(model, ParallelConfig(), 0, lora).total
+    return f"{trained / 1e9:.3f} B trained in adapters of rank {lora.rank} on {', '.join(lora.targets)}; "
 
 
 def _memory_table(plan: Plan) -> Table:
@@ -114,7 +124,9 @@ def _time_table(plan: Plan) -> Table:
     for name, seconds in vars(step).items():
         table.add_row(f"gradient step: {name}", f"{seconds:.2f}", f"{seconds / step.total:.0%}")
     rate = f"{plan.training_tokens_per_second:,.0f} tokens/s"
-    table.add_row(f"{plan.workload.mini_batches} gradient steps", f"{plan.train_s:.1f}", rate)
+    workload = plan.workload
+    passes = f" ({workload.ppo_epochs} passes of {workload.mini_batches})" if workload.ppo_epochs > 1 else ""
+    table.add_row(f"{workload.gradient_steps} gradient steps{passes}", f"{plan.train_s:.1f}", rate)
     return table
 
 
@@ -178,6 +190,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "recompute": layout.recompute,
         "microbatch_tokens": layout.microbatch_tokens,
         "microbatches": plan.microbatches,
+        "ppo_epochs": plan.workload.ppo_epochs,
+        "gradient_steps": plan.workload.gradient_steps,
+        "lora": layout.lora.model_dump(mode="json") if layout.lora else None,
         "problem": plan.problem,
         "extrapolated": list(plan.extrapolated),
         "memory": {
@@ -187,6 +202,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
                 {
                     "stage": stage.stage,
                     "parameters": vars(stage.parameters) | {"total": stage.parameters.total},
+                    "trained_parameters": stage.trained.total,
                     "parts": memory_parts(stage),
                     "peak": stage.peak,
                     "moment": stage.moment,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.planner.gpus import Gpu
 from megatron_dppo.planner.plan import Plan, make_plan
@@ -35,6 +36,8 @@ class Wanted:
     """Default: shared cards where that fits, else half of the GPUs."""
     expert_imbalance: float = 1.2
     """Rows of the fullest expert-parallel rank over the mean, in the worst microbatch."""
+    lora: LoraConfig | None = None
+    """Adapters to train in place of the weights."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ def _leanest_needed(
             microbatch_tokens=wanted.microbatch_tokens or max(16384, workload.sequence),
             attention_span=workload.mean_sequence,
             expert_imbalance=wanted.expert_imbalance,
+            lora=wanted.lora,
         )
         plan = make_plan(layout, workload, rollout_gpus=rollout_gpus, engine_tensor=wanted.engine_tensor)
         if not plan.problem:

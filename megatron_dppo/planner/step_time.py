@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_dppo.planner.adapters import adapter_calls, adapter_tensors, adapter_work
 from megatron_dppo.planner.efficiency import Efficiency, efficiency_of
-from megatron_dppo.planner.parameters import stage_layers, stage_parameters
+from megatron_dppo.planner.parameters import stage_layers, trained_parameters
+from megatron_dppo.planner.wires import all_gather, all_to_all, bandwidth
 from megatron_dppo.planner.workload import Layout
 
 
@@ -84,21 +86,22 @@ def _stage(layout: Layout, stage: int, e: Efficiency) -> PassTime:
 
 
 def head_time(layout: Layout, e: Efficiency) -> PassTime:
-    """One product forward, three backward, and the collectives of TokenStats."""
+    """One product forward, three backward (logits again, and the gradients of the hidden states and of the weight; two
+    where that is frozen), and the collectives of TokenStats."""
     model, tensor = layout.model, layout.parallel.tensor
     flops = 2 * layout.tokens_per_rank * model.hidden_size * model.padded_vocab_size(tensor) / tensor
     product = flops / (layout.gpu.bf16_flops * e.head)
     whole = layout.tokens_per_rank * model.hidden_size
-    gather = _all_gather(layout, 2 * whole, tensor, tensor, e) if layout.parallel.sequence_parallel else 0.0
-    reduce = 2 * _all_gather(layout, 4 * whole, tensor, tensor, e)
+    gather = all_gather(layout, 2 * whole, tensor, tensor, e) if layout.parallel.sequence_parallel else 0.0
+    reduce = 2 * all_gather(layout, 4 * whole, tensor, tensor, e)
     if layout.parallel.sequence_parallel:
         reduce = reduce / 2 + gather
-    return PassTime(product + gather + 1e-3, 3 * product + reduce + 1e-3)
+    return PassTime(product + gather + 1e-3, (2 if layout.lora else 3) * product + reduce + 1e-3)
 
 
 def layer_time(layout: Layout, layer: int, e: Efficiency) -> PassTime:
     """The GPU's time for one decoder layer; the backward without recomputed layers, but with a recomputed attention."""
-    total = _attention(layout, e) + _mlp(layout, layer, e)
+    total = _attention(layout, e) + _mlp(layout, layer, e) + _adapters(layout, layer, e)
     if layout.recompute == "selective":
         core = _core_attention(layout) / (layout.gpu.bf16_flops * e.attention_forward)
         total += PassTime(0.0, core)
@@ -110,10 +113,28 @@ def _host(layout: Layout, layer: int, e: Efficiency) -> PassTime:
     experts = 0
     if layout.model.moe is not None and layout.model.is_moe_layer(layer):
         experts = layout.model.moe.experts // layout.parallel.expert
-    unfused = 0.0 if layout.wgrad_fusion else e.expert_unfused_s
+    unfused = 0.0 if layout.weight_gradients_in_place else e.expert_unfused_s
+    # A frozen expert's backward is two of the four launches, and no gradient hooks.
+    backward = e.expert_backward_s / 2 if layout.lora else e.expert_backward_s + unfused
+    adapters = adapter_calls(layout, layer) * e.adapter_s if layout.lora else 0.0
     return PassTime(
-        e.layer_forward_s + experts * e.expert_forward_s,
-        e.layer_backward_s + experts * (e.expert_backward_s + unfused),
+        e.layer_forward_s + experts * e.expert_forward_s + adapters,
+        e.layer_backward_s + experts * backward + adapters,
+    )
+
+
+def _adapters(layout: Layout, layer: int, e: Efficiency) -> PassTime:
+    """Products with a side of `rank` are bound by memory: FLOPs and bytes both count."""
+    if layout.lora is None:
+        return PassTime(0.0, 0.0)
+    work = adapter_work(layout, layer)
+    products = work.flops / (layout.gpu.bf16_flops * e.grouped)
+    memory = layout.gpu.memory_bandwidth * e.memory
+    tensor = layout.parallel.tensor
+    comm = all_gather(layout, work.gathered, tensor, tensor, e)
+    return PassTime(
+        products + work.forward_bytes / memory + comm,
+        2 * products + work.backward_bytes / memory + comm,
     )
 
 
@@ -131,7 +152,7 @@ def _attention(layout: Layout, e: Efficiency) -> PassTime:
     core = _core_attention(layout)
     bytes_moved = 2 * (rows * hidden * 7 + tokens * (6 * (q + k) + 2 * k))
     elementwise = bytes_moved / (gpu.memory_bandwidth * e.memory)
-    tensor_comm = 2 * _all_gather(layout, 2 * tokens * hidden, parallel.tensor, parallel.tensor, e)
+    tensor_comm = 2 * all_gather(layout, 2 * tokens * hidden, parallel.tensor, parallel.tensor, e)
     ring = 0.0
     if parallel.context > 1:
         size = 2 * 2 * tokens * k * (parallel.context - 1)
@@ -139,8 +160,14 @@ def _attention(layout: Layout, e: Efficiency) -> PassTime:
     forward = products + core / (gpu.bf16_flops * e.attention_forward) + elementwise + tensor_comm
     # The ring overlaps with attention, what is longer counts.
     forward += max(0.0, ring - core / (gpu.bf16_flops * e.attention_forward))
-    gathers = 1.5 * tensor_comm  # the normalised input is gathered again for the weight's gradient
-    backward = 2 * products + 2.5 * core / (gpu.bf16_flops * e.attention_backward) + 1.6 * elementwise + gathers
+    # The normalised input is gathered again for the weight's gradient.
+    gathers = (1.0 if layout.lora else 1.5) * tensor_comm
+    backward = (
+        _backward_products(layout) * products
+        + 2.5 * core / (gpu.bf16_flops * e.attention_backward)
+        + 1.6 * elementwise
+        + gathers
+    )
     backward += max(0.0, 2 * ring - 2.5 * core / (gpu.bf16_flops * e.attention_backward))
     return PassTime(forward, backward)
 
@@ -154,8 +181,11 @@ def _mlp(layout: Layout, layer: int, e: Efficiency) -> PassTime:
         products = 6 * tokens * hidden * width / (gpu.bf16_flops * e.dense)
         moved = 2 * (7 * layout.rows_per_rank * hidden + 3 * tokens * width)
         elementwise = moved / (gpu.memory_bandwidth * e.memory)
-        comm = 2 * _all_gather(layout, 2 * tokens * hidden, parallel.tensor, parallel.tensor, e)
-        return PassTime(products + elementwise + comm, 2 * products + 1.6 * elementwise + 1.5 * comm)
+        comm = 2 * all_gather(layout, 2 * tokens * hidden, parallel.tensor, parallel.tensor, e)
+        gathers = (1.0 if layout.lora else 1.5) * comm
+        return PassTime(
+            products + elementwise + comm, _backward_products(layout) * products + 1.6 * elementwise + gathers
+        )
     assert model.moe is not None
     moe, rows, received = model.moe, layout.rows_per_rank, layout.expert_rows
     width = moe.intermediate_size / parallel.expert_tensor
@@ -163,58 +193,46 @@ def _mlp(layout: Layout, layer: int, e: Efficiency) -> PassTime:
     sent = rows * moe.topk * hidden
     moved = 2 * (7 * rows * hidden + 2 * sent + 4 * received * hidden + 3 * received * width)
     elementwise = (moved + rows * moe.experts * 4 * 8) / (gpu.memory_bandwidth * e.memory)
-    comm = 2 * _all_to_all(layout, 2 * sent, e)
+    comm = 2 * all_to_all(layout, 2 * sent, e)
     if parallel.expert_tensor > 1:
-        comm += 2 * _all_gather(layout, 2 * received * hidden, parallel.expert_tensor, parallel.expert_tensor, e)
-    return PassTime(products + elementwise + comm, 2 * products + 1.2 * elementwise + comm)
+        comm += 2 * all_gather(layout, 2 * received * hidden, parallel.expert_tensor, parallel.expert_tensor, e)
+    return PassTime(products + elementwise + comm, _backward_products(layout) * products + 1.2 * elementwise + comm)
 
 
-def bandwidth(layout: Layout, span: int, e: Efficiency) -> float:
-    """Bytes/s of one GPU within a group whose ranks span `span` consecutive GPUs."""
-    if span <= layout.gpu.gpus_per_node:
-        return layout.gpu.link_bandwidth * e.link
-    return layout.gpu.network_bandwidth * e.network
-
-
-def _all_gather(layout: Layout, size: float, ranks: int, span: int, e: Efficiency) -> float:
-    """Seconds of an all-gather or reduce-scatter whose whole tensor has `size` bytes."""
-    if ranks == 1:
-        return 0.0
-    return size * (ranks - 1) / ranks / bandwidth(layout, span, e)
-
-
-def _all_to_all(layout: Layout, size: float, e: Efficiency) -> float:
-    """Seconds for `size` bytes of rows sent evenly to the expert-parallel ranks. Within a node NVLink, beyond the
-    network carries the share of the other nodes."""
-    ranks, span = layout.parallel.expert, layout.parallel.expert * layout.parallel.expert_tensor
-    if ranks == 1:
-        return 0.0
-    node = layout.gpu.gpus_per_node
-    if span <= node:
-        return size * (ranks - 1) / ranks / bandwidth(layout, span, e)
-    return size * (span - node) / span / bandwidth(layout, span, e)
+def _backward_products(layout: Layout) -> int:
+    """Products of a weight's backward for one forward: the gradients of its input and, unless it is frozen, its own."""
+    return 1 if layout.lora else 2
 
 
 def _gradients(layout: Layout, stage: int, e: Efficiency) -> float:
-    parameters = stage_parameters(layout.model, layout.parallel, stage)
+    parameters = trained_parameters(layout.model, layout.parallel, stage, layout.lora)
     local = 3 * 4 * parameters.total / (layout.gpu.memory_bandwidth * e.stream)  # zero, check, norm
     span = layout.gpus // layout.parallel.pipeline
-    dense = _all_gather(layout, 4 * parameters.dense, layout.dense_copies, span, e)
-    return local + dense + _all_gather(layout, 4 * parameters.experts, layout.expert_copies, span, e)
+    dense = all_gather(layout, 4 * parameters.dense, layout.dense_copies, span, e)
+    return local + dense + all_gather(layout, 4 * parameters.experts, layout.expert_copies, span, e)
 
 
 def _optimizer(layout: Layout, stage: int, e: Efficiency) -> float:
     model, parallel = layout.model, layout.parallel
-    parameters = stage_parameters(model, parallel, stage)
+    parameters = trained_parameters(model, parallel, stage, layout.lora)
     mine = parameters.dense / layout.dense_copies + parameters.experts / layout.expert_copies
     adam = 30 * mine / (layout.gpu.memory_bandwidth * e.stream)
     span = layout.gpus // parallel.pipeline
-    gather = _all_gather(layout, 2 * parameters.dense, layout.dense_copies, span, e)
-    gather += _all_gather(layout, 2 * parameters.experts, layout.expert_copies, span, e)
-    experts = model.moe.experts // parallel.expert if model.moe else 0
+    gather = all_gather(layout, 2 * parameters.dense, layout.dense_copies, span, e)
+    gather += all_gather(layout, 2 * parameters.experts, layout.expert_copies, span, e)
     tensors = sum(
-        count * (8 + (2 * experts if model.is_moe_layer(layer) else 3))
+        count * _trained_tensors(layout, layer)
         for chunk in stage_layers(model.layers, parallel)[stage].kinds(model)
         for layer, count in chunk
     )
     return adam + gather + tensors * e.parameter_s
+
+
+def _trained_tensors(layout: Layout, layer: int) -> int:
+    model = layout.model
+    if layout.lora is not None:
+        return adapter_tensors(layout, layer)
+    if not model.is_moe_layer(layer):
+        return 8 + 3
+    assert model.moe is not None
+    return 8 + 2 * (model.moe.experts // layout.parallel.expert)

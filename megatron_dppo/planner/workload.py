@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from megatron_dppo.models.lora.config import LoraConfig, Target
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.planner.gpus import Gpu
 
@@ -17,11 +18,12 @@ type Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Workload:
-    """One rollout step: `sequences` answers, trained on in `mini_batches` gradient steps."""
+    """One rollout step: `sequences` answers, trained on `ppo_epochs` times in `mini_batches` gradient steps each."""
 
     sequences: int
     """Prompts x samples."""
     mini_batches: int
+    """Gradient steps of one pass."""
     prompt_tokens: int
     response_tokens: int
     """Of the longest sequence; also what an engine must have room for."""
@@ -29,6 +31,8 @@ class Workload:
     """What an average response has: decides time and bytes per step."""
     topk: int = 20
     """K of the recorded top-K log-probabilities; 0 records the sampled token alone."""
+    ppo_epochs: int = 1
+    """Passes over the mini-batches (`trainer.ppo_epochs`)."""
 
     @property
     def sequence(self) -> int:
@@ -41,8 +45,18 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens trained on per rollout step."""
+        """Tokens of a rollout step; each pass trains on all of them."""
         return self.sequences * self.mean_sequence
+
+    @property
+    def gradient_steps(self) -> int:
+        """Of all passes."""
+        return self.ppo_epochs * self.mini_batches
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens of all passes."""
+        return self.ppo_epochs * self.tokens
 
 
 @dataclass(frozen=True)
@@ -62,6 +76,21 @@ class Layout:
     """Weight gradients are added to the float32 buffer inside their products."""
     expert_imbalance: float = 1.0
     """Rows of the fullest expert-parallel rank over the mean."""
+    lora: LoraConfig | None = None
+    """Adapters that are trained in place of the weights."""
+
+    def adapts(self, target: Target) -> bool:
+        """Whether layers of this kind have adapters."""
+        return self.lora is not None and target in self.lora.targets
+
+    def adapter_rank(self, target: Target) -> int:
+        """Their rank there, or 0."""
+        return self.lora.rank if self.lora is not None and self.adapts(target) else 0
+
+    @property
+    def weight_gradients_in_place(self) -> bool:
+        """No product of a weight makes a tensor for its gradient: they are added to the buffer, or there are none."""
+        return self.wgrad_fusion or self.lora is not None
 
     @property
     def data(self) -> int:

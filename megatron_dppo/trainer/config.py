@@ -47,7 +47,8 @@ class TrackingConfig(ConfigModel):
     wandb: bool = False
     """Log to Weights & Biases as well (`uv pip install wandb`; WANDB_MODE=offline keeps it here)."""
     trackio: bool = False
-    """Log to a trackio dashboard as well (`uv pip install trackio`)."""
+    """Log to a trackio dashboard as well (`uv pip install trackio`; 0.43.0 was seen working. It is not among the pinned
+    packages because it wants pillow below 13 and TensorBoard wants 13)."""
     project: str = "megatron-dppo"
     """Project there; the run has the name `run.name`."""
     samples_every: int = Field(default=10, ge=0)

@@ -191,6 +191,7 @@ class Trainer:
         finally:  # the step is trained, whatever comes
             metrics |= clock.metrics()
             metrics["throughput/tokens_per_second"] = metrics["data/tokens"] / metrics["time/step_s"]
+            metrics["throughput/trained_tokens_per_second"] = metrics["data/trained_tokens"] / metrics["time/train_s"]
             if self._controller:
                 with self._assembly.alone():
                     self._controller.tracker.log(step, metrics)
@@ -219,7 +220,8 @@ class Trainer:
         if self._controller and profile is not None:
             with self._assembly.alone():
                 lengths = source.lengths[np.concatenate(list(signal.mini_batches) * signal.epochs)]
-                flops = training_flops(self._actor.trainee.model, lengths) / self._runtime.world_size
+                trainee = self._actor.trainee
+                flops = training_flops(trainee.model, lengths, trainee.lora) / self._runtime.world_size
                 device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
                 for table in profile.tables(flops=flops, peak_flops=peak_flops(device)):
                     self._controller.progress.console.print(table)

@@ -9,9 +9,16 @@ import torch.distributed as dist
 from megatron_dppo.compat import megatron_cpu
 from megatron_dppo.models.build import build_model
 from megatron_dppo.models.hf_config import resolve_hf_config
+from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.megatron_config import transformer_config
 from megatron_dppo.models.parallel import ParallelConfig
-from megatron_dppo.planner.parameters import Parameters, active_per_token, exported, stage_parameters
+from megatron_dppo.planner.parameters import (
+    Parameters,
+    active_per_token,
+    exported,
+    stage_adapters,
+    stage_parameters,
+)
 from tests.distributed import run_ranks
 from tests.models.public_configs import CONFIGS, PARAMETERS
 
@@ -28,14 +35,16 @@ LAYOUTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "DeepSeek-R1-Distill-Qwen-1.5B": [(1, {}), (4, {"tensor": 4, "sequence_parallel": True})],
     "OctoThinker-3B": [(1, {}), (24, {"tensor": 8, "pipeline": 3, "sequence_parallel": True})],
 }
+LORA = LoraConfig(rank=32)
 
 
 def counts_of_stages(process: int, name: str, layouts: list[tuple[int, dict[str, Any]]]) -> None:
-    """Build one rank of every stage of every layout and compare part by part."""
+    """Build one rank of every stage of every layout and compare part by part; then what adapters leave to train."""
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from megatron_dppo.models.groups import initialize_groups
+    from megatron_dppo.models.lora.attach import attach_adapters
 
     megatron_cpu.install()
     model = resolve_hf_config(CONFIGS[name])
@@ -55,6 +64,14 @@ def counts_of_stages(process: int, name: str, layouts: list[tuple[int, dict[str,
                 for parameter_name, parameter in chunk.named_parameters():
                     seen += Parameters(**{part(parameter_name): parameter.numel()})
             assert seen == stage_parameters(model, parallel, stage), (sizes, stage)
+            if stage == parallel.pipeline - 1:  # one of each layout: adapters of 128 experts take their time
+                attach_adapters(chunks, model, groups, LORA)
+                trained = Parameters()
+                for chunk in chunks:
+                    for parameter_name, parameter in chunk.named_parameters():
+                        if parameter.requires_grad:
+                            trained += Parameters(**{part(parameter_name): parameter.numel()})
+                assert trained == stage_adapters(model, parallel, stage, LORA), (sizes, stage)
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

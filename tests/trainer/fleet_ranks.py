@@ -40,6 +40,8 @@ if __name__ == "__main__":
     def generate_refs(self: EngineFleet, *arguments: Any, **options: Any) -> Any:
         global calls
         calls += 1
+        if calls == 1:
+            self.wait_until_ready()  # also for the one that was killed while it loaded: later faults want two
         if (fault := faults.get(str(calls))) is not None:
             threading.Thread(target=disturb, args=(self, fault, len(self.members) - 1), daemon=True).start()
         return sampled(self, *arguments, **options)

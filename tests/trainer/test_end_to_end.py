@@ -95,6 +95,9 @@ def test_every_part_did_its_work(whole):
         assert row["r3/replayed_routings"] == 4 * (row["data/tokens"] - 32)
         assert row["r3/gap_routings"] == 4 * 32
         assert row["optimizer/skipped_steps"] == 0
+        assert row["data/trained_tokens"] == row["data/tokens"]
+        of_training = row["data/trained_tokens"] / row["time/train_s"]
+        assert row["throughput/trained_tokens_per_second"] == pytest.approx(of_training)
         assert row["reward/verifier_errors"] == 0
         parts = {name: row[f"reward/part/{name}"] for name in ("math-verify", "digits", "overlong", "length")}
         weighted = parts["math-verify"] + 0.5 * parts["digits"] + 0.25 * parts["overlong"] + 0.1 * parts["length"]

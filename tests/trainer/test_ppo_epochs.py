@@ -50,6 +50,7 @@ def test_two_epochs_equal_transformers(tmp_path: Path, preset: str, layout: str)
     assert metrics["optimizer/loss"] == pytest.approx(np.mean([loss for loss, _, _, _ in history]), rel=1e-5, abs=1e-6)
     assert metrics["optimizer/grad_norm"] == pytest.approx(np.mean([norm for _, norm, _, _ in history]), rel=3e-5)
     assert metrics["policy/tokens"] == EPOCHS * batch.loss_mask.sum()
+    assert metrics["data/trained_tokens"] == EPOCHS * batch.lengths.sum()
     assert len(weights) > 100
     for name, tensor in weights.items():
         np.testing.assert_allclose(tensor, by_hf_name(expected, name), atol=2e-6, rtol=0, err_msg=name)

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import Owned
 from megatron_dppo.models.lora.config import LoraConfig, Target
+from megatron_dppo.models.lora.size import check_targets
 from megatron_dppo.models.names import Columns, Piece, Shape
 
 _PATTERNS: dict[Target, re.Pattern[str]] = {
@@ -55,17 +55,12 @@ class LocalSite:
 
 def sites(model: HFConfig, config: LoraConfig) -> dict[str, Site]:
     """Every site of the whole model, by parameter name. `UserError` where a target fits no layer."""
+    check_targets(model, config)
     found: dict[str, Site] = {}
-    used: set[Target] = set()
     for name, transform in model.parameters():
         for target in config.targets:
             if _PATTERNS[target].fullmatch(name):
-                used.add(target)
                 found[name] = Site(name, transform.sources(model), isinstance(transform, Columns))
-    if not used:
-        raise UserError(
-            f"lora.targets={list(config.targets)} name no layer of this {model.family.model_type} model; add another"
-        )
     return found
 
 

@@ -136,7 +136,7 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
             self._loader.load(slots, read_segment(update_info.segment, update_info.size))
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # the sender may use the bucket's memory again
-        self.measured["load_s"] = self.measured.get("load_s", 0.0) + time.perf_counter() - start
+        self._spend("load_s", start)
 
     def finish_weight_update(self) -> None:
         start = time.perf_counter()
@@ -160,9 +160,13 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
         raise NotImplementedError("weights are sent by megatron_dppo.trainer.weight_sync")
 
     def _load(self, index: int, payload: torch.Tensor) -> None:
-        layout = self._layouts[index]
+        layout, start = self._layouts[index], time.perf_counter()
         self._loader.load(layout.slots, payload)
         self._sums[index] = checksum(payload, sampled(index, layout))
+        self._spend("load_host_s", start)
+
+    def _spend(self, name: str, since: float) -> None:
+        self.measured[name] = self.measured.get(name, 0.0) + time.perf_counter() - since
 
     def _receive_all(self) -> None:
         """Every bucket from the communicator: one is on its way while the one before it is loaded."""

@@ -1,0 +1,108 @@
+"""What the adapters of one decoder layer add to a microbatch: launches, FLOPs, memory traffic, bytes between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_dppo.planner.parameters import stage_layers
+from megatron_dppo.planner.workload import Layout
+
+_HALF = 2
+GROUPED_RANK = 8
+"""Ranks that are a multiple of this let all experts of a rank share one product (`LoraAdapter`)."""
+
+
+@dataclass(frozen=True)
+class AdapterWork:
+    """Of one rank and microbatch."""
+
+    flops: float
+    """Of the forward. The backward has twice as many: gradients of inputs, and of A and B."""
+    forward_bytes: float
+    """Read and written on the card: the layer's input once, its output four times (a copy or the adapter's share, and
+    the sum). `A x` is too narrow to matter."""
+    backward_bytes: float
+    """The output's gradient twice, the input for A's gradient, its own gradient, and the sum of that with the frozen
+    layer's (five times the input in all)."""
+    gathered: float
+    """`A x`, gathered or reduced over the tensor-parallel ranks; in the backward once more."""
+
+    def __add__(self, other: AdapterWork) -> AdapterWork:
+        return AdapterWork(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """One A and B (of all local experts) with `kinds` projections, widths as on this rank."""
+
+    kinds: int
+    input_rows: int
+    input_width: int
+    output_rows: int
+    output_width: int
+    experts: int = 0
+    """Local experts; 0 for a dense layer."""
+
+
+def adapter_work(layout: Layout, layer: int) -> AdapterWork:
+    """Of decoder layer number `layer`; nothing without LoRA. The gradients that expert-tensor-parallel ranks reduce are
+    not in it."""
+    total = AdapterWork(0.0, 0.0, 0.0, 0.0)
+    if layout.lora is None:
+        return total
+    for one in _adapters(layout, layer):
+        low = one.kinds * layout.lora.rank
+        read, written = one.input_rows * one.input_width, one.output_rows * one.output_width
+        total += AdapterWork(
+            flops=2.0 * low * (read + written),
+            forward_bytes=_HALF * (read + 4.0 * written),
+            backward_bytes=_HALF * (2.0 * written + 5.0 * read),
+            gathered=0.0 if one.experts else _HALF * float(layout.tokens_per_rank) * low,
+        )
+    return total
+
+
+def adapter_calls(layout: Layout, layer: int) -> int:
+    """Products with an adapter that the host launches in a layer's forward."""
+    assert layout.lora is not None
+    grouped = layout.lora.rank % GROUPED_RANK == 0
+    return sum(1 if grouped else max(1, one.experts) for one in _adapters(layout, layer))
+
+
+def adapter_tensors(layout: Layout, layer: int) -> int:
+    """Trained tensors of a layer on one rank: an A and a B for each product."""
+    return 2 * sum(1 for _ in _adapters(layout, layer))
+
+
+def merged_tensors(layout: Layout, stage: int) -> int:
+    """Hugging Face tensors with an adapter on a rank of pipeline stage `stage`: a weight sync merges each."""
+    model, parallel = layout.model, layout.parallel
+    if layout.lora is None:
+        return 0
+    return sum(
+        count * sum(one.kinds * max(1, one.experts) for one in _adapters(layout, layer))
+        for chunk in stage_layers(model.layers, parallel)[stage].kinds(model)
+        for layer, count in chunk
+    )
+
+
+def _adapters(layout: Layout, layer: int) -> Iterator[_Adapter]:
+    model, parallel = layout.model, layout.parallel
+    tokens, rows, hidden = layout.tokens_per_rank, layout.rows_per_rank, model.hidden_size
+    query, key_value = (n * model.head_dim // parallel.tensor for n in (model.heads, model.kv_heads))
+    if layout.adapts("qkv"):
+        yield _Adapter(3, rows, hidden, tokens, query + 2 * key_value)
+    if layout.adapts("o"):
+        yield _Adapter(1, tokens, query, rows, hidden)
+    if not model.is_moe_layer(layer):
+        if layout.adapts("mlp"):
+            width = model.intermediate_size // parallel.tensor
+            yield _Adapter(2, rows, hidden, tokens, 2 * width)
+            yield _Adapter(1, tokens, width, rows, hidden)
+    elif layout.adapts("experts"):
+        assert model.moe is not None
+        width, received = model.moe.intermediate_size // parallel.expert_tensor, layout.expert_rows
+        local = model.moe.experts // parallel.expert
+        yield _Adapter(2, received, hidden, received, 2 * width, local)
+        yield _Adapter(1, received, width, received, hidden, local)

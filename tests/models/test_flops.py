@@ -1,0 +1,49 @@
+"""FLOPs of a step against those that torch counts in transformers' model, with PEFT's adapters and without."""
+
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_dppo.models.flops import training_flops
+from megatron_dppo.models.hf_config import load_hf_config
+from megatron_dppo.models.lora.config import LoraConfig
+from tests.tiny import tiny_model
+
+PROJECTIONS = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "o": ("o_proj",),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
+
+
+@pytest.mark.parametrize("targets", [None, ("qkv", "o", "mlp"), ("mlp",)])
+def test_products_with_weights_are_counted(tmp_path: Path, targets: tuple[str, ...] | None) -> None:
+    """Attention has no weights: its products are other operators, and the formula's n^2."""
+    model = tiny_model("qwen3", tmp_path).train()
+    lora = None
+    if targets:
+        lora = LoraConfig(rank=5, targets=targets)
+        names = [name for target in targets for name in PROJECTIONS[target]]
+        model = peft.get_peft_model(model, peft.LoraConfig(r=5, target_modules=names))
+        model.enable_input_require_grads()
+    tokens = 24
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(2, 2 + tokens)[None], use_cache=False).logits.sum().backward()
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(counted.get(operator, 0) for operator in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    described = load_hf_config(tmp_path)
+    attention = 6 * described.layers * described.heads * described.head_dim * tokens**2
+    assert products == training_flops(described, np.array([tokens]), lora) - attention
+
+
+def test_every_pass_over_a_sequence_counts(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe", tmp_path)
+    described, lengths = load_hf_config(tmp_path), np.array([9, 4, 30])
+    lora = LoraConfig(rank=8)
+    once = training_flops(described, lengths, lora)
+    assert training_flops(described, np.concatenate([lengths] * 3), lora) == pytest.approx(3 * once, rel=1e-12)
+    assert once < training_flops(described, lengths)
