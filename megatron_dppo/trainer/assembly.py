@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,8 +115,9 @@ class Assembly:
         if self._failure is not None:
             error = self._failure
             trace = "".join(traceback.format_exception(error))
-            self._runtime.broadcast(_Stop(_said(error), isinstance(error, UserError), trace))
-            self.told = True
+            with suppress(Exception):  # ranks may be gone as well; this came first
+                self._runtime.broadcast(_Stop(_said(error), isinstance(error, UserError), trace))
+                self.told = True
             raise error
         value = found.result()
         self._runtime.broadcast(_Have(value if share else None))
