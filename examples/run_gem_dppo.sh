@@ -9,7 +9,7 @@
 #   EXPERIMENT sudoku (default; several turns), arc_1d or acre
 #   MODEL_DIR  folder of the Hugging Face checkpoint (default models/ and the model's name)
 #   RUN_DIR    folder of the run: metrics, plots, checkpoints, result (default runs/EXPERIMENT/START-TIME)
-#   SEED       of the data's order and the sampling (default 0)
+#   SEED       of the sampling (default 0); the order of the data is that of task.seed=0
 #   NPROC      ranks, when started by bash (default 8)
 #   PYTHON     interpreter, when started by bash (default .venv/bin/python, made first where there is none)
 #

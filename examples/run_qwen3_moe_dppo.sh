@@ -17,7 +17,7 @@
 #   EXPERIMENT moe_base_r3 (default), moe_base or moe_thinking
 #   MODEL_DIR  folder of the Hugging Face checkpoint (default models/ and the model's name)
 #   RUN_DIR    folder of the run: metrics, plots, checkpoints, result (default runs/EXPERIMENT/START-TIME)
-#   SEED       of the data's order and the sampling (default 0)
+#   SEED       of the sampling (default 0); the order of the data is that of task.seed=0
 #   NPROC      ranks, when started by bash (default: one per GPU)
 #   RAY_ADDRESS  host:port of a running Ray cluster to take part in; absent, the run starts a Ray of its own
 #   PYTHON     interpreter, when started by bash (default .venv/bin/python, made first where there is none)

@@ -8,7 +8,7 @@
 # Each a.b=c overrides a key of the experiment's YAML file: algorithm.preset=grpo-clip-higher is a baseline. Variables:
 #   MODEL_DIR  folder of the Hugging Face checkpoint (default models/ and the model's name)
 #   RUN_DIR    folder of the run: metrics, plots, checkpoints, result (default runs/moe_base_lora/START-TIME)
-#   SEED       of the data's order and the sampling (default 0)
+#   SEED       of the sampling (default 0); the order of the data is that of task.seed=0
 #   NPROC      ranks, when started by bash (default 8)
 #   PYTHON     interpreter, when started by bash (default .venv/bin/python, made first where there is none)
 #

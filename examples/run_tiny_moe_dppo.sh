@@ -6,7 +6,7 @@
 #   torchrun --nproc-per-node 2 examples/run_tiny_moe_dppo.sh [a.b=c ...]
 #
 # Each a.b=c overrides a key of examples/tiny_moe_dppo.yaml. Variables:
-#   SEED       of the model, the task and the run (default 0)
+#   SEED       of the model and of the run's sampling (default 0); the questions and their order stay those of task.seed
 #   MODEL_DIR  folder of the model to train; made when absent (default runs/tiny_moe_model/seed-SEED)
 #   RUN_DIR    folder of the run: metrics, plots, checkpoints, result (default runs/tiny_moe_dppo/START-TIME)
 #   NPROC      ranks, when started by bash (default 2)

@@ -8,7 +8,7 @@
 # interrupted goes on from its last checkpoint: start the same command again. A run that fails does not keep the others
 # from running; it is named at the end, and tried again the next time. Variables:
 #   OUT         folder of the study (default runs/stability_study); its runs are OUT/ALGORITHM/seed-N
-#   SEEDS       of the order and the sampling (default "0 1 2")
+#   SEEDS       of the sampling (default "0 1 2"); all runs see the same questions in the same order
 #   ALGORITHMS  some of pg-is cispo grpo-clip-higher minirl minirl-tis dppo-binary-tv dppo-binary-kl
 #               dppo-binary-kl-decoupled mask-0.5 mask-0.8 mask-0.5-recompute (default: all)
 #   MODEL_DIR   the model all runs start from; made when absent (default runs/tiny_moe_model/seed-0)

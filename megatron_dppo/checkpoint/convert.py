@@ -131,7 +131,14 @@ def _to_hugging_face(
     console: Console,
 ) -> None:
     is_state = (source / state_folder.DESCRIPTION).is_file()
-    folder = source if is_state else state_folder.latest_state(source)
+    try:
+        folder = source if is_state else state_folder.latest_state(source)
+    except UserError as error:
+        hint = "its checkpoints/ may be meant" if (source / "checkpoints").is_dir() else "name another folder"
+        reason = str(error).removeprefix("cannot resume: ")
+        raise UserError(
+            f"{source} is no Hugging Face folder (no {CONFIG}) and no training state ({reason}); {hint}"
+        ) from None
     described = state_folder.read_description(folder)
     model = load_hf_config(folder / state_folder.HF)
     held = DTYPES[described["dtype"].removeprefix("torch.")]

@@ -24,7 +24,8 @@ class RunConfig(ConfigModel):
     name: str = "run"
     """Shown in titles."""
     seed: int = Field(default=0, ge=0)
-    """Root of every random stream: prompt order, sampling of each request, initialisation."""
+    """Root of the random streams of training: sampling of each request, initialisation of random weights and adapters.
+    The questions and their order follow from `task.seed` alone."""
     collective_timeout_minutes: float = Field(default=120.0, gt=0)
     """How long a rank waits for the others before it gives up; must exceed the longest rollout."""
     hang_minutes: float = Field(default=60.0, gt=0)

@@ -77,9 +77,11 @@ def test_refusals_name_what_is_wrong(source: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"--shard-gb .*: must be a number above 0"):
             run_convert(parsed(source, tmp_path / "out", f"--shard-gb={size}"))
     (tmp_path / "empty").mkdir()
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
     refusals = {
         "does not exist": (tmp_path / "absent", tmp_path / "out"),
-        "holds no checkpoint": (tmp_path / "empty", tmp_path / "out"),
+        "step_... folder)); name another": (tmp_path / "empty", tmp_path / "out"),
+        "its checkpoints/ may be meant": (tmp_path / "run", tmp_path / "out"),
         "8 experts cannot be divided": (source, tmp_path / "out", "--expert", 3),
     }
     for why, arguments in refusals.items():
