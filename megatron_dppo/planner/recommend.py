@@ -35,7 +35,7 @@ def recommended_config(plan: Plan, model_path: Path, *, prompts_per_step: int) -
             "top_k_logprobs": workload.topk,
             "tensor_parallel": engine.tensor,
             "gpu_memory_utilization": min(UTILIZATION, int(memory * 100) / 100),
-            "enable_sleep": not plan.rollout_gpus,
+            **({"engines": engine.engines} if plan.rollout_gpus else {"placement": "colocated", "enable_sleep": True}),
             "object_store_mib": max(512, -(-plan.traffic.rollouts // (1 << 20) * 5 // 4)),
         },
         "trainer": {

@@ -163,6 +163,8 @@ def test_the_command_prints_a_configuration_that_loads(
     assert config.parallel.sequence_parallel
     assert config.rollout.max_model_len == 9216
     config.parallel.check_fits(model(), 64)
+    # The plan shares the cards, and so must the run: the default is a fleet on cards of its own, of which none is left.
+    assert (config.rollout.placement, config.rollout.enable_sleep) == ("colocated", True)
 
 
 def test_a_dense_model_gets_a_configuration_without_router_replay(
@@ -186,7 +188,10 @@ def test_the_command_as_json(config_json: Path, capsys: pytest.CaptureFixture[st
     assert best["parallel"]["context"] == 2
     stage = best["memory"]["stages"][0]
     assert sum(stage["parts"].values()) == stage["peak"]
-    assert yaml.safe_load(found["config"])["parallel"]["context"] == 2
+    config = yaml.safe_load(found["config"])
+    assert config["parallel"]["context"] == 2
+    assert "placement" not in config["rollout"]
+    assert config["rollout"]["engines"] * config["rollout"]["tensor_parallel"] == 32
 
 
 def test_nothing_fits(config_json: Path, capsys: pytest.CaptureFixture[str]) -> None:
