@@ -103,8 +103,8 @@ def lost_a_peer(error: BaseException) -> bool:
 
 def _with_notes(error: BaseException) -> str:
     """The message, and what was added to it (`add_note`) on the way up."""
-    *first, last = (str(error), *getattr(error, "__notes__", ()))
-    return ". ".join([*(part.removesuffix(".") for part in first), last])
+    parts: list[str] = [str(error), *getattr(error, "__notes__", [])]
+    return ". ".join([*(part.removesuffix(".") for part in parts[:-1]), parts[-1]])
 
 
 def _write_error_file(reason: str, text: str) -> None:

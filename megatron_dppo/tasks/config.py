@@ -54,7 +54,7 @@ class TaskConfig(ConfigModel):
     as correct. When absent the task's own verifier, or for `data` math-verify. Not for `environment`, which gives
     its own rewards."""
     reward_workers: int = Field(default=2, ge=1)
-    """Processes that judge answers for `math-verify` and `python` rewards."""
+    """Processes that judge answers for `verifier`, `math-verify` and `python` rewards."""
     reward_placement: Literal["local", "ray"] = "local"
     """Where they are: on the controller's machine, or as many on every node of the run's Ray cluster. `evaluate` has no
     Ray and judges locally."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import warnings
 from typing import Any
 
@@ -16,8 +15,8 @@ from megatron_dppo.tasks.prompt_set import PromptSet
 from megatron_dppo.tasks.prompting import encode_prompt, user_message
 from megatron_dppo.tasks.rewards.config import VerifierReward
 from megatron_dppo.tasks.rewards.grader import build_grader
+from megatron_dppo.tasks.rewards.gym import GymJudge
 from megatron_dppo.tasks.rewards.pool import JudgePool, MakeJudges
-from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
 from megatron_dppo.tasks.task import Prompt
 
 TRAIN_SIZE, HELD_OUT_SIZE = 2048, 256
@@ -41,13 +40,12 @@ class ReasoningGymTask:
         max_response_tokens: int,
         make_judges: MakeJudges = JudgePool,
     ) -> None:
-        self._config = config
         held_out = HELD_OUT_SIZE if config.held_out_size is None else config.held_out_size
         wanted = held_out + (config.train_size or TRAIN_SIZE)
         # A space of questions hardly larger than `wanted` repeats itself often before the last new one turns up.
         draws = 10 * wanted + 1000
-        self._dataset = _create_dataset(config, size=draws)
-        items = _distinct_items(self._dataset, config, wanted, draws)
+        dataset = _create_dataset(config, size=draws)
+        items = _distinct_items(dataset, config, wanted, draws)
         prompts = []
         for index, (message, entry) in enumerate(items):
             ids, text = encode_prompt(config, tokenizer, message)
@@ -72,27 +70,13 @@ class ReasoningGymTask:
             workers=config.reward_workers,
             memory_mib=config.reward_memory_mib,
             max_response_tokens=max_response_tokens,
-            verifier=self._verify,
+            verifier=GymJudge(config.dataset, {**config.parameters, "seed": config.seed, "size": draws}),
             make_judges=make_judges,
         )
         self.score, self.close = self._grader.score, self._grader.close
 
     def report(self) -> list[str]:
         return []
-
-    def _verify(self, item: Answered) -> Verdict:
-        """The dataset's own score in [0, 1]. That its verifier may fail depends on what the policy writes and must not
-        end a run."""
-        if item.answer is None:
-            return Verdict(score=0.0, well_formed=False)
-        entry = {"question": item.question, "answer": item.reference, "metadata": item.metadata}
-        try:
-            score = float(self._dataset.score_answer(item.answer, entry))
-        except Exception as error:
-            return Verdict(score=0.0, error=f"the verifier of {self._config.dataset} on {item.answer!r}: {error!r}")
-        if not math.isfinite(score):
-            return Verdict(score=0.0, error=f"the verifier of {self._config.dataset} scored {item.answer!r} {score}")
-        return Verdict(score=score)
 
 
 def _check_lengths(config: TaskConfig, prompts: list[Prompt], most: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
 
 import numpy as np
 import pytest
@@ -159,6 +160,22 @@ def test_a_verifier_that_fails_is_counted(tokenizer):
     assert verdict.reward.tolist() == [1.0, 0.0]
     assert verdict.well_formed.all()
     assert verdict.verifier_errors == 1
+
+
+def test_what_a_verifier_makes_of_an_answer_is_ended_in_time(tokenizer):
+    """countdown's verifier gives an answer to sympy's parser, which evaluates any Python: it may never end, and must
+    not do what it does in this process."""
+    config = TaskConfig(
+        dataset="countdown", train_size=4, held_out_size=2, rewards=[{"kind": "verifier", "timeout_s": 2}]
+    )
+    task = build_task(config, tokenizer)
+    prompt = task.held_out(1)[0]
+    start = time.monotonic()
+    verdict = task.score([prompt] * 3, ["9**9**9**9", "__import__('time').sleep(1000)", prompt.answer])
+    task.close()
+    assert time.monotonic() - start < 60
+    assert verdict.timeouts == {"verifier": 2}
+    assert verdict.correct.tolist() == [False, False, True]
 
 
 def test_score_wants_one_response_per_prompt(task):

@@ -22,9 +22,12 @@ class _Reward(ConfigModel):
 
 
 class VerifierReward(_Reward):
-    """The task's own verdict: a reasoning-gym dataset's verifier."""
+    """The task's own verdict: a reasoning-gym dataset's verifier. Runs in worker processes: some evaluate what the
+    policy wrote."""
 
     kind: Literal["verifier"] = "verifier"
+    timeout_s: float = Field(default=10.0, gt=0)
+    """After this the verifier is killed, and the answer earns 0."""
 
 
 class MathVerifyReward(_Reward):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,25 +17,16 @@ from megatron_dppo.tasks.rewards.config import (
     OverlongReward,
     PythonReward,
     RewardConfig,
+    VerifierReward,
 )
 from megatron_dppo.tasks.rewards.custom import CustomJudge
 from megatron_dppo.tasks.rewards.math import MathJudge
-from megatron_dppo.tasks.rewards.pool import JudgePool, Judges, MakeJudges, TimedJudge
+from megatron_dppo.tasks.rewards.pool import Judge, JudgePool, Judges, MakeJudges, TimedJudge
 from megatron_dppo.tasks.rewards.simple import ExactMatch, Format, Overlong
 from megatron_dppo.tasks.rewards.verdict import Answered, Reward, Verdict
 from megatron_dppo.tasks.task import Prompt, Rewards
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _OneByOne:
-    """A task's own verifier as a reward."""
-
-    verify: Callable[[Answered], Verdict]
-
-    def judge(self, items: Sequence[Answered]) -> list[Verdict]:
-        return [self.verify(item) for item in items]
 
 
 @dataclass(frozen=True)
@@ -131,7 +122,7 @@ def build_grader(
     workers: int,
     memory_mib: int,
     max_response_tokens: int,
-    verifier: Callable[[Answered], Verdict] | None = None,
+    verifier: Judge | None = None,
     make_judges: MakeJudges = JudgePool,
 ) -> Grader:
     """The rewards of `configs`; `verifier` is the task's own, `make_judges` says where those run that need processes.
@@ -139,7 +130,9 @@ def build_grader(
     names = [config.label for config in configs]
     if len(set(names)) < len(names):
         raise UserError(f"task.rewards: two are named alike ({', '.join(names)}); set name")
-    judges = {config.label: judge for config in configs if (judge := _judge(config)) is not None}
+    if verifier is None and any(config.kind == "verifier" for config in configs):
+        raise UserError("task.rewards: this kind of task has no verifier of its own; choose another reward")
+    judges = {config.label: judge for config in configs if (judge := _judge(config, verifier)) is not None}
     pool = make_judges(judges, workers=workers, memory_mib=memory_mib) if judges else None
     if configs[0].kind == "overlong":
         raise UserError("task.rewards: the first reward decides what is correct; overlong cannot, put another first")
@@ -153,18 +146,17 @@ def build_grader(
             reward = ExactMatch(config.ignore_case)
         elif isinstance(config, FormatReward):
             reward = Format(config.pattern)
-        elif isinstance(config, OverlongReward):
-            reward = _overlong(config, max_response_tokens)
-        elif verifier is not None:
-            reward = _OneByOne(verifier)
         else:
-            raise UserError("task.rewards: this kind of task has no verifier of its own; choose another reward")
+            assert isinstance(config, OverlongReward)  # all others are judges
+            reward = _overlong(config, max_response_tokens)
         parts.append(_Part(config.label, config.weight, reward, isinstance(config, PythonReward)))
     return Grader(parts, re.compile(answer_pattern, re.DOTALL), pool)
 
 
-def _judge(config: RewardConfig) -> TimedJudge | None:
+def _judge(config: RewardConfig, verifier: Judge | None) -> TimedJudge | None:
     """What runs in worker processes; None for rewards that run here."""
+    if isinstance(config, VerifierReward) and verifier is not None:
+        return TimedJudge(verifier, config.timeout_s)
     if isinstance(config, MathVerifyReward):
         judge = MathJudge(config.boxed_only, config.precision, config.timeout_s)
         return TimedJudge(judge, 3.0 * config.timeout_s + 1.0)
