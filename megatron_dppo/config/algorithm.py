@@ -21,12 +21,12 @@ class AlgorithmConfig(ConfigModel):
     overrides: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Fields of the preset to change, e.g. `algorithm.overrides.threshold_negative=0.2`."""
     baseline: Baseline = Baseline.MEAN
-    """What is subtracted from a reward: the mean of its group, or of the others of its group."""
+    """What is subtracted from a reward: the mean of its group, of the others of its group, or nothing."""
     divide_by_std: bool = False
     """Divide advantages by the group's standard deviation (the paper does not)."""
     overlong_filter: bool = False
-    """Leave answers that were cut at `rollout.max_response_tokens` out of the loss. Their rewards still count in the
-    baseline of their group."""
+    """Leave answers that were cut at `rollout.max_response_tokens` out of the loss, and of an environment the episodes
+    that it did not end. Their rewards still count in the baseline of their group."""
     normaliser: float | None = Field(default=None, gt=0)
     """L of the aggregation `seq-mean-token-sum-norm`, in tokens; `rollout.max_response_tokens` when absent."""
 
