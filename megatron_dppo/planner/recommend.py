@@ -35,6 +35,7 @@ def recommended_config(plan: Plan, model_path: Path, *, prompts_per_step: int) -
             "top_k_logprobs": workload.topk,
             "tensor_parallel": engine.tensor,
             "gpu_memory_utilization": min(UTILIZATION, int(memory * 100) / 100),
+            "placement": "fleet" if plan.rollout_gpus else "colocated",
             "enable_sleep": not plan.rollout_gpus,
             "object_store_mib": max(512, -(-plan.traffic.rollouts // (1 << 20) * 5 // 4)),
         },
@@ -45,6 +46,8 @@ def recommended_config(plan: Plan, model_path: Path, *, prompts_per_step: int) -
             "checkpoint_every": 10,
         },
     }
+    if plan.rollout_gpus:
+        tree["rollout"]["engines"] = engine.engines
     if layout.lora is not None:
         tree["lora"] = {"rank": layout.lora.rank, "targets": list(layout.lora.targets)}
         tree["optimizer"] = {"lr": LORA_LEARNING_RATE}

@@ -10,9 +10,10 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
+from megatron_dppo.planner.engine import EngineSettings
 from megatron_dppo.planner.gpus import Gpu
 from megatron_dppo.planner.plan import Plan, make_plan
-from megatron_dppo.planner.workload import Layout, Recompute, Workload
+from megatron_dppo.planner.workload import EXPERT_IMBALANCE, Layout, Recompute, Workload
 
 SIZES = (1, 2, 4, 8)
 """Tensor- and context-parallel sizes: powers of two within a node."""
@@ -34,7 +35,7 @@ class Wanted:
     engine_tensor: int | None = None
     rollout_gpus: int | None = None
     """Default: shared cards where that fits, else half of the GPUs."""
-    expert_imbalance: float = 1.2
+    expert_imbalance: float = EXPERT_IMBALANCE
     """Rows of the fullest expert-parallel rank over the mean, in the worst microbatch."""
     lora: LoraConfig | None = None
     """Adapters to train in place of the weights."""
@@ -117,7 +118,8 @@ def _leanest_needed(
             expert_imbalance=wanted.expert_imbalance,
             lora=wanted.lora,
         )
-        plan = make_plan(layout, workload, rollout_gpus=rollout_gpus, engine_tensor=wanted.engine_tensor)
+        settings = EngineSettings(tensor=wanted.engine_tensor)
+        plan = make_plan(layout, workload, rollout_gpus=rollout_gpus, settings=settings)
         if not plan.problem:
             break
     return plan
