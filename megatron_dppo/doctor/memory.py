@@ -66,25 +66,22 @@ def _verdict(run: Run, *, assumed: bool) -> Finding:
     problem = memory_problem(plan)
     figure = f"{_figure(plan)} on {run.layout.gpus} ranks of {gpu.name}" + (" (see --ranks)" if assumed else "")
     if problem:
-        what = figure if plan.on_card > gpu.memory else f"{problem} ({figure})"
+        what = figure if plan.on_card > gpu.memory else f"{problem}; {figure}"
         return error("memory", what, _advice(run, share=1.0) or "use more GPUs or another model")
-    most = max(plan.cards.values()) / gpu.memory
-    if most > COMFORTABLE:
-        moment = max(plan.cards, key=lambda name: plan.cards[name])
+    if not plan.comfortable:
         advice = _advice(run, share=COMFORTABLE)
-        return warning(
-            "memory", f"{figure}: {most:.0%} of a card in {moment}", advice or "watch memory in the first steps"
-        )
+        return warning("memory", f"{figure}: {plan.share:.0%} of a card", advice or "watch memory in the first steps")
     return ok("memory", figure)
 
 
 def _figure(plan: Plan) -> str:
     fullest = max(plan.stages, key=lambda stage: stage.on_card)
-    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory_parts(fullest).items())
+    held = memory_parts(fullest) | {"beside torch's allocator": plan.on_card - fullest.peak}
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in held.items())
     memory = plan.layout.gpu.memory
     return f"the fullest rank needs {plan.on_card / GIB:.1f} of {memory / GIB:.1f} GiB ({parts})"
 
 
 def _advice(run: Run, *, share: float) -> str:
     fix = find_fix(run, share=share)
-    return "" if fix is None else f"{fix} (then {max(fix.plan.cards.values()) / GIB:.1f} GiB)"
+    return "" if fix is None else f"{fix} (then {fix.plan.on_card / GIB:.1f} GiB)"

@@ -42,8 +42,8 @@ type _Kind = Callable[[Run], Iterator[_Change]]
 
 
 def find_fix(run: Run, *, share: float = 1.0) -> Fix | None:
-    """The fewest changes after which no moment of a step takes more than `share` of a card; of equally many those with
-    the shortest step. Optimizer state on the host comes after all that do without, since its time is not known; more
+    """The fewest changes after which all fits, training and sync in `share` of a card; of equally many those with the
+    shortest step. Optimizer state on the host comes after all that do without, since its time is not known; more
     GPUs come last."""
     for host in (False, True):
         for number in range(1, MOST_CHANGES + 1):
@@ -70,7 +70,7 @@ def _best(run: Run, number: int, *, host: bool, share: float) -> Fix | None:
                 plan = changed.plan()
             except UserError:  # a layout that the model or the GPUs rule out
                 continue
-            if not plan.problem and max(plan.cards.values()) <= share * run.layout.gpu.memory:
+            if not plan.problem and plan.share <= share:
                 found.append(Fix(keys, plan))
     return min(found, key=lambda fix: fix.plan.step_s) if found else None
 

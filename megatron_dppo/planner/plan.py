@@ -25,6 +25,7 @@ LENT = int(0.2 * GIB)
 (docs/benchmarks.md); weights, gradients and optimizer state are on the host then."""
 SYNC_BUCKETS = 3
 """Buckets of a weight sync on a card at once: one travels while the last is loaded, and adapters are merged."""
+GENERATION = ("generation", "generation (engines' cards)")
 COMFORTABLE = 0.92
 """Share of a card above which the planner's error, an uneven pack or another process can be too much."""
 SYNC_EFFICIENCY = 0.5
@@ -72,14 +73,25 @@ class Plan:
         """Bytes of the fullest card, moment by moment of a step. Cards that are shared change hands: the engine sleeps
         while the trainer trains, both have their weights there in a weight sync, then the trainer's go to the host."""
         if self.rollout_gpus:
-            return {"training": self.on_card, "generation (engines' cards)": self.engine.on_card}
+            return {"training": self.on_card, GENERATION[1]: self.engine.on_card}
         trainer = max(stage.weights + stage.adapter_weights for stage in self.stages)
         buckets = SYNC_BUCKETS * self.settings.bucket
         return {
             "training": self.on_card,
             "weight sync": trainer + OUTSIDE_ALLOCATOR + buckets + self.engine.weights + SLEEPING_ENGINE,
-            "generation": self.engine.on_card + OUTSIDE_ALLOCATOR + LENT,
+            GENERATION[0]: self.engine.on_card + OUTSIDE_ALLOCATOR + LENT,
         }
+
+    @property
+    def share(self) -> float:
+        """Of the fullest card, while it trains or weights are synced. In generation engines take what they are given
+        and no more: that it fits is enough."""
+        return max(size for moment, size in self.cards.items() if moment not in GENERATION) / self.layout.gpu.memory
+
+    @property
+    def comfortable(self) -> bool:
+        """Whether it fits with a margin."""
+        return not self.problem and self.share <= COMFORTABLE
 
     @property
     def host_per_node(self) -> int:

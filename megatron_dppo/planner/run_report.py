@@ -8,7 +8,7 @@ from rich.console import Console
 
 from megatron_dppo.planner.fix import Fix
 from megatron_dppo.planner.gpus import GIB
-from megatron_dppo.planner.plan import COMFORTABLE, Plan
+from megatron_dppo.planner.plan import Plan
 from megatron_dppo.planner.report import plan_json, print_extrapolated, print_plan
 
 
@@ -20,9 +20,8 @@ def print_run(console: Console, plan: Plan, fix: Fix | None, beside: tuple[str, 
         for line in beside:
             console.print(f"- {line}", highlight=False, markup=False)
     if not plan.problem:
-        share = max(plan.cards.values()) / plan.layout.gpu.memory
-        verdict = "[green]It fits[/]" if share <= COMFORTABLE else "[yellow]It fits, but barely[/]"
-        console.print(f"{verdict}: at most {share:.0%} of a card", highlight=False)
+        verdict = "[green]It fits[/]" if plan.comfortable else "[yellow]It fits, but barely[/]"
+        console.print(f"{verdict}: training and weight sync take {plan.share:.0%} of a card", highlight=False)
         return
     console.print(f"[red]It does not fit[/]: {plan.problem}", highlight=False)
     console.print(advice(plan, fix), highlight=False, markup=False)

@@ -43,7 +43,7 @@ def test_a_run_that_fits(model: Path) -> None:
 def test_a_run_that_barely_fits_is_a_warning(model: Path) -> None:
     (line,) = findings(model, ranks=8)
     assert line.startswith("warning: memory: the fullest rank needs ")
-    assert ": 94% of a card in training; set " in line
+    assert ": 94% of a card; set " in line
     assert "GiB)" in line.rsplit(";", 1)[1]
 
 

@@ -108,6 +108,7 @@ def test_a_recommended_configuration_is_planned_alike(
 def test_the_paper_configurations_fit_the_gpus_they_name(name: str, run_of: Callable[..., Run]) -> None:
     plan = run_of(name=name, gpus=GPUS_OF.get(name, 8)).plan()
     assert plan.problem == ""
+    assert plan.comfortable
     assert max(plan.cards.values()) < 0.9 * H100.memory
 
 
