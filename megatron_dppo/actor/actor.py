@@ -29,6 +29,7 @@ from megatron_dppo.actor.profiling import Phases
 from megatron_dppo.actor.reduce import gather_rows, reduce_bytes, reduce_losses, reduce_masked
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.actor.totals import StepTotals
+from megatron_dppo.actor.unfinished import Unfinished
 from megatron_dppo.actor.weight_gradients import fuse_weight_gradients
 from megatron_dppo.algorithm import Denominators, Preset, TokenMetrics
 from megatron_dppo.batch import SequenceSource
@@ -115,6 +116,11 @@ class MegatronActor:
         self._config, self._preset = config, preset
         self._vocab_size, self._temperature, self._normaliser = hf_config.vocab_size, temperature, normaliser
         self._skipped_in_a_row = 0
+        self.unfinished: Unfinished | None = None
+        """How far the update is that is under way, or that raised."""
+        self.torn = False
+        """Whether an error came out of a pass or an optimizer step: ranks may have stopped at different places, and the
+        weights are no gradient step's."""
         self.masked_counts: Tensor | None = None
         """Of the last `update` that counted: int64 `[2, V]`, see `masked_token_counts`; equal on all ranks."""
         self.parity_tokens = np.zeros((0, 5), dtype=np.float32)
@@ -190,9 +196,11 @@ class MegatronActor:
         """One gradient step per mini-batch and epoch. Returns metrics, the same on all ranks. With `count_masked`,
         `masked_counts` afterwards says which tokens the trust region blocked.
 
-        Raises NonFiniteTraining after too many skipped steps in a row, RuntimeError where routes went missing.
+        Raises NonFiniteTraining after too many skipped steps in a row, RuntimeError where routes went missing: both on
+        all ranks, and `unfinished` says what of the update is in the weights then.
         """
         self._require(*PARTS)
+        self.unfinished = Unfinished(signal.epochs * len(signal.mini_batches))
         device = self.runtime.device
         advantages = torch.from_numpy(signal.advantages.astype(np.float32)).to(device)
         returns = torch.from_numpy(signal.returns.astype(np.float32)).to(device)
@@ -250,22 +258,26 @@ class MegatronActor:
                     blocked = counts if blocked is None else blocked + counts
             with self.phases("optimizer"):
                 finite = bool(np.isfinite(loss))
+                self.torn = True
                 outcome = guarded_step(self.optimizer, self.scheduler, loss_is_finite=finite)
+                self.torn = False
+            self.unfinished.step(applied=outcome.applied)
             self._watch_finite(outcome.applied or outcome.overflowed, reports)
             totals.add_step(loss, outcome)
-        for chunk in self.chunks:
-            if chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync(force_sync=True)  # no forward comes that would wait for the last step's weights
+        self.complete_weights()
         self.masked_counts = blocked if count_masked else self.masked_counts
         sequences_in_all = signal.epochs * sum(len(sequences) for sequences in signal.mini_batches)
         finals = metrics.finalize(sequences_in_all)
         policy = {f"policy/{_SHORT_NAMES.get(name, name)}": value for name, value in finals.items()}
-        return (
-            policy
-            | self._aux_losses.metrics()
-            | totals.metrics()
-            | reduce_bytes(source.pulled_bytes - pulled_before, device)
-        )
+        pulled = reduce_bytes(source.pulled_bytes - pulled_before, device)
+        self.unfinished = None
+        return policy | self._aux_losses.metrics() | totals.metrics() | pulled
+
+    def complete_weights(self) -> None:
+        """Bring every rank the weights of the last gradient step, where the next forward would have waited for them."""
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
 
     def parity(self, source: SequenceSource, *, replay: bool, keep: int = 0) -> dict[str, float]:
         """How far this model's log-probabilities are from the engine's, over all trained rows (forward passes only).
@@ -373,7 +385,8 @@ class MegatronActor:
         return MicrobatchStream(make, plan.rows[rank])
 
     def _run(self, microbatches: MicrobatchStream, loss: Any, **options: Any) -> list[Any]:
-        return run_schedule(
+        self.torn = True
+        reports = run_schedule(
             self.chunks,
             microbatches,
             loss,
@@ -383,6 +396,8 @@ class MegatronActor:
             temperature=self._temperature,
             **options,
         )
+        self.torn = False
+        return reports
 
     def _recompute(self, source: SequenceSource, plan: PackPlan) -> _BeforeUpdate:
         """This model's own statistics of the rows, before any step, and under R2 the experts it chose."""

@@ -81,10 +81,13 @@ class Offloader:
 
     def onload(self, parts: Iterable[Part] = PARTS) -> None:
         """Bring `parts` back; gradient buffers come back as zeros."""
-        returning = [s for part in PARTS if part in set(parts) & self.away for s in self._away.pop(part)]
-        for storage in returning:
+        coming = [part for part in PARTS if part in set(parts) & self.away]
+        returning = [storage for part in coming for storage in self._away[part]]
+        for storage in returning:  # the content stays here until all is there: the device may have no room yet
             storage.fetch()
         _wait(self._device)  # before a host buffer serves for something else
+        for part in coming:
+            del self._away[part]
         for storage in returning:
             if storage.host is not None:
                 self._spare.setdefault(storage.size, []).append(storage.host)

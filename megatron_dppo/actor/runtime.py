@@ -44,6 +44,25 @@ class Runtime:
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]  # type: ignore[return-value]
 
+    def all_say(self, word: str, *, patience_s: float) -> bool:
+        """Whether every rank says the same, none later than `patience_s` after this one. Through torch's store, not a
+        collective: one that a rank does not come to keeps the others for as long as its group's timeout is, and
+        nothing can be sent in the group any more."""
+        store = dist.distributed_c10d._get_default_store()
+        try:
+            turn, place = divmod(store.add(f"said/{word}", 1) - 1, self.world_size)
+            everybody = f"said by all/{word}/{turn}"
+            if place == self.world_size - 1:
+                store.set(everybody, "")
+            try:
+                store.wait([everybody], timedelta(seconds=patience_s))
+            except RuntimeError:
+                store.add(f"said/{word}", -1)  # or one that comes later would think that this one is still here
+                return False
+        except RuntimeError:  # who had the store is gone
+            return False
+        return True
+
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 

@@ -33,9 +33,9 @@ def exit_status(run: Callable[[], int | None]) -> int:
 
     Run alone, the process prints the reason as its last line on stderr (a `UserError` without traceback). Under
     torchrun or `launch_local` it hands the reason to the launcher, through torch's error file, and prints nothing: the
-    launcher is the last to write to the terminal. SIGTERM and SIGINT unwind the stack, so that `finally` blocks close
-    engines and files. A rank whose collective failed because another rank is gone first waits for the launcher to end
-    it, so that the other rank's reason is the one reported.
+    launcher is the last to write to the terminal. Notes of the exception belong to its reason. SIGTERM and SIGINT
+    unwind the stack, so that `finally` blocks close engines and files. A rank whose collective failed because another
+    rank is gone first waits for the launcher to end it, so that the other rank's reason is the one reported.
     """
     under_launcher = bool(os.environ.get("TORCHELASTIC_ERROR_FILE"))
     if under_launcher:
@@ -47,17 +47,18 @@ def exit_status(run: Callable[[], int | None]) -> int:
             try:
                 return run() or 0
             except Exception as error:
-                if under_launcher and _lost_a_peer(error):
+                if under_launcher and lost_a_peer(error):
                     time.sleep(PEER_GRACE_SECONDS)
                 raise
     except UserError as error:
-        status, details, reason = 2, "", f"{PROGRAM}: error: {error}"
+        status, details, reason = 2, "", f"{PROGRAM}: error: {_with_notes(error)}"
     except KeyboardInterrupt:
         number = received[0] if received else signal.SIGINT
         status, details, reason = 128 + number, "", f"{PROGRAM}: stopped by {number.name}"
     except Exception as error:
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        status, details, reason = 1, traceback.format_exc(), f"{PROGRAM}: failed: {rank}{type(error).__name__}: {error}"
+        said = f"{rank}{type(error).__name__}: {_with_notes(error)}"
+        status, details, reason = 1, traceback.format_exc(), f"{PROGRAM}: failed: {said}"
     if not under_launcher:
         print(f"{details}{reason}", file=sys.stderr, flush=True)
         return status
@@ -93,11 +94,16 @@ def _signals_interrupt(received: list[signal.Signals], *, once: bool) -> Iterato
                 signal.signal(known, handler)
 
 
-def _lost_a_peer(error: BaseException) -> bool:
+def lost_a_peer(error: BaseException) -> bool:
     """Is this what a collective raises when another rank has gone, or Ray when rank 0, which started it, has?"""
     text = str(error).lower()
     from_ray = type(error).__module__.startswith("ray.") and os.environ.get("RANK", "0") != "0"
     return from_ray or type(error).__name__.startswith("Dist") or any(sign in text for sign in _PEER_LOSS)
+
+
+def _with_notes(error: BaseException) -> str:
+    """The message, and what was added to it (`add_note`) on the way up."""
+    return ". ".join(part.removesuffix(".") for part in (str(error), *getattr(error, "__notes__", ())))
 
 
 def _write_error_file(reason: str, text: str) -> None:

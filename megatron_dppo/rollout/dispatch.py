@@ -46,6 +46,10 @@ class Dispatch:
         """Whether cores load weights, and may take as long as `rollout.sync_timeout_s` allows."""
         self._current: int | None = None
         """Version that engines must have to get work; None is the checkpoint that they start from."""
+        self._any_loaded = False
+        """Whether an engine ever came up: whatever fails then is no fault of the settings."""
+        self._unproven: list[tuple[Seat, BaseException]] = []
+        """First engines of their seats that failed to start before any came up, and why."""
         self._failures = 0
         self._counts: Counter[str] = Counter()
         self._replacing: list[threading.Thread] = []
@@ -224,6 +228,8 @@ class Dispatch:
 
     def _lose(self, seat: Seat, reason: str) -> None:
         """Give up the engine of a seat: its work goes to the others, and another engine takes the seat."""
+        if self._thread.end_reason is not None:
+            return
         lost, tokens = seat.empty()
         self._failures += 1
         self._counts["engine_failures"] += 1
@@ -234,7 +240,7 @@ class Dispatch:
             return self._thread.end(
                 EnginesFailed(
                     f"{self._failures} engine failures, rollout.max_engine_failures={self._config.max_engine_failures} "
-                    f"are allowed; the last one: {told}"
+                    f"are allowed; the last one: {told}; look into the engines' logs"
                 )
             )
         logger.warning("%s; another one takes its place, %d sequences are sampled anew", told, _sequences(lost))
@@ -257,13 +263,17 @@ class Dispatch:
 
     def _loaded(self, seat: Seat, number: int, result: Future[Any]) -> None:
         cause = _cause(result.exception())
-        if cause is not None and number == 0:  # nothing ever ran here: what is wrong is not the engine's fault
-            self._thread.end(cause)
-        elif cause is not None:
-            self._lose(seat, f"did not start: {_said(cause)}")
-        else:
-            seat.up = True
+        if cause is None:
+            seat.up = self._any_loaded = True
             self._counts["engine_restarts"] += number > 0
+        else:
+            self._unproven.append((seat, cause))
+        if self._any_loaded:
+            unproven, self._unproven = self._unproven, []
+            for failed, why in unproven:
+                self._lose(failed, f"did not start: {_said(why)}")
+        elif len(self._unproven) == len(self._seats):  # nothing ever ran here: that is no engine's fault
+            self._thread.end(self._unproven[0][1])
 
     def _look_after(self) -> None:
         """Find engines that hang."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_dppo.errors import UserError
+
 
 class EngineClosed(RuntimeError):
     """The engine was closed, or its gate is shut after a weight sync that did not finish."""
@@ -15,5 +17,5 @@ class GenerationTimeout(TimeoutError):
     """A request took longer than `rollout.request_timeout_s`; it was aborted with the others of its call."""
 
 
-class EnginesFailed(RuntimeError):
+class EnginesFailed(UserError):
     """Engines failed more often in this run than `rollout.max_engine_failures` allows."""

@@ -141,6 +141,11 @@ class EngineFleet:
         """Block until all engines can generate; raises what a start-up raised."""
         self._dispatch.wait_until_up()
 
+    def ready_members(self) -> list[RayRolloutEngine]:
+        """All engines, once they can generate; raises as `wait_until_ready`."""
+        self.wait_until_ready()
+        return self.members
+
     def sleep(self) -> None:
         for one in self.members:
             one.sleep()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo.actor.actor import MegatronActor
+from megatron_dppo.actor.unfinished import Unfinished
 from megatron_dppo.checkpoint.training_state import TrainingStates
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import CHECKPOINTS
+
+logger = logging.getLogger(__name__)
 
 _FIXED = ("algorithm", "optimizer", "lora", "rollout.temperature", "rollout.oversample", "trainer.prompts_per_step",
           "trainer.samples_per_prompt", "trainer.prompts_per_mini_batch", "trainer.ppo_epochs", "run.seed")  # fmt: skip
@@ -30,9 +34,13 @@ class Checkpoints:
             checkpoint_root(config), actor.trainee, keep=config.trainer.keep_checkpoints, asynchronous=False
         )
 
-    def save(self, step: int) -> None:
-        """The state after `step` rollout steps. Prompts and seeds of the next step follow from its number alone."""
-        self._states.save(step, {"step": step, "fixed": self._fixed})
+    def save(self, step: int, *, broken_off: Unfinished | None = None) -> None:
+        """The state after `step` rollout steps. Prompts and seeds of the next step follow from its number alone.
+
+        broken_off  the last of them, where it is not whole
+        """
+        part = {} if broken_off is None else {"gradient_steps": [broken_off.done, broken_off.of]}
+        self._states.save(step, {"step": step, "fixed": self._fixed} | part)
 
     def restore(self) -> int:
         """Load the latest state; returns the number of rollout steps done.
@@ -47,6 +55,8 @@ class Checkpoints:
                     f"cannot resume {resumed.folder}: {name} was {before.get(name)!r} and is {value!r} now; "
                     "set it back, or start a new run from the exported model"
                 )
+        if (made := resumed.progress.get("gradient_steps")) is not None:
+            logger.warning("%s: its last step was broken off after %d of %d gradient steps", resumed.folder, *made)
         return int(resumed.progress["step"])
 
 

@@ -23,7 +23,7 @@ class TrainerConfig(ConfigModel):
     """Passes over the mini-batches of each rollout. The trust region's anchor stays that of the first pass. Metrics of
     tokens and sequences count every pass."""
     checkpoint_every: int = Field(default=0, ge=0)
-    """Save the training state every so many steps, and at the end; 0 saves none."""
+    """Save the training state every so many steps, and at the end; 0 saves none, unless the run is ended early."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints kept."""
     resume: bool = False
@@ -47,7 +47,8 @@ class TrackingConfig(ConfigModel):
     wandb: bool = False
     """Log to Weights & Biases as well (`uv pip install wandb`; WANDB_MODE=offline keeps it here)."""
     trackio: bool = False
-    """Log to a trackio dashboard as well (`uv pip install trackio`)."""
+    """Log to a trackio dashboard as well (`uv pip install trackio`; 0.43.0 was seen working. It is not among the pinned
+    packages because it wants pillow below 13 and TensorBoard wants 13)."""
     project: str = "megatron-dppo"
     """Project there; the run has the name `run.name`."""
     samples_every: int = Field(default=10, ge=0)

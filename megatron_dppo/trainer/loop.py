@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,15 +17,15 @@ from megatron_dppo.actor.profiling import profiled
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.algorithm import most_masked_tokens
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import UserError
 from megatron_dppo.launch.heartbeat import Heartbeat
 from megatron_dppo.launch.stop import StopRequest
 from megatron_dppo.models.flops import peak_flops, training_flops
 from megatron_dppo.rollout.fleet import EngineFleet
-from megatron_dppo.trainer.assembly import Assembly, RolloutsStopped
+from megatron_dppo.trainer.assembly import Assembly, meanwhile
 from megatron_dppo.trainer.checkpoints import Checkpoints
 from megatron_dppo.trainer.evaluation import Evaluator
 from megatron_dppo.trainer.examiner import Examiner
+from megatron_dppo.trainer.last_state import LastState, Trained
 from megatron_dppo.trainer.mismatch import MISMATCH_TOKENS, Mismatch
 from megatron_dppo.trainer.progress import Progress
 from megatron_dppo.trainer.rollouts import Experience, RolloutCollector
@@ -84,32 +84,36 @@ class Trainer:
         self._step_now = 0
         side = (controller.fleet, controller.examiner) if controller else None
         self._weights = WeightSync(runtime, actor, config)
-        self._assembly = Assembly(runtime, self._weights, controller.fleet if controller else None)
+        fleet = controller.fleet if controller else None
+        self._assembly = Assembly(runtime, self._weights, fleet)
+        self._last_state = LastState(runtime, actor, self._weights, self._assembly, checkpoints, fleet)
         self._collector = RolloutCollector(config, self._assembly, side, actor.moe_layer_groups)
-        self._trained = self._saved = 0
+        self._trained = Trained(0, 0)
 
-    def run(self, first_step: int) -> bool:
+    def run(self, first_step: int, export: Callable[[], None] = lambda: None) -> bool:
         """Steps `first_step + 1 .. trainer.steps`; `first_step` steps are done already (0, or what a checkpoint holds).
 
         The weights of the checkpoint the engine was started from are those of step 0; a resumed run syncs first, and so
         do one with random weights and one whose engines slept while the trainer was built.
         Returns whether the last step was reached: a run that is asked to stop (`StopRequest`) saves its state after the
-        running step and returns False. Raises UserError, after saving the state, where engines fail too often.
+        running step and returns False. After the last step `export` is called.
+
+        Any error that all ranks can survive ends the run after what was trained is saved (`LastState`); it has a note
+        that says so. It is the controller's own on the controller, and `UserError` or `ControllerFailed` elsewhere.
         """
-        self._trained = self._saved = first_step
+        self._trained = Trained(first_step, first_step)
         try:
             with self._stop.listening():
-                return self._run(first_step)
-        except RolloutsStopped as error:
-            if self._trained > self._saved:
-                if self._weights.colocated and self._controller:
-                    self._controller.fleet.close()  # what is left of the engines has the trainer's cards
-                self._weights.reclaim()
-                self._save(self._trained)
-            raise UserError(
-                f"{error}. The state after step {self._trained} is saved; look into the engines' logs, then go on from "
-                "it with trainer.resume=true"
-            ) from error
+                try:
+                    finished = self._run(first_step)
+                    if finished:
+                        export()
+                    return finished
+                except Exception as error:
+                    with self._watch("last checkpoint"):
+                        if said := self._last_state.rescue(error, self._trained):
+                            error.add_note(said)
+                    raise
         finally:
             self._collector.close()
             self._weights.close()
@@ -121,7 +125,7 @@ class Trainer:
             with self._watch("sync"):
                 self._assembly.sync(first_step)
         # A run that was stopped during an evaluation has the checkpoint of that step, but not its result.
-        if self._evaluation_is_due(first_step) and not self._runtime.broadcast(self._evaluated(first_step)):
+        if self._evaluation_is_due(first_step) and not self._evaluated(first_step):
             self._evaluate(first_step)
         for step in range(first_step + 1, self._config.trainer.steps + 1):
             self._step_now = step
@@ -132,21 +136,23 @@ class Trainer:
                     self._take_cards()
                     self._save(step)
                 if self._controller:
-                    self._stop.done(step)
-                    self._controller.progress.note(
-                        f"step {step}: stopped by {reason}, the state is saved; trainer.resume=true goes on from it"
-                    )
+                    with self._assembly.alone():
+                        self._stop.done(step)
+                        self._controller.progress.note(
+                            f"step {step}: stopped by {reason}, the state is saved; trainer.resume=true goes on from it"
+                        )
+                self._assembly.settle()
                 return False
         self._take_cards()  # whoever exports the model finds it there
+        self._assembly.settle()
         return True
 
     def _take_cards(self) -> None:
         """Engines that share the trainer's cards give them back. One that is being started again is waited for: it
         would take the memory that it finds free."""
         if self._weights.colocated:
-            fleet = self._controller.fleet if self._controller else None
-            self._assembly.wait_for(_meanwhile(fleet.wait_until_ready) if fleet else None)
-            self._weights.before_update(fleet.members if fleet else None)
+            found = meanwhile(self._controller.fleet.ready_members) if self._controller else None
+            self._weights.before_update(self._assembly.wait_until_done(found))
 
     def _asked_to_stop(self) -> str:
         """What asked any rank to stop, the same on all ranks. Collective: one gather of short strings."""
@@ -157,7 +163,7 @@ class Trainer:
     def _save(self, step: int) -> None:
         with self._watch("checkpoint"):
             self._checkpoints.save(step)
-        self._saved = step
+        self._trained.saved = step
 
     def _step(self, step: int) -> bool:
         """Returns whether the state was saved."""
@@ -174,22 +180,24 @@ class Trainer:
         with self._watch("training"), clock.phase("train"):
             look = self._looks_at(step)
             metrics |= self._update(step, experience, count_masked=look)
-        self._trained = step
         self._collector.release(experience)
         every = config.trainer.checkpoint_every
         due = bool(every) and (step % every == 0 or step == config.trainer.steps)
         if due and self._weights.colocated:  # the engines take the cards with the weights
             self._save(step)
-        with self._watch("weight sync"), clock.phase("sync"):
-            metrics |= self._assembly.sync(step)
-        metrics |= clock.metrics()
-        metrics["throughput/tokens_per_second"] = metrics["data/tokens"] / metrics["time/step_s"]
-        metrics["throughput/trained_tokens_per_second"] = metrics["data/trained_tokens"] / metrics["time/train_s"]
-        if self._controller:
-            self._controller.tracker.log(step, metrics)
-            self._controller.progress.step(step, metrics)
-            if look:
-                self._show(step, self._controller)
+        try:
+            with self._watch("weight sync"), clock.phase("sync"):
+                metrics |= self._assembly.sync(step)
+        finally:  # the step is trained, whatever comes
+            metrics |= clock.metrics()
+            metrics["throughput/tokens_per_second"] = metrics["data/tokens"] / metrics["time/step_s"]
+            metrics["throughput/trained_tokens_per_second"] = metrics["data/trained_tokens"] / metrics["time/train_s"]
+            if self._controller:
+                with self._assembly.alone():
+                    self._controller.tracker.log(step, metrics)
+                    self._controller.progress.step(step, metrics)
+                    if look:
+                        self._show(step, self._controller)
         if due and not self._weights.colocated:
             self._save(step)
         if self._evaluation_is_due(step):
@@ -204,19 +212,20 @@ class Trainer:
 
     def _update(self, step: int, experience: Experience, *, count_masked: bool) -> dict[str, float]:
         source, signal = experience.source(), experience.signal(self._config)
-        if step != self._config.trainer.profile_step:
-            return self._actor.update(source, signal, count_masked=count_masked)
         trace = self._config.run.dir / "profile" / f"step{step}_rank{self._runtime.rank}.json.gz"
-        with profiled(self._actor.phases, trace=trace) as profile:
+        wanted = step == self._config.trainer.profile_step
+        with profiled(self._actor.phases, trace=trace) if wanted else nullcontext() as profile:
             metrics = self._actor.update(source, signal, count_masked=count_masked)
-        if self._controller:
-            lengths = source.lengths[np.concatenate(list(signal.mini_batches) * signal.epochs)]
-            trainee = self._actor.trainee
-            flops = training_flops(trainee.model, lengths, trainee.lora) / self._runtime.world_size
-            device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-            for table in profile.tables(flops=flops, peak_flops=peak_flops(device)):
-                self._controller.progress.console.print(table)
-            self._controller.progress.note(f"step {step}: traces of all ranks in {trace.parent}")
+            self._trained.step = step
+        if self._controller and profile is not None:
+            with self._assembly.alone():
+                lengths = source.lengths[np.concatenate(list(signal.mini_batches) * signal.epochs)]
+                trainee = self._actor.trainee
+                flops = training_flops(trainee.model, lengths, trainee.lora) / self._runtime.world_size
+                device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+                for table in profile.tables(flops=flops, peak_flops=peak_flops(device)):
+                    self._controller.progress.console.print(table)
+                self._controller.progress.note(f"step {step}: traces of all ranks in {trace.parent}")
         return metrics
 
     def _looks_at(self, step: int) -> bool:
@@ -236,8 +245,9 @@ class Trainer:
         return every > 0 and (step % every == 0 or step == self._config.trainer.steps)
 
     def _evaluated(self, step: int) -> bool:
-        """Whether the run's folder has an evaluation of `step` already; only the controller knows."""
-        return self._controller is not None and self._controller.tracker.has(step, "time/eval_s")
+        """Whether the run's folder has an evaluation of `step` already; the controller knows."""
+        tracker = self._controller.tracker if self._controller else None
+        return self._assembly.wait_for(meanwhile(lambda: tracker.has(step, "time/eval_s")) if tracker else None)
 
     def _parity(self, experience: Experience) -> dict[str, float]:
         """The first rollout, recomputed before any update: with the engine's routes, and with the live routers."""
@@ -246,7 +256,8 @@ class Trainer:
         replayed = self._actor.parity_tokens
         without = self._actor.parity(source, replay=False, keep=MISMATCH_TOKENS)
         if self._controller:
-            Mismatch.of(replayed, self._actor.parity_tokens).write(self._config.run.dir)
+            with self._assembly.alone():
+                Mismatch.of(replayed, self._actor.parity_tokens).write(self._config.run.dir)
         return {f"parity/{name}": value for name, value in with_replay.items()} | {
             f"parity_without_replay/{name}": value for name, value in without.items()
         }
@@ -255,17 +266,22 @@ class Trainer:
         start = time.perf_counter()
         with self._watch("evaluation"):
             metrics = self._assembly.wait_for(self._evaluation(step))
-        if not self._controller:
-            return
-        self._controller.tracker.log(step, metrics | {"time/eval_s": time.perf_counter() - start})
+        if self._controller:
+            with self._assembly.alone():
+                evaluated = metrics | {"time/eval_s": time.perf_counter() - start}
+                self._controller.tracker.log(step, evaluated)
+                self._tell(step, evaluated, self._controller)
+
+    def _tell(self, step: int, metrics: dict[str, float], controller: Controller) -> None:
+        """What an evaluation came to, for people."""
         if "eval/accuracy" in metrics:
-            self._controller.progress.note(
+            controller.progress.note(
                 f"step {step}: held-out accuracy {metrics['eval/accuracy']:.3f}, "
                 f"well-formed {metrics['eval/well_formed']:.3f}"
             )
-        for one in self._controller.examiner.sets:
+        for one in controller.examiner.sets:
             accuracy, low, high = (metrics[f"eval/{one.name}/accuracy{end}"] for end in ("", "_low", "_high"))
-            self._controller.progress.note(
+            controller.progress.note(
                 f"step {step}: {one.name} avg@{one.samples} {accuracy:.3f} (95 % of resampled prompts: "
                 f"{low:.3f} to {high:.3f})"
             )
@@ -275,19 +291,12 @@ class Trainer:
         if not self._controller:
             return None
         evaluator = self._controller.evaluator
-        return _meanwhile(lambda: evaluator(step))
+        return meanwhile(lambda: evaluator(step))
 
     @contextmanager
     def _watch(self, phase: str) -> Iterator[None]:
         self._heartbeat.beat(phase, self._step_now)
         if self._controller:
-            self._controller.progress.phase(phase)
+            with self._assembly.alone():
+                self._controller.progress.phase(phase)
         yield
-
-
-def _meanwhile[T](call: Callable[[], T]) -> Future[T]:
-    """A call in a thread of its own."""
-    threads = ThreadPoolExecutor(1)
-    found = threads.submit(call)
-    threads.shutdown(wait=False)
-    return found

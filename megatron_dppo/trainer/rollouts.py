@@ -125,13 +125,14 @@ class RolloutCollector:
             collected = found.result()
             self.samples = collected.samples
             waited = time.perf_counter() - start
-            own = {
-                "rollout/seconds": collected.seconds,
-                "rollout/overlap_s": max(0.0, collected.seconds - waited - drained),
-                **self._controller[0].take_counts(),
-                **_staleness(experience.handle, step),
-            }
-            experience = replace(experience, metrics=experience.metrics | own)
+            with self._assembly.alone():
+                own = {
+                    "rollout/seconds": collected.seconds,
+                    "rollout/overlap_s": max(0.0, collected.seconds - waited - drained),
+                    **self._controller[0].take_counts(),
+                    **_staleness(experience.handle, step),
+                }
+                experience = replace(experience, metrics=experience.metrics | own)
         allowed = self._config.rollout.max_staleness if self._config.rollout.schedule == "one_step_off" else 0
         oldest, newest = int(experience.handle.versions.min()), int(experience.handle.versions.max())
         if step - oldest > allowed or newest > step:
@@ -145,7 +146,8 @@ class RolloutCollector:
         """The step's rows are no longer needed anywhere."""
         if self._controller:
             engine, _ = self._controller
-            engine.release(experience.handle)
+            with self._assembly.alone():
+                engine.release(experience.handle)
 
     def close(self) -> None:
         """Steps that were begun and never collected are given up; the fleet's end ends their work."""

@@ -121,20 +121,7 @@ def train(config: Config) -> int:
             heartbeat=heartbeat,
             stop=StopRequest(config.run.dir),
         )
-        finished = trainer.run(first_step)
-        if finished and config.lora:
-            save_peft_adapter(
-                config.run.dir / ADAPTER_FOLDER,
-                actor.model,
-                hf_config,
-                runtime.groups,
-                config.lora,
-                overwrite=config.trainer.resume,
-            )
-        if finished and config.trainer.export_hugging_face:
-            save_hf_checkpoint(
-                config.run.dir / MODEL_FOLDER, actor.model, hf_config, runtime.groups, overwrite=config.trainer.resume
-            )
+        finished = trainer.run(first_step, lambda: _export(runtime, config, actor, hf_config))
     if finished and runtime.is_controller:
         _report(config, time.monotonic() - started)
     return 0
@@ -172,6 +159,15 @@ def build_actor(runtime: Runtime, config: Config, hf_config: HFConfig) -> Megatr
         normaliser=config.algorithm.normaliser or float(config.rollout.max_response_tokens),
         lora=config.lora,
     )
+
+
+def _export(runtime: Runtime, config: Config, actor: MegatronActor, hf_config: HFConfig) -> None:
+    """What a finished run leaves for others to load. Collective."""
+    folder, again = config.run.dir, config.trainer.resume
+    if config.lora:
+        save_peft_adapter(folder / ADAPTER_FOLDER, actor.model, hf_config, runtime.groups, config.lora, overwrite=again)
+    if config.trainer.export_hugging_face:
+        save_hf_checkpoint(folder / MODEL_FOLDER, actor.model, hf_config, runtime.groups, overwrite=again)
 
 
 def _start_engines(runtime: Runtime, config: Config, stack: ExitStack) -> EngineFleet | None:

@@ -35,6 +35,40 @@ def train(rank: int, path: str, layout: dict, dtype: str, batch: Any) -> dict[st
     return found
 
 
+def no_room(rank: int, path: str) -> tuple[bool, bool, bool]:
+    """A device that has no room for the second of the storages that come back, and later has."""
+    from megatron_dppo.actor import offload
+
+    actor = build_actor(path, {}, Case())
+    before = {name: tensor.numpy().copy() for name, tensor in actor.export_weights() if tensor is not None}
+    actor.offload()
+    fetch, calls = offload._Storage.fetch, []
+
+    def fails(storage: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        fetch(storage)
+
+    offload._Storage.fetch = fails  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        actor.onload()
+    refused = False
+    try:
+        actor.export_weights()
+    except RuntimeError:
+        refused = True
+    actor.onload()
+    after = {name: tensor.numpy() for name, tensor in actor.export_weights() if tensor is not None}
+    return len(calls) > 2, refused, all(np.array_equal(after[name], before[name]) for name in before)
+
+
+def test_what_did_not_come_back_whole_is_not_taken_for_it_and_can_come_again(tmp_path: Path) -> None:
+    tiny_qwen3_moe(tmp_path, seed=3, num_hidden_layers=1)
+    (found,) = run_ranks(no_room, 1, str(tmp_path))
+    assert found == (True, True, True)
+
+
 def move(actor: Any, source: Any, signal: Any) -> dict[str, Any]:
     from megatron_dppo.checkpoint.optimizer_state import distributed_parts
     from megatron_dppo.checkpoint.training_state import TrainingStates

@@ -172,6 +172,16 @@ def test_exit_status_of_a_single_process(capsys: pytest.CaptureFixture[str]) -> 
     assert lines[-1] == "megatron-dppo: failed: KeyError: 'k'"
 
 
+def test_what_was_added_to_an_error_is_part_of_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for error, status, line in (
+        (UserError("file f: missing."), 2, "megatron-dppo: error: file f: missing. Step 2 is saved"),
+        (ValueError("no number"), 1, "megatron-dppo: failed: ValueError: no number. Step 2 is saved"),
+    ):
+        error.add_note("Step 2 is saved")
+        assert exit_status(lambda: raises(error)) == status  # noqa: B023
+        assert capsys.readouterr().err.splitlines()[-1] == line
+
+
 def test_a_signal_unwinds_the_stack_and_the_handlers_come_back(capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     closed = []

@@ -5,9 +5,12 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +20,10 @@ from megatron_dppo.checkpoint.weight_layout import unpack
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.weight_transfer.bucket import pack
 from megatron_dppo.rollout.weight_transfer.manifest import IncompleteSync, Manifest, read_shapes
+from megatron_dppo.rollout.weight_transfer.object_store import ObjectStoreSender
+from megatron_dppo.rollout.weight_transfer.recipients import Recipients
 from megatron_dppo.rollout.weight_transfer.segment import MemorySegment
+from tests.distributed import run_ranks
 
 shapes = st.lists(st.sampled_from([(), (1,), (3, 5), (0, 4), (17,), (8, 8, 2)]), min_size=1, max_size=12)
 
@@ -126,3 +132,28 @@ def test_a_corrupt_checkpoint_is_named(tmp_path: Path, content: bytes) -> None:
 def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no .safetensors file"):
         read_shapes(tmp_path)
+
+
+def send_to_a_full_store(rank: int) -> tuple[list[int], dict[str, str]]:
+    """Buckets that were gathered all the same, and what the engines are blamed for."""
+    gathered: list[int] = []
+    buckets: Any = SimpleNamespace(
+        layouts=[SimpleNamespace(slots=(), size=8)] * 3,
+        largest=8,
+        gather=lambda index, payload, destination: gathered.append(index),
+    )
+
+    def put(value: object) -> None:
+        raise ray.exceptions.ObjectStoreFullError("no room")
+
+    ray.put = put
+    engines: Any = [SimpleNamespace(name="a"), SimpleNamespace(name="b")]
+    to = Recipients(engines, timeout_s=1)
+    ObjectStoreSender(buckets, torch.device("cpu")).send(1, to)
+    return gathered, {name: type(error).__name__ for name, error in to.errors.items()}
+
+
+def test_a_full_object_store_leaves_no_rank_waiting_and_fails_every_engine() -> None:
+    ((gathered, failed),) = run_ranks(send_to_a_full_store, 1)
+    assert gathered == [0, 1, 2]
+    assert failed == {"a": "ObjectStoreFullError", "b": "ObjectStoreFullError"}

@@ -1,4 +1,6 @@
-"""A training run whose engines are disturbed: fleet_ranks.py CONFIG FAULTS [a.b=c ...], FAULTS like kill@3,stop@4."""
+"""A training run whose engines are disturbed: fleet_ranks.py CONFIG FAULTS [a.b=c ...], FAULTS like kill@3,stop@4.
+
+`kill@0` kills the last engine while it loads."""
 
 from __future__ import annotations
 
@@ -9,6 +11,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+import ray
 
 from megatron_dppo.config.load import load_config
 from megatron_dppo.launch import exit_status
@@ -36,9 +40,19 @@ if __name__ == "__main__":
     def generate_refs(self: EngineFleet, *arguments: Any, **options: Any) -> Any:
         global calls
         calls += 1
+        if calls == 1:
+            self.wait_until_ready()  # also for the one that was killed while it loaded: later faults want two
         if (fault := faults.get(str(calls))) is not None:
             threading.Thread(target=disturb, args=(self, fault, len(self.members) - 1), daemon=True).start()
         return sampled(self, *arguments, **options)
 
+    made = EngineFleet.__init__
+
+    def make(self: EngineFleet, *arguments: Any, **options: Any) -> None:
+        made(self, *arguments, **options)
+        if "0" in faults:
+            ray.kill(self._dispatch._seats[-1].engine._actor)
+
+    EngineFleet.__init__ = make  # type: ignore[method-assign]
     EngineFleet.generate_refs = generate_refs  # type: ignore[method-assign]
     sys.exit(exit_status(lambda: train(load_config(Path(sys.argv[1]), sys.argv[3:]))))

@@ -36,7 +36,11 @@ class ObjectStoreSender:
                 continue
             if self._change is not None:
                 _apply(self._change, layout, payload)
-            bucket = ray.put(Bucket(layout.slots, payload[: layout.size].cpu().numpy()))
+            try:
+                bucket = ray.put(Bucket(layout.slots, payload[: layout.size].cpu().numpy()))
+            except ray.exceptions.RayError as error:  # a full store; the other ranks gather what is left all the same
+                to.fail_all(error)
+                continue
             to.wait(loading)
             loading = to.start("receive_bucket", version, bucket)
         if to is not None:

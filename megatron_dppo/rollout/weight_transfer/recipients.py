@@ -71,6 +71,11 @@ class Recipients:
         """Leave an engine out from here on."""
         self.errors.setdefault(name, error)
 
+    def fail_all(self, error: Exception) -> None:
+        """Nobody can be served any more."""
+        for engine in self.engines:
+            self.fail(engine.name, error)
+
     def forgive(self, names: Collection[str]) -> None:
         """Take engines back in."""
         for name in names:

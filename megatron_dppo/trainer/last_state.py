@@ -1,0 +1,96 @@
+"""What is saved when a run ends by an error, and what its last words say of that."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from megatron_dppo.actor.actor import MegatronActor
+from megatron_dppo.actor.runtime import Runtime
+from megatron_dppo.actor.unfinished import Unfinished
+from megatron_dppo.launch.rank import lost_a_peer
+from megatron_dppo.rollout.fleet import EngineFleet
+from megatron_dppo.trainer.assembly import Assembly
+from megatron_dppo.trainer.checkpoints import Checkpoints
+from megatron_dppo.trainer.weight_sync import WeightSync
+
+_PATIENCE_S = 15.0
+"""For the slowest rank to fail as the others did. Shorter than what is left after SIGTERM."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Trained:
+    """Where a run stands: the last step that was trained, and the last whose state is saved."""
+
+    step: int
+    saved: int
+
+
+@dataclass(frozen=True)
+class LastState:
+    """Saves what a run has trained before an error ends it. Every rank has one.
+
+    That takes all ranks, so they meet first: where one of them failed alone, hangs or is gone, the others give up soon.
+    Nothing is saved either where ranks may have stopped at different places of a pass or in an optimizer step
+    (`MegatronActor.torn`). A step that was broken off between two of its gradient steps is saved as what it is: that
+    step, less its other answers. The state before it does not exist any more.
+    """
+
+    runtime: Runtime
+    actor: MegatronActor
+    weights: WeightSync
+    assembly: Assembly
+    checkpoints: Checkpoints
+    fleet: EngineFleet | None
+    """Only the controller has it."""
+
+    def rescue(self, error: Exception, trained: Trained) -> str:
+        """Save it if it is not saved; the sentence that says what became of it. Never raises."""
+        step = trained.step
+        broken_off: Unfinished | None = None
+        if (update := self.actor.unfinished) is not None and update.applied:
+            step += 1
+            broken_off = update if update.done < update.of else None
+        if step == trained.saved:
+            return _is_saved(step)
+        if self.actor.torn:
+            return f"The error came in the middle of a pass or an optimizer step, so {_older(trained.saved)}"
+        peer_is_gone = lost_a_peer(error) and not self.assembly.told
+        if peer_is_gone or not self.runtime.all_say(f"save {step}, {broken_off}", patience_s=_PATIENCE_S):
+            return f"Not all ranks came to this end, so {_older(trained.saved)}"
+        try:
+            self._take_cards()
+            self.actor.complete_weights()
+            self.checkpoints.save(step, broken_off=broken_off)
+        except Exception as problem:
+            logger.exception("the state after step %d could not be saved", step)
+            why = "" if str(problem) == str(error) else f" ({str(problem).partition(chr(10))[0]})"
+            return f"The state after step {step} could not be saved{why}, so {_older(trained.saved)}"
+        trained.step = trained.saved = step
+        if broken_off is None:
+            return _is_saved(step)
+        return (
+            f"Step {step} was broken off after {broken_off}; the state with these is saved as its state, and "
+            f"trainer.resume=true goes on with step {step + 1}"
+        )
+
+    def _take_cards(self) -> None:
+        """What is left of the engines may have the trainer's cards."""
+        if self.weights.colocated and self.fleet is not None:
+            try:
+                self.fleet.close()
+            except Exception:  # the others wait; if the cards are not free, they will hear
+                logger.exception("engines that share the trainer's cards could not be closed")
+        self.weights.reclaim()
+
+
+def _is_saved(step: int) -> str:
+    return f"The state after step {step} is saved; trainer.resume=true goes on from it" if step else ""
+
+
+def _older(saved: int) -> str:
+    if not saved:
+        return "no state is saved"
+    return f"the newest state is the one after step {saved}; trainer.resume=true goes on from it"

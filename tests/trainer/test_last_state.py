@@ -1,0 +1,98 @@
+"""When nothing can be saved, nobody waits for long, and nothing is written."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.actor.matrix import Case, build_actor
+from tests.distributed import run_ranks
+from tests.tiny import tiny_qwen3_moe
+from tests.trainer.ending_ranks import Run, config_of
+
+
+def rescues(rank: int, model: str, folder: str) -> tuple[dict[str, str], list[str], float]:
+    """What each kind of end leaves, and the seconds that the lonely rank waited."""
+    import torch.distributed as dist
+
+    from megatron_dppo.trainer import last_state
+    from megatron_dppo.trainer.assembly import Assembly
+    from megatron_dppo.trainer.checkpoints import Checkpoints
+    from megatron_dppo.trainer.last_state import LastState, Trained
+    from megatron_dppo.trainer.weight_sync import WeightSync
+
+    last_state._PATIENCE_S = 0.5
+    actor = build_actor(model, {}, Case(replay=False))
+    config = config_of(model, Run(folder))
+    weights = WeightSync(actor.runtime, actor, config)
+    assembly = Assembly(actor.runtime, weights, None)
+    last = LastState(actor.runtime, actor, weights, assembly, Checkpoints(config, "none", actor), None)
+    said: dict[str, str] = {}
+    error = RuntimeError("out of memory")
+
+    actor.torn = True
+    said["torn"] = last.rescue(error, Trained(4, 2))
+    actor.torn = False
+    said["peer"] = last.rescue(RuntimeError("Connection closed by peer"), Trained(4, 2))
+    said["different"] = last.rescue(error, Trained(4 + rank, 2))
+    dist.barrier()
+    begun = time.monotonic()
+    if rank == 1:
+        said["alone"] = last.rescue(error, Trained(4, 0))
+    waited = time.monotonic() - begun
+    return said, sorted(str(file) for file in Path(folder).rglob("*")), waited
+
+
+def test_ranks_that_do_not_all_come_to_one_end_save_nothing(tmp_path: Path) -> None:
+    tiny_qwen3_moe(tmp_path / "model", seed=1, num_hidden_layers=1)
+    (tmp_path / "run").mkdir()
+    older = "so the newest state is the one after step 2; trainer.resume=true goes on from it"
+    expected = {
+        "torn": f"The error came in the middle of a pass or an optimizer step, {older}",
+        "peer": f"Not all ranks came to this end, {older}",
+        "different": f"Not all ranks came to this end, {older}",
+    }
+    first, second = run_ranks(rescues, 2, str(tmp_path / "model"), str(tmp_path / "run"))
+    assert first[0] == expected
+    assert second[0] == expected | {"alone": "Not all ranks came to this end, so no state is saved"}
+    assert first[1] == second[1] == []
+    assert 0.4 < second[2] < 10
+
+
+def broken(rank: int, model: str) -> tuple[bool, tuple[int, int, int], bool, tuple[int, int, int], bool]:
+    """An update whose second pass fails, and one whose rollout fits no microbatch."""
+    from megatron_dppo.actor.actor import TrainingSignal
+    from megatron_dppo.actor.packing import SequenceTooLongError
+    from megatron_dppo.batch import InMemorySource
+    from tests.batch.rollouts import random_batch
+
+    actor = build_actor(model, {}, Case(replay=False))
+    source = InMemorySource.of(random_batch(1, [3] * 8, [4] * 8, 0, routes=False))
+    signal = TrainingSignal(np.ones(8), np.ones(8), [np.arange(4), np.arange(4, 8)])
+    mlp, calls = actor.model[0].decoder.layers[0].mlp, []
+
+    def fails(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+
+    mlp.register_forward_pre_hook(fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        actor.update(source, signal)
+    assert actor.unfinished is not None
+    torn = (actor.torn, (actor.unfinished.of, actor.unfinished.done, actor.unfinished.applied))
+    actor.update(source, signal)
+    whole = actor.unfinished is None and not actor.torn
+    with pytest.raises(SequenceTooLongError):
+        actor.update(InMemorySource.of(random_batch(1, [900] * 8, [4] * 8, 0, routes=False)), signal)
+    unfinished = actor.unfinished
+    return *torn, whole, (unfinished.of, unfinished.done, unfinished.applied), actor.torn
+
+
+def test_the_actor_says_what_of_an_update_is_in_its_weights(tmp_path: Path) -> None:
+    tiny_qwen3_moe(tmp_path / "model", seed=1, num_hidden_layers=1)
+    (found,) = run_ranks(broken, 1, str(tmp_path / "model"))
+    assert found == (True, (2, 1, 1), True, (2, 0, 0), False)
