@@ -135,7 +135,7 @@ def _plan_config(arguments: argparse.Namespace) -> int:
     for name, key in _OF_CONFIG.items():
         if getattr(arguments, name) is not None:
             raise UserError(
-                f"{_option(name)} goes with MODEL_CONFIG; with --config the configuration decides: set {key}=..."
+                f"{_option(name)} goes with MODEL_CONFIG; with --config the configuration decides: set {key}=VALUE"
             )
     if arguments.gpus < 1:
         raise UserError(f"--gpus {arguments.gpus}: must be 1 or more")

@@ -69,6 +69,19 @@ def test_the_fewest_ranks_are_assumed_and_said(model: Path) -> None:
     assert "on 8 ranks" in line, "a colocated engine's GPUs divide the ranks"
 
 
+def test_more_ranks_than_the_fewest_may_be_enough(model: Path) -> None:
+    """TP1 and EP1 are the fewest ranks where the optimizer state lies on one card, and 8 of them divide it."""
+    small = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 6}
+    (model / "config.json").write_text(json.dumps(small))
+    alone = ("parallel.tensor=1", "parallel.sequence_parallel=false", "parallel.expert=1", "rollout.tensor_parallel=1")
+    (line,) = findings(model, *alone, ranks=None)
+    assert line.startswith("warning: memory: the fullest rank needs ")
+    assert line.endswith("on 1 rank of h100-80g (see --ranks); 2 are enough; say how many it will run on with --ranks")
+    (line,) = findings(model, *alone, ranks=1)
+    assert line.startswith("error: memory: the fullest rank needs ")
+    assert findings(model, *alone, ranks=2)[0].startswith(("ok: ", "warning: "))
+
+
 def test_the_ranks_of_a_fleet_are_those_that_train(model: Path) -> None:
     (line,) = findings(model, "rollout.placement=fleet", "rollout.engines=8", ranks=32)
     assert line.startswith("ok: ")
