@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.planner.engine import ENGINE_SIZES, UTILIZATION
-from megatron_dppo.planner.memory import OUTSIDE_ALLOCATOR
-from megatron_dppo.planner.plan import LENT, Plan
+from megatron_dppo.planner.engine import ENGINE_SIZES
+from megatron_dppo.planner.plan import Plan, largest_utilization
 from megatron_dppo.planner.run import Run
 from megatron_dppo.planner.search import SIZES
 from megatron_dppo.planner.workload import Recompute
@@ -143,9 +142,7 @@ def _engine_tensor(run: Run) -> Iterator[_Change]:
 
 def _engine_memory(run: Run) -> Iterator[_Change]:
     """The engines' share of a card: the usual one, or less where the trainer's processes leave less."""
-    memory = run.layout.gpu.memory
-    most = 1.0 if run.rollout_gpus else 1.0 - (OUTSIDE_ALLOCATOR + LENT) / memory
-    utilization = min(UTILIZATION, math.floor(most * 100) / 100)
+    utilization = largest_utilization(run.layout.gpu, shared=not run.rollout_gpus)
     settings = replace(run.settings, utilization=utilization, kv_cache=None)
     if settings != run.settings:
         keys: tuple[str, ...] = (f"rollout.gpu_memory_utilization={utilization:g}",)

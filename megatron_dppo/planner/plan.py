@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from megatron_dppo.planner.adapters import merged_tensors
 from megatron_dppo.planner.efficiency import MEASURED, efficiency_of
-from megatron_dppo.planner.engine import EnginePlan, EngineSettings, plan_engine
-from megatron_dppo.planner.gpus import GIB
+from megatron_dppo.planner.engine import UTILIZATION, EnginePlan, EngineSettings, plan_engine
+from megatron_dppo.planner.gpus import GIB, Gpu
 from megatron_dppo.planner.memory import OUTSIDE_ALLOCATOR, StageMemory, stage_memory
 from megatron_dppo.planner.step_time import StepTime, step_time
 from megatron_dppo.planner.traffic import Traffic, step_traffic
@@ -20,9 +20,12 @@ MEASURED_LORA = (1, "h200-141g")
 """GPUs and their kind that predictions with adapters were held against."""
 SLEEPING_ENGINE = 2 * GIB
 """What an engine on the same card keeps while it sleeps: context, communicators, graphs."""
-LENT = int(0.2 * GIB)
-"""What torch's allocator keeps of a trainer whose card is lent to an engine: 0.184 GiB were measured
-(docs/benchmarks.md); weights, gradients and optimizer state are on the host then."""
+LENT = int(2.5 * GIB)
+"""What torch's allocator keeps of a trainer whose card is lent to an engine, beside what it does not see; weights,
+gradients and optimizer state are on the host then. From 75.6 GiB on a card of which an engine had 69.9
+(docs/planner.md): 0.2 of it were allocated, the rest are blocks that are not wholly free."""
+ENGINE_OUTSIDE = int(0.7 * GIB)
+"""Of an engine beyond its share of the card: 112.5 GiB were measured for 111.8 (docs/benchmarks.md)."""
 SYNC_BUCKETS = 3
 """Buckets of a weight sync on a card at once: one travels while the last is loaded, and adapters are merged."""
 GENERATION = ("generation", "generation (engines' cards)")
@@ -73,13 +76,13 @@ class Plan:
         """Bytes of the fullest card, moment by moment of a step. Cards that are shared change hands: the engine sleeps
         while the trainer trains, both have their weights there in a weight sync, then the trainer's go to the host."""
         if self.rollout_gpus:
-            return {"training": self.on_card, GENERATION[1]: self.engine.on_card}
+            return {"training": self.on_card, GENERATION[1]: self.engine.on_card + ENGINE_OUTSIDE}
         trainer = max(stage.weights + stage.adapter_weights for stage in self.stages)
         buckets = SYNC_BUCKETS * self.settings.bucket
         return {
             "training": self.on_card,
-            "weight sync": trainer + OUTSIDE_ALLOCATOR + buckets + self.engine.weights + SLEEPING_ENGINE,
-            GENERATION[0]: self.engine.on_card + OUTSIDE_ALLOCATOR + LENT,
+            "weight sync": trainer + OUTSIDE_ALLOCATOR + LENT + buckets + self.engine.weights + SLEEPING_ENGINE,
+            GENERATION[0]: self.engine.on_card + ENGINE_OUTSIDE + OUTSIDE_ALLOCATOR + LENT,
         }
 
     @property
@@ -136,6 +139,12 @@ class Plan:
     def tokens_per_second(self) -> float:
         """Of the whole rollout step; a token counts once."""
         return self.workload.tokens / self.step_s
+
+
+def largest_utilization(gpu: Gpu, *, shared: bool) -> float:
+    """The usual share of a card for engines, or what others leave of it, in whole percent."""
+    taken = ENGINE_OUTSIDE + (OUTSIDE_ALLOCATOR + LENT if shared else 0)
+    return min(UTILIZATION, math.floor(100 * (1 - taken / gpu.memory)) / 100)
 
 
 def make_plan(

@@ -12,7 +12,7 @@ from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.planner.engine import EngineSettings
 from megatron_dppo.planner.gpus import Gpu
-from megatron_dppo.planner.plan import Plan, make_plan
+from megatron_dppo.planner.plan import Plan, largest_utilization, make_plan
 from megatron_dppo.planner.workload import EXPERT_IMBALANCE, Layout, Recompute, Workload
 
 SIZES = (1, 2, 4, 8)
@@ -121,7 +121,8 @@ def _leanest_needed(
             expert_imbalance=wanted.expert_imbalance,
             lora=wanted.lora,
         )
-        settings = EngineSettings(tensor=wanted.engine_tensor)
+        share = largest_utilization(gpu, shared=not rollout_gpus)
+        settings = EngineSettings(tensor=wanted.engine_tensor, utilization=share)
         plan = make_plan(layout, workload, rollout_gpus=rollout_gpus, settings=settings)
         if plan.comfortable:
             return plan
