@@ -77,7 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor",
         help="say what is wrong with this machine or a configuration",
-        description="One line per finding, with the fix; nothing where all is well. Exit status 1 after an error.",
+        description="One line per finding, with the fix; where all is well nothing, but for the memory that CONFIG "
+        "needs. Exit status 1 after an error.",
     )
     add_doctor_arguments(doctor)
     doctor.set_defaults(run=run_doctor)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_dppo.doctor.finding import Finding
 from megatron_dppo.errors import UserError
+from megatron_dppo.planner.gpus import GPUS, find_gpu
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +19,11 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="config keys to change")
     parser.add_argument("--ranks", type=int, help="ranks the configuration will run on (the fewest it can)")
     parser.add_argument("--gpu", action="store_true", help="GPUs are expected here: their absence is an error")
+    parser.add_argument(
+        "--gpu-kind",
+        metavar="KIND",
+        help=f"GPUs whose memory CONFIG has to fit (those of this machine): {', '.join(GPUS)}",
+    )
     parser.add_argument(
         "--bandwidth", action="store_true", help="measure the network (started by torchrun on all nodes)"
     )
@@ -51,14 +57,15 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """One line per finding on standard output, none where all is well. 0: no error; 1: at least one."""
+    """One line per finding on standard output; where all is well none, but for the memory that a configuration needs.
+    0: no error; 1: at least one."""
     if arguments.ranks is not None and arguments.ranks < 1:
         raise UserError(f"--ranks {arguments.ranks}: must be 1 or more")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|torch)\b")  # as for `train`
     failed = False
     for finding in _all(arguments):
         print(finding, flush=True)
-        failed |= finding.level == "error" or arguments.strict
+        failed |= finding.level == "error" or (arguments.strict and finding.level == "warning")
     return 1 if failed else 0
 
 
@@ -83,6 +90,9 @@ def _parity(arguments: argparse.Namespace) -> Iterator[Finding]:
 def _all(arguments: argparse.Namespace) -> Iterator[Finding]:
     from megatron_dppo.doctor import gpu, machine, packages
 
+    card = None if arguments.gpu_kind is None else find_gpu(arguments.gpu_kind, option="--gpu-kind")
+    if card is not None and arguments.config is None:
+        raise UserError("--gpu-kind: name a configuration as well, whose memory is planned on it")
     there = gpu.cards() > 0
     if arguments.parity is not None:
         yield from _parity(arguments)
@@ -112,4 +122,4 @@ def _all(arguments: argparse.Namespace) -> Iterator[Finding]:
         from megatron_dppo.doctor.configuration import check_configuration
 
         sys.stdout.flush()
-        yield from check_configuration(arguments.config, arguments.overrides, ranks=arguments.ranks)
+        yield from check_configuration(arguments.config, arguments.overrides, ranks=arguments.ranks, gpu=card)

@@ -11,16 +11,21 @@ from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.doctor.finding import Finding, error, warning
 from megatron_dppo.doctor.machine import MIB, check_shared_memory
+from megatron_dppo.doctor.memory import card_here, check_memory, fewest_ranks
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.secrets import redact, secret_values
 from megatron_dppo.models.hf_config import HFConfig, load_hf_config
+from megatron_dppo.planner.gpus import Gpu
 
 _STATE_BYTES = 14
 """Of a training state, per parameter: bf16 weights, float32 master weights and both moments."""
 
 
-def check_configuration(file: Path, overrides: list[str], *, ranks: int | None) -> Iterator[Finding]:
+def check_configuration(
+    file: Path, overrides: list[str], *, ranks: int | None, gpu: Gpu | None = None
+) -> Iterator[Finding]:
     """Findings about the run that `file` with `overrides` describes, on `ranks` ranks (default: the fewest it can use).
+    Its memory has to fit `gpu`, or the card of this machine.
 
     Later checks need what earlier ones read; where that fails they are left out.
     """
@@ -43,6 +48,7 @@ def check_configuration(file: Path, overrides: list[str], *, ranks: int | None) 
     yield from _batches(config, ranks)
     yield from _lengths(config, model)
     yield from _together(config, model)
+    yield from check_memory(config, model, ranks=ranks, gpu=gpu or card_here())
     yield from _files(config, model)
     yield from _disk(config, model)
 
@@ -65,21 +71,15 @@ def _secrets(file: Path) -> Iterator[Finding]:
 
 
 def _layout(config: Config, model: HFConfig, ranks: int | None) -> Iterator[Finding]:
-    world = ranks or fewest_ranks(config)
+    world = ranks or fewest_ranks(config.parallel)
     yield from _attempt(
         "layout", f"the model has to fit {world} ranks", lambda: config.parallel.check_fits(model, world)
     )[1]
 
 
-def fewest_ranks(config: Config) -> int:
-    """The smallest world that the layout divides."""
-    parallel = config.parallel
-    return math.lcm(parallel.model_ranks, parallel.expert * parallel.expert_tensor * parallel.pipeline)
-
-
 def _batches(config: Config, ranks: int | None) -> Iterator[Finding]:
     trainer = config.trainer
-    data = max(1, config.parallel.data(ranks or fewest_ranks(config)))
+    data = max(1, config.parallel.data(ranks or fewest_ranks(config.parallel)))
     sequences = trainer.prompts_per_mini_batch * trainer.samples_per_prompt
     if sequences < data:
         yield error(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,14 +11,52 @@ from typing import TYPE_CHECKING
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.lora.config import TARGETS, LoraConfig
 from megatron_dppo.planner.gpus import GPUS, find_gpu
-from megatron_dppo.planner.workload import Workload
+from megatron_dppo.planner.workload import EXPERT_IMBALANCE, Workload
 
 if TYPE_CHECKING:
     from megatron_dppo.models.hf_config import HFConfig
 
 
+_OF_CONFIG = {
+    "tensor": "parallel.tensor",
+    "pipeline": "parallel.pipeline",
+    "expert": "parallel.expert",
+    "context": "parallel.context",
+    "recompute": "actor.recompute",
+    "microbatch_tokens": "actor.max_tokens_per_microbatch",
+    "sequence": "rollout.max_response_tokens",
+    "prompt": "rollout.max_prompt_tokens",
+    "prompts": "trainer.prompts_per_step",
+    "samples": "trainer.samples_per_prompt",
+    "mini_batch": "trainer.prompts_per_mini_batch",
+    "ppo_epochs": "trainer.ppo_epochs",
+    "lora_rank": "lora.rank",
+    "lora_targets": "lora.targets",
+    "topk": "rollout.top_k_logprobs",
+    "engine_tp": "rollout.tensor_parallel",
+    "rollout_gpus": "rollout.engines",
+}
+"""Options that a run's configuration decides, and by which key."""
+_DEFAULTS = {
+    "sequence": 17408,
+    "prompt": 1024,
+    "prompts": 256,
+    "samples": 16,
+    "mini_batch": 32,
+    "ppo_epochs": 1,
+    "topk": 20,
+}
+"""Of the options, without --config."""
+
+
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="MODEL_CONFIG", help="Hugging Face folder, or a config.json")
+    parser.add_argument(
+        "model",
+        nargs="*",
+        metavar="MODEL_CONFIG | a.b=c",
+        help="Hugging Face folder, or a config.json; with --config: config keys to change",
+    )
+    parser.add_argument("--config", type=Path, metavar="RUN.yaml", help="plan exactly this run, in place of a model")
     parser.add_argument("--gpus", type=int, required=True, help="GPUs of the whole job")
     parser.add_argument("--gpu", default="h100-80g", help=f"their kind: {', '.join(GPUS)} (%(default)s)")
     parser.add_argument("--rollout-gpus", type=int, help="GPUs of them that only generate; 0: engines share the cards")
@@ -27,38 +66,108 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recompute", choices=("none", "selective", "full"), help="activation recomputation (the least that fits)"
     )
-    parser.add_argument("--sequence", type=int, default=17408, help="tokens of the longest sequence (%(default)s)")
-    parser.add_argument("--prompt", type=int, default=1024, help="of them prompt (%(default)s)")
+    with_default = functools.partial(_with_default, parser)
+    with_default("sequence", "tokens of the longest sequence")
+    with_default("prompt", "of them prompt")
     parser.add_argument("--mean-response", type=int, help="tokens of an average response (all that fits)")
     parser.add_argument("--microbatch-tokens", type=int, help="budget of a pack (a whole sequence, 16384 at least)")
     skew = "rows of the fullest expert-parallel rank over the mean (%(default)s)"
-    parser.add_argument("--imbalance", type=float, default=1.2, help=skew)
-    parser.add_argument("--prompts", type=int, default=256, help="per rollout step (%(default)s)")
-    parser.add_argument("--samples", type=int, default=16, help="answers per prompt (%(default)s)")
-    parser.add_argument("--mini-batch", type=int, default=32, help="prompts per gradient step (%(default)s)")
-    parser.add_argument(
-        "--ppo-epochs", type=int, default=1, help="passes over each rollout, trainer.ppo_epochs (%(default)s)"
-    )
+    parser.add_argument("--imbalance", type=float, default=EXPERT_IMBALANCE, help=skew)
+    with_default("prompts", "per rollout step")
+    with_default("samples", "answers per prompt")
+    with_default("mini_batch", "prompts per gradient step")
+    with_default("ppo_epochs", "passes over each rollout, trainer.ppo_epochs")
     parser.add_argument(
         "--lora-rank", type=int, metavar="N", help="train adapters of this rank, lora.rank (all weights)"
     )
     parser.add_argument(
         "--lora-targets", nargs="+", choices=TARGETS, help="layers that get adapters, lora.targets (all of these)"
     )
-    parser.add_argument("--topk", type=int, default=20, help="recorded log-probabilities per token (%(default)s)")
+    with_default("topk", "recorded log-probabilities per token")
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _with_default(parser: argparse.ArgumentParser, name: str, what: str) -> None:
+    """An option whose default is filled in later, so that one that was given is told from one that was not."""
+    parser.add_argument(_option(name), type=int, help=f"{what} ({_DEFAULTS[name]})")
+
+
+def _option(name: str) -> str:
+    return {"tensor": "--tp", "pipeline": "--pp", "expert": "--ep", "context": "--cp"}.get(
+        name, f"--{name.replace('_', '-')}"
+    )
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """0 where something fits, 1 where nothing does."""
+    if not arguments.imbalance >= 1:
+        raise UserError(f"--imbalance {arguments.imbalance}: must be 1 or more")
+    if arguments.config is not None:
+        return _plan_config(arguments)
+    if not arguments.model:
+        raise UserError("name a model (MODEL_CONFIG), or a run's configuration with --config RUN.yaml")
+    if len(arguments.model) > 1:
+        raise UserError(
+            f"{' '.join(arguments.model[1:])}: without --config one MODEL_CONFIG is planned; config keys to change go "
+            "with --config RUN.yaml"
+        )
+    arguments.model = Path(arguments.model[0])
+    for name, value in _DEFAULTS.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    return _plan_model(arguments)
+
+
+def _plan_config(arguments: argparse.Namespace) -> int:
+    """The plan of a run's configuration."""
+    from megatron_dppo.config.load import load_config
+    from megatron_dppo.models.hf_config import load_hf_config
+    from megatron_dppo.planner.fix import find_fix
+    from megatron_dppo.planner.run import beside_figures, planned_run
+    from megatron_dppo.planner.run_report import print_run, run_json
+
+    for word in arguments.model:
+        if "=" not in word:
+            raise UserError(
+                f"MODEL_CONFIG {word} and --config exclude each other: the configuration names its model; to plan "
+                f"another one set model.path={word}"
+            )
+    for name, key in _OF_CONFIG.items():
+        if getattr(arguments, name) is not None:
+            raise UserError(
+                f"{_option(name)} goes with MODEL_CONFIG; with --config the configuration decides: set {key}=VALUE"
+            )
+    if arguments.gpus < 1:
+        raise UserError(f"--gpus {arguments.gpus}: must be 1 or more")
+    config = load_config(arguments.config, arguments.model)
+    run = planned_run(
+        config,
+        load_hf_config(config.model.path),
+        find_gpu(arguments.gpu),
+        arguments.gpus,
+        mean_response=arguments.mean_response,
+        expert_imbalance=arguments.imbalance,
+    )
+    plan = run.plan()
+    fix = find_fix(run) if plan.problem else None
+    beside = beside_figures(config, plan)
+    if arguments.json:
+        print(json.dumps(run_json(plan, fix, beside), indent=1))
+    else:
+        from rich.console import Console
+
+        print_run(Console(), plan, fix, beside)
+    return 1 if plan.problem else 0
+
+
+def _plan_model(arguments: argparse.Namespace) -> int:
+    """What fits of a model, searched."""
     from megatron_dppo.planner.recommend import recommended_config
     from megatron_dppo.planner.report import print_report, result_json
     from megatron_dppo.planner.search import Wanted, search
 
     model = read_model(arguments.model)
     workload = _workload(arguments)
-    if not arguments.imbalance >= 1:
-        raise UserError(f"--imbalance {arguments.imbalance}: must be 1 or more")
     wanted = Wanted(
         tensor=_positive(arguments, "tensor", "--tp"),
         pipeline=_positive(arguments, "pipeline", "--pp"),

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_dppo.models.hf_config import HFConfig
-from megatron_dppo.planner.efficiency import Efficiency, efficiency_of
+from megatron_dppo.planner.efficiency import efficiency_of
 from megatron_dppo.planner.gpus import GIB, Gpu
 from megatron_dppo.planner.parameters import active_per_token, whole_model
 from megatron_dppo.planner.workload import Workload
 
 UTILIZATION = 0.9
-"""`rollout.gpu_memory_utilization`."""
+"""`rollout.gpu_memory_utilization` of a searched plan."""
 WORKSPACE = int(4 * GIB)
 """Per GPU: activations of `max_num_batched_tokens`, CUDA graphs, NCCL."""
 ENGINE_SIZES = (1, 2, 4, 8)
 """GPUs of an engine: within a node."""
 LARGEST_WEIGHT_SHARE = 0.6
 """Of the usable memory; what is left must hold a KV cache worth having."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What is decided of the engines."""
+
+    tensor: int | None = None
+    """GPUs of an engine (`rollout.tensor_parallel`); None takes the smallest whose weights leave room for a cache."""
+    utilization: float = UTILIZATION
+    """Share of a card that an engine may use (`rollout.gpu_memory_utilization`)."""
+    kv_cache: int | None = None
+    """Bytes of keys and values per GPU (`rollout.kv_cache_mib`), whatever `utilization` says; None: what is left."""
+    max_sequences: int = 256
+    """Decoded together (`rollout.max_num_seqs`)."""
+    element: int = 2
+    """Bytes of a weight, and of a key or a value (`rollout.dtype`)."""
+    bucket: int = 256 << 20
+    """Bytes of weights under way at once in a sync (`rollout.weight_sync_bucket_mib`)."""
 
 
 @dataclass(frozen=True)
@@ -41,25 +59,26 @@ class EnginePlan:
     def fits(self) -> bool:
         return self.concurrent >= 1
 
+    @property
+    def on_card(self) -> int:
+        """Bytes of a card while engines generate, without what a trainer keeps there."""
+        return self.weights + self.kv_cache + WORKSPACE
+
 
 def plan_engine(
     model: HFConfig,
     gpu: Gpu,
     gpus: int,
     workload: Workload,
-    *,
-    taken: int = 0,
-    tensor: int | None = None,
+    settings: EngineSettings | None = None,
 ) -> EnginePlan:
-    """The smallest engine whose weights leave room for a cache, repeated over `gpus`.
-
-    taken   bytes of every card that a trainer on the same cards keeps while engines generate
-    tensor  GPUs of an engine, where that is decided already
-    """
-    e = efficiency_of(gpu.name)
-    sizes = [tensor] if tensor else [n for n in ENGINE_SIZES if n <= gpus and model.heads % n == 0]
-    usable = int(UTILIZATION * gpu.memory) - taken
-    plans = [_engine(model, gpu, gpus, workload, n, usable, e) for n in sizes]
+    """Engines as `settings` has them, or the smallest whose weights leave room for a cache, repeated over `gpus`."""
+    settings = settings or EngineSettings()
+    sizes = [n for n in ENGINE_SIZES if n <= gpus and model.heads % n == 0]
+    if settings.tensor:
+        sizes = [settings.tensor]
+    usable = int(settings.utilization * gpu.memory)
+    plans = [_engine(model, gpu, gpus, workload, n, usable, settings) for n in sizes]
     for plan in plans:
         if plan.fits and plan.weights <= LARGEST_WEIGHT_SHARE * usable:
             return plan
@@ -67,35 +86,35 @@ def plan_engine(
 
 
 def _engine(
-    model: HFConfig, gpu: Gpu, gpus: int, workload: Workload, tensor: int, usable: int, e: Efficiency
+    model: HFConfig, gpu: Gpu, gpus: int, workload: Workload, tensor: int, usable: int, settings: EngineSettings
 ) -> EnginePlan:
-    weights = 2 * whole_model(model).total // tensor
+    weights = settings.element * whole_model(model).total // tensor
     kv_heads = max(1, model.kv_heads // tensor)
-    kv_per_token = 2 * 2 * model.layers * kv_heads * model.head_dim
-    room = usable - weights - WORKSPACE
+    kv_per_token = settings.element * 2 * model.layers * kv_heads * model.head_dim
+    room = usable - weights - WORKSPACE if settings.kv_cache is None else settings.kv_cache
     concurrent = max(0, room // (kv_per_token * workload.sequence))
     engines = max(1, gpus // tensor)
-    return EnginePlan(
+    plan = EnginePlan(
         tensor=tensor,
         engines=engines,
         weights=weights,
         kv_cache=max(0, room),
         kv_per_token=kv_per_token,
         concurrent=concurrent,
-        decode_tokens_per_second=engines * _decode_rate(model, gpu, workload, tensor, kv_per_token, concurrent, e),
+        decode_tokens_per_second=0.0,
     )
+    return replace(plan, decode_tokens_per_second=engines * _decode_rate(model, gpu, workload, plan, settings))
 
 
-def _decode_rate(
-    model: HFConfig, gpu: Gpu, workload: Workload, tensor: int, kv_per_token: int, concurrent: int, e: Efficiency
-) -> float:
+def _decode_rate(model: HFConfig, gpu: Gpu, workload: Workload, engine: EnginePlan, settings: EngineSettings) -> float:
     """Tokens/s of one engine: each step reads the weights of the experts hit and the cache, and the host handles what
     is recorded of each token."""
+    e = efficiency_of(gpu.name)
     mean = workload.prompt_tokens + workload.mean_response_tokens / 2
-    sequences = max(1, min(256, int(concurrent * workload.sequence / mean)))
-    read = 2 * _weights_read(model, sequences) / tensor + sequences * mean * kv_per_token
+    sequences = max(1, min(settings.max_sequences, int(engine.concurrent * workload.sequence / mean)))
+    read = settings.element * _weights_read(model, sequences) / engine.tensor + sequences * mean * engine.kv_per_token
     step = read / (gpu.memory_bandwidth * e.decode)
-    step = max(step, 2 * sequences * active_per_token(model) / tensor / (gpu.bf16_flops * e.grouped))
+    step = max(step, 2 * sequences * active_per_token(model) / engine.tensor / (gpu.bf16_flops * e.grouped))
     return sequences / (step + sequences * e.engine_token_s)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.planner.efficiency import MEASURED
@@ -46,8 +46,21 @@ GPUS = {
 """By the name `--gpu` takes."""
 
 
-def find_gpu(name: str) -> Gpu:
+def find_gpu(name: str, *, option: str = "--gpu") -> Gpu:
     """Raises UserError with the known names."""
     if name not in GPUS:
-        raise UserError(f"--gpu {name}: not known; there are {', '.join(GPUS)}")
+        raise UserError(f"{option} {name}: not known; there are {', '.join(GPUS)}")
     return GPUS[name]
+
+
+def gpu_of_card(name: str, memory: int) -> Gpu:
+    """The GPU that torch calls `name`, with the bytes it has. Of an unknown one the speed is taken for the H100's.
+
+    The model has to be named ("H100 PCIe" and "H100 80GB HBM3" alike) and the memory to agree within a tenth: there are
+    A100s of 40 and of 80 GB, and partitions of a card bear its name.
+    """
+    for gpu in GPUS.values():
+        model = gpu.name.split("-")[0].upper()
+        if model in name.upper().replace("-", " ").split() and abs(memory - gpu.memory) < 0.1 * gpu.memory:
+            return replace(gpu, memory=memory)
+    return replace(GPUS["h100-80g"], name=name, memory=memory)

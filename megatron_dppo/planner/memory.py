@@ -9,8 +9,9 @@ from megatron_dppo.planner.gpus import GIB
 from megatron_dppo.planner.parameters import Parameters, stage_adapters, stage_layers, stage_parameters
 from megatron_dppo.planner.workload import Layout
 
-_WEIGHT, _GRADIENT, _OPTIMIZER = 2, 4, 12
-"""Bytes per parameter: bf16 weights, float32 gradients, float32 master weights with Adam's two moments."""
+_WEIGHT, _GRADIENT, _OPTIMIZER, _HOST_OPTIMIZER = 2, 4, 12, 16
+"""Bytes per parameter: bf16 weights, float32 gradients, float32 master weights with Adam's two moments, and these with
+a gradient where Megatron-Core's HybridDeviceOptimizer has them on the host."""
 LIBRARY_WORKSPACE = 250 << 20
 """cuBLAS workspaces that torch and Transformer Engine allocate: 32 MiB for each of four streams of grouped products,
 for dense products of either, and small tables."""
@@ -36,7 +37,9 @@ class StageMemory:
     gradients: int
     """float32, every trained parameter of the rank."""
     optimizer: int
-    """float32 master weights and both moments of what is trained: this rank's share."""
+    """float32 master weights and both moments of what is trained: this rank's share, without what is on the host."""
+    host_optimizer: int
+    """Bytes of the host: of what is offloaded, the same and a float32 gradient in page-locked memory."""
     activations: int
     """Kept for the backward, of all microbatches in flight."""
     workspace: int
@@ -83,6 +86,7 @@ def stage_memory(layout: Layout, stage: int, microbatches: int) -> StageMemory:
     full = layout.recompute == "full"
     dense = -(-trained.dense // layout.dense_copies)
     experts = -(-trained.experts // layout.expert_copies)
+    offloaded = int(layout.optimizer_offload * (dense + experts))
     kept = sum(count * (layer.boundary if full else layer.kept) for layer, count in layers)
     boundary = 2 * layout.rows_per_rank * model.hidden_size
     # The input of the stage (an embedding's output or what the neighbour sent) is the first layer's input.
@@ -100,7 +104,8 @@ def stage_memory(layout: Layout, stage: int, microbatches: int) -> StageMemory:
         weights=_WEIGHT * parameters.total,
         adapter_weights=0 if adapters is None else _WEIGHT * adapters.total,
         gradients=_GRADIENT * trained.total,
-        optimizer=_OPTIMIZER * (dense + experts),
+        optimizer=_OPTIMIZER * (dense + experts - offloaded),
+        host_optimizer=_HOST_OPTIMIZER * offloaded,
         activations=activations,
         workspace=workspace,
         head_workspace=head,

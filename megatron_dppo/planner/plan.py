@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from megatron_dppo.planner.adapters import merged_tensors
 from megatron_dppo.planner.efficiency import MEASURED, efficiency_of
-from megatron_dppo.planner.engine import EnginePlan, plan_engine
-from megatron_dppo.planner.gpus import GIB
+from megatron_dppo.planner.engine import UTILIZATION, EnginePlan, EngineSettings, plan_engine
+from megatron_dppo.planner.gpus import GIB, Gpu
 from megatron_dppo.planner.memory import OUTSIDE_ALLOCATOR, StageMemory, stage_memory
 from megatron_dppo.planner.step_time import StepTime, step_time
 from megatron_dppo.planner.traffic import Traffic, step_traffic
@@ -20,6 +20,17 @@ MEASURED_LORA = (1, "h200-141g")
 """GPUs and their kind that predictions with adapters were held against."""
 SLEEPING_ENGINE = 2 * GIB
 """What an engine on the same card keeps while it sleeps: context, communicators, graphs."""
+LENT = int(2.5 * GIB)
+"""What torch's allocator keeps of a trainer whose card is lent to an engine, beside what it does not see; weights,
+gradients and optimizer state are on the host then. From 75.6 GiB on a card of which an engine had 69.9
+(docs/planner.md): 0.2 of it were allocated, the rest are blocks that are not wholly free."""
+ENGINE_OUTSIDE = int(0.7 * GIB)
+"""Of an engine beyond its share of the card: 112.5 GiB were measured for 111.8 (docs/benchmarks.md)."""
+SYNC_BUCKETS = 3
+"""Buckets of a weight sync on a card at once: one travels while the last is loaded, and adapters are merged."""
+GENERATION = ("generation", "generation (engines' cards)")
+COMFORTABLE = 0.92
+"""Share of a card above which the planner's error, an uneven pack or another process can be too much."""
 SYNC_EFFICIENCY = 0.5
 """Of the slowest wire in a weight sync."""
 
@@ -38,6 +49,8 @@ class Plan:
     microbatches: int
     """Per data-parallel rank and gradient step."""
     engine: EnginePlan
+    settings: EngineSettings
+    """What was decided of the engines."""
     traffic: Traffic
     problem: str
     """Why this cannot run; empty where it can."""
@@ -57,6 +70,41 @@ class Plan:
     def on_card(self) -> int:
         """Bytes of the fullest card while training."""
         return max(stage.on_card for stage in self.stages) + (0 if self.rollout_gpus else SLEEPING_ENGINE)
+
+    @property
+    def cards(self) -> dict[str, int]:
+        """Bytes of the fullest card, moment by moment of a step. Cards that are shared change hands: the engine sleeps
+        while the trainer trains, both have their weights there in a weight sync, then the trainer's go to the host."""
+        if self.rollout_gpus:
+            return {"training": self.on_card, GENERATION[1]: self.engine.on_card + ENGINE_OUTSIDE}
+        trainer = max(stage.weights + stage.adapter_weights for stage in self.stages)
+        buckets = SYNC_BUCKETS * self.settings.bucket
+        return {
+            "training": self.on_card,
+            "weight sync": trainer + OUTSIDE_ALLOCATOR + LENT + buckets + self.engine.weights + SLEEPING_ENGINE,
+            GENERATION[0]: self.engine.on_card + ENGINE_OUTSIDE + OUTSIDE_ALLOCATOR + LENT,
+        }
+
+    @property
+    def share(self) -> float:
+        """Of the fullest card, while it trains or weights are synced. In generation engines take what they are given
+        and no more: that it fits is enough."""
+        return max(size for moment, size in self.cards.items() if moment not in GENERATION) / self.layout.gpu.memory
+
+    @property
+    def comfortable(self) -> bool:
+        """Whether it fits with a margin."""
+        return not self.problem and self.share <= COMFORTABLE
+
+    @property
+    def host_per_node(self) -> int:
+        """Bytes of page-locked memory of a training node: optimizer state that lives there and, where engines share the
+        cards, what goes there while they generate. Rollouts come beside (`traffic.rollouts`, on all hosts together)."""
+        ranks = min(self.layout.gpus, self.layout.gpu.gpus_per_node)
+        lent = 0
+        if not self.rollout_gpus:
+            lent = max(stage.weights + stage.adapter_weights + stage.optimizer for stage in self.stages)
+        return ranks * (lent + max(stage.host_optimizer for stage in self.stages))
 
     @property
     def train_s(self) -> float:
@@ -93,15 +141,21 @@ class Plan:
         return self.workload.tokens / self.step_s
 
 
-def make_plan(layout: Layout, workload: Workload, *, rollout_gpus: int = 0, engine_tensor: int | None = None) -> Plan:
+def largest_utilization(gpu: Gpu, *, shared: bool) -> float:
+    """The usual share of a card for engines, or what others leave of it, in whole percent."""
+    taken = ENGINE_OUTSIDE + (OUTSIDE_ALLOCATOR + LENT if shared else 0)
+    return min(UTILIZATION, math.floor(100 * (1 - taken / gpu.memory)) / 100)
+
+
+def make_plan(
+    layout: Layout, workload: Workload, *, rollout_gpus: int = 0, settings: EngineSettings | None = None
+) -> Plan:
     """Raises UserError where the layout is impossible whatever the memory (`ParallelConfig.check_fits`)."""
     layout.parallel.check_fits(layout.model, layout.gpus)
+    settings = settings or EngineSettings()
     microbatches = microbatches_per_rank(layout, workload)
     stages = tuple(stage_memory(layout, stage, microbatches) for stage in range(layout.parallel.pipeline))
-    taken = 0 if rollout_gpus else max(stage.static for stage in stages) + OUTSIDE_ALLOCATOR
-    engine = plan_engine(
-        layout.model, layout.gpu, rollout_gpus or layout.gpus, workload, taken=taken, tensor=engine_tensor
-    )
+    engine = plan_engine(layout.model, layout.gpu, rollout_gpus or layout.gpus, workload, settings)
     plan = Plan(
         layout=layout,
         workload=workload,
@@ -110,6 +164,7 @@ def make_plan(layout: Layout, workload: Workload, *, rollout_gpus: int = 0, engi
         gradient_step=step_time(layout, microbatches),
         microbatches=microbatches,
         engine=engine,
+        settings=settings,
         traffic=step_traffic(layout.model, workload, engine.engines),
         problem="",
         extrapolated=_extrapolated(layout, layout.gpus + rollout_gpus),
@@ -125,26 +180,42 @@ def microbatches_per_rank(layout: Layout, workload: Workload) -> int:
 
 
 def _problem(plan: Plan) -> str:
-    layout, workload, engine = plan.layout, plan.workload, plan.engine
+    layout, workload = plan.layout, plan.workload
     if workload.sequence > layout.microbatch_tokens:
         return (
             f"a sequence of {workload.sequence} tokens is longer than a microbatch of {layout.microbatch_tokens}: "
-            "raise --microbatch-tokens"
+            "raise --microbatch-tokens (actor.max_tokens_per_microbatch)"
         )
     if workload.sequences < layout.data * workload.mini_batches:
         return (
             f"{workload.sequences // workload.mini_batches} sequences of a gradient step are fewer than {layout.data} "
             "data-parallel ranks: use more model parallelism or larger mini-batches"
         )
-    if plan.on_card > layout.gpu.memory:
+    return memory_problem(plan)
+
+
+def memory_problem(plan: Plan) -> str:
+    """What does not fit where and how large its parts are; empty where all does."""
+    engine, memory = plan.engine, plan.layout.gpu.memory
+    if plan.on_card > memory:
         fullest = max(plan.stages, key=lambda stage: stage.on_card)
         return (
-            f"needs {plan.on_card / GIB:.0f} GiB of {layout.gpu.memory / GIB:.0f} (stage {fullest.stage}: "
-            f"{largest_part(fullest)})"
+            f"needs {plan.on_card / GIB:.0f} GiB of {memory / GIB:.0f} (stage {fullest.stage}: {largest_part(fullest)})"
         )
+    beside = "" if plan.rollout_gpus else " beside the trainer"
     if not engine.fits:
-        beside = "" if plan.rollout_gpus else " beside the trainer"
-        return f"a vLLM engine of {engine.tensor} GPUs has no room{beside} for a sequence of {workload.sequence} tokens"
+        return (
+            f"a vLLM engine of {engine.tensor} GPUs has no room{beside} for a sequence of {plan.workload.sequence} "
+            f"tokens: {engine.weights / GIB:.0f} GiB of weights and {engine.kv_cache / GIB:.1f} GiB of KV cache a GPU, "
+            f"where a sequence takes {engine.kv_per_token * plan.workload.sequence / GIB:.1f}"
+        )
+    for moment, size in plan.cards.items():
+        if size > memory:
+            return (
+                f"needs {size / GIB:.0f} GiB of {memory / GIB:.0f} in {moment}: a vLLM engine of {engine.tensor} GPUs "
+                f"has {engine.weights / GIB:.0f} GiB of weights and {engine.kv_cache / GIB:.0f} GiB of KV cache per "
+                f"GPU{beside}"
+            )
     return ""
 
 

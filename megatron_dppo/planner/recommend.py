@@ -8,7 +8,6 @@ from typing import Any
 import yaml
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.planner.engine import UTILIZATION, WORKSPACE
 from megatron_dppo.planner.plan import Plan
 
 LORA_LEARNING_RATE = 1e-5
@@ -18,7 +17,6 @@ LORA_LEARNING_RATE = 1e-5
 def recommended_config(plan: Plan, model_path: Path, *, prompts_per_step: int) -> str:
     """YAML of the plan, checked against the schema. Keys that are absent keep their defaults."""
     workload, layout, engine = plan.workload, plan.layout, plan.engine
-    memory = (engine.weights + engine.kv_cache + WORKSPACE) / layout.gpu.memory
     parallel = {k: v for k, v in layout.parallel.model_dump().items() if v is True or (v and v != 1)}
     tree: dict[str, Any] = {
         "run": {"dir": f"runs/{model_path.name}", "name": model_path.name},
@@ -34,8 +32,9 @@ def recommended_config(plan: Plan, model_path: Path, *, prompts_per_step: int) -
             "max_response_tokens": workload.response_tokens,
             "top_k_logprobs": workload.topk,
             "tensor_parallel": engine.tensor,
-            "gpu_memory_utilization": min(UTILIZATION, int(memory * 100) / 100),
-            **({"engines": engine.engines} if plan.rollout_gpus else {"placement": "colocated", "enable_sleep": True}),
+            "gpu_memory_utilization": plan.settings.utilization,
+            "placement": "fleet" if plan.rollout_gpus else "colocated",
+            "enable_sleep": not plan.rollout_gpus,
             "object_store_mib": max(512, -(-plan.traffic.rollouts // (1 << 20) * 5 // 4)),
         },
         "trainer": {
@@ -45,6 +44,8 @@ def recommended_config(plan: Plan, model_path: Path, *, prompts_per_step: int) -
             "checkpoint_every": 10,
         },
     }
+    if plan.rollout_gpus:
+        tree["rollout"]["engines"] = engine.engines
     if layout.lora is not None:
         tree["lora"] = {"rank": layout.lora.rank, "targets": list(layout.lora.targets)}
         tree["optimizer"] = {"lr": LORA_LEARNING_RATE}

@@ -49,17 +49,27 @@ def print_report(console: Console, result: SearchResult, config: str | None) -> 
     if best is None:
         _print_nothing(console, result)
         return
-    _head(console, best)
-    console.print(_memory_table(best), _time_table(best), _traffic_table(best))
-    console.print(_engine_line(best), highlight=False)
+    print_plan(console, best)
     if len(result.fitting) > 1:
         console.print(_alternatives(result.fitting[:_SHOWN], f"Fastest of {len(result.fitting)} layouts that fit"))
     if result.others:
         console.print(_refused(result.others))
-    if best.extrapolated:
-        console.print(f"[yellow]Extrapolated[/] beyond what was measured: {'; '.join(best.extrapolated)}")
+    print_extrapolated(console, best)
     console.print("\nThe configuration to run it:\n")
     print(config)
+
+
+def print_plan(console: Console, plan: Plan) -> None:
+    """Memory, time, bytes and engines of one plan."""
+    _head(console, plan)
+    console.print(_memory_table(plan), _time_table(plan), _traffic_table(plan))
+    console.print(_engine_line(plan), highlight=False)
+    console.print(_cards_line(plan), highlight=False)
+
+
+def print_extrapolated(console: Console, plan: Plan) -> None:
+    if plan.extrapolated:
+        console.print(f"[yellow]Extrapolated[/] beyond what was measured: {'; '.join(plan.extrapolated)}")
 
 
 def _print_nothing(console: Console, result: SearchResult) -> None:
@@ -150,6 +160,15 @@ def _engine_line(plan: Plan) -> str:
     )
 
 
+def _cards_line(plan: Plan) -> str:
+    """The card moment by moment, and the node's page-locked memory."""
+    moments = ", ".join(f"{moment} {size / GIB:.1f}" for moment, size in plan.cards.items())
+    return (
+        f"GiB of the {plan.layout.gpu.memory / GIB:.1f} on the fullest card: {moments}; page-locked on a training node "
+        f"{plan.host_per_node / GIB:.1f} GiB"
+    )
+
+
 def _alternatives(plans: tuple[Plan, ...], title: str) -> Table:
     table = Table(title=title)
     for name in ("layout", "recompute", "on the card, GiB", "training s", "step s", "tokens/s"):
@@ -198,6 +217,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "memory": {
             "on_card": plan.on_card,
             "available": layout.gpu.memory,
+            "moments": plan.cards,
+            "host_per_node": plan.host_per_node,
             "stages": [
                 {
                     "stage": stage.stage,

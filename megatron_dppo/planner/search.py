@@ -10,9 +10,10 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
+from megatron_dppo.planner.engine import EngineSettings
 from megatron_dppo.planner.gpus import Gpu
-from megatron_dppo.planner.plan import Plan, make_plan
-from megatron_dppo.planner.workload import Layout, Recompute, Workload
+from megatron_dppo.planner.plan import Plan, largest_utilization, make_plan
+from megatron_dppo.planner.workload import EXPERT_IMBALANCE, Layout, Recompute, Workload
 
 SIZES = (1, 2, 4, 8)
 """Tensor- and context-parallel sizes: powers of two within a node."""
@@ -34,7 +35,7 @@ class Wanted:
     engine_tensor: int | None = None
     rollout_gpus: int | None = None
     """Default: shared cards where that fits, else half of the GPUs."""
-    expert_imbalance: float = 1.2
+    expert_imbalance: float = EXPERT_IMBALANCE
     """Rows of the fullest expert-parallel rank over the mean, in the worst microbatch."""
     lora: LoraConfig | None = None
     """Adapters to train in place of the weights."""
@@ -42,7 +43,8 @@ class Wanted:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Plans of every layout with the first recomputation that fits; the best first."""
+    """Plans of every layout with the first recomputation that fits with a margin (`Plan.comfortable`), else at all; the
+    best first, those without a margin last."""
 
     fitting: tuple[Plan, ...]
     others: tuple[Plan, ...]
@@ -89,9 +91,10 @@ def _search(
     return SearchResult(tuple(fitting), tuple(others), tuple(impossible))
 
 
-def _order(plan: Plan) -> tuple[float, int]:
-    """Fastest first; what is equal within 3 % goes by fewer ranks per copy of the model."""
-    return round(math.log(plan.step_s) / math.log(1.03)), plan.layout.parallel.model_ranks
+def _order(plan: Plan) -> tuple[bool, float, int]:
+    """Those with a margin first, of these the fastest; what is equal within 3 % goes by fewer ranks per copy of the
+    model."""
+    return not plan.comfortable, round(math.log(plan.step_s) / math.log(1.03)), plan.layout.parallel.model_ranks
 
 
 def _leanest_needed(
@@ -103,7 +106,8 @@ def _leanest_needed(
     wanted: Wanted,
     rollout_gpus: int,
 ) -> Plan:
-    """The plan with the first recomputation that fits, else with the last."""
+    """The plan with the first recomputation that fits with a margin, else the first that fits, else the last."""
+    barely: Plan | None = None
     kinds: tuple[Recompute, ...] = (wanted.recompute,) if wanted.recompute else RECOMPUTE
     for recompute in kinds:
         layout = Layout(
@@ -117,10 +121,14 @@ def _leanest_needed(
             expert_imbalance=wanted.expert_imbalance,
             lora=wanted.lora,
         )
-        plan = make_plan(layout, workload, rollout_gpus=rollout_gpus, engine_tensor=wanted.engine_tensor)
+        share = largest_utilization(gpu, shared=not rollout_gpus)
+        settings = EngineSettings(tensor=wanted.engine_tensor, utilization=share)
+        plan = make_plan(layout, workload, rollout_gpus=rollout_gpus, settings=settings)
+        if plan.comfortable:
+            return plan
         if not plan.problem:
-            break
-    return plan
+            barely = barely or plan
+    return barely or plan
 
 
 def layouts(model: HFConfig, gpus: int, wanted: Wanted) -> Iterator[ParallelConfig]:

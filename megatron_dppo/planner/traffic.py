@@ -30,7 +30,7 @@ class Traffic:
 
 def step_traffic(model: HFConfig, workload: Workload, engines: int) -> Traffic:
     routes = 0
-    if model.moe is not None:
+    if model.moe is not None and workload.routes:
         width = 1 if model.moe.experts <= 256 else 2
         routes = workload.tokens * sum(model.moe.layers) * model.moe.topk * width
     response = workload.sequences * workload.mean_response_tokens

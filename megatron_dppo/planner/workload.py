@@ -13,6 +13,9 @@ from megatron_dppo.planner.gpus import Gpu
 if TYPE_CHECKING:
     from megatron_dppo.models.hf_config import HFConfig
 
+EXPERT_IMBALANCE = 1.2
+"""Rows of the fullest expert-parallel rank over the mean, where nothing else is said."""
+
 type Recompute = Literal["none", "selective", "full"]
 
 
@@ -33,6 +36,8 @@ class Workload:
     """K of the recorded top-K log-probabilities; 0 records the sampled token alone."""
     ppo_epochs: int = 1
     """Passes over the mini-batches (`trainer.ppo_epochs`)."""
+    routes: bool = True
+    """Whether the experts of every token are recorded (`rollout.router_replay`)."""
 
     @property
     def sequence(self) -> int:
@@ -78,6 +83,8 @@ class Layout:
     """Rows of the fullest expert-parallel rank over the mean."""
     lora: LoraConfig | None = None
     """Adapters that are trained in place of the weights."""
+    optimizer_offload: float = 0.0
+    """Fraction of the trained parameters whose optimizer state lives on the host (`optimizer.cpu_offload_fraction`)."""
 
     def adapts(self, target: Target) -> bool:
         """Whether layers of this kind have adapters."""

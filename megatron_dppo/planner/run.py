@@ -1,0 +1,158 @@
+"""A run's configuration as the planner's layout, workload and engines, and what of it the planner does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.lora.size import check_targets
+from megatron_dppo.planner.engine import EngineSettings
+from megatron_dppo.planner.gpus import GIB, Gpu
+from megatron_dppo.planner.plan import Plan, make_plan
+from megatron_dppo.planner.workload import EXPERT_IMBALANCE, Layout, Workload
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `make_plan` judges."""
+
+    layout: Layout
+    workload: Workload
+    settings: EngineSettings
+    rollout_gpus: int
+    """0: engines share the trainer's cards."""
+
+    def plan(self) -> Plan:
+        """Raises UserError where the layout is impossible whatever the memory."""
+        return make_plan(self.layout, self.workload, rollout_gpus=self.rollout_gpus, settings=self.settings)
+
+
+def engine_gpus(config: Config) -> int:
+    """GPUs of the fleet's engines; 0 where they share the trainer's."""
+    rollout = config.rollout
+    return 0 if rollout.placement == "colocated" else rollout.engines * rollout.tensor_parallel
+
+
+def planned_run(
+    config: Config,
+    model: HFConfig,
+    gpu: Gpu,
+    gpus: int,
+    *,
+    mean_response: int | None = None,
+    expert_imbalance: float = EXPERT_IMBALANCE,
+) -> Run:
+    """The run of `config` on `gpus` GPUs, engines' included.
+
+    mean_response  tokens of an average answer, which no configuration knows; all that fit when absent
+
+    Raises UserError where the GPUs cannot be divided between ranks and engines.
+    """
+    rollout, trainer, parallel = config.rollout, config.trainer, config.parallel
+    engines = engine_gpus(config)
+    if gpus <= engines:
+        raise UserError(
+            f"{gpus} GPUs: rollout.placement=fleet takes {engines} for engines (rollout.engines={rollout.engines} of "
+            f"rollout.tensor_parallel={rollout.tensor_parallel} GPUs) and leaves none to train; use more GPUs, fewer "
+            "engines, or rollout.placement=colocated"
+        )
+    tensor = rollout.tensor_parallel
+    if not engines and (gpus % tensor or tensor > gpu.gpus_per_node):
+        raise UserError(
+            f"rollout.placement=colocated: an engine of rollout.tensor_parallel={tensor} GPUs has to fit on a node of "
+            f"{gpu.gpus_per_node} and to divide the {gpus} ranks; change one of them"
+        )
+    if config.lora:
+        check_targets(model, config.lora)
+    mean = rollout.max_response_tokens if mean_response is None else mean_response
+    if not 0 < mean <= rollout.max_response_tokens:
+        raise UserError(
+            f"--mean-response {mean}: must be from 1 to {rollout.max_response_tokens} (rollout.max_response_tokens)"
+        )
+    workload = Workload(
+        sequences=trainer.prompts_per_step * trainer.samples_per_prompt,
+        mini_batches=trainer.prompts_per_step // trainer.prompts_per_mini_batch,
+        prompt_tokens=rollout.max_prompt_tokens,
+        response_tokens=rollout.max_response_tokens,
+        mean_response_tokens=mean,
+        topk=rollout.top_k_logprobs,
+        ppo_epochs=trainer.ppo_epochs,
+        routes=rollout.router_replay,
+    )
+    budget = config.actor.max_tokens_per_microbatch
+    layout = Layout(
+        model=model,
+        gpu=gpu,
+        gpus=gpus - engines,
+        parallel=parallel,
+        recompute=config.actor.recompute,
+        microbatch_tokens=max(budget, workload.sequence) if config.actor.long_sequences == "alone" else budget,
+        attention_span=workload.mean_sequence,
+        expert_imbalance=expert_imbalance,
+        lora=config.lora,
+        optimizer_offload=config.optimizer.cpu_offload_fraction,
+    )
+    settings = EngineSettings(
+        tensor=tensor,
+        utilization=rollout.gpu_memory_utilization,
+        kv_cache=None if rollout.kv_cache_mib is None else rollout.kv_cache_mib << 20,
+        max_sequences=rollout.max_num_seqs,
+        element=4 if rollout.dtype == "float32" else 2,
+        bucket=rollout.weight_sync_bucket_mib << 20,
+    )
+    return Run(layout, workload, settings, engines)
+
+
+def beside_figures(config: Config, plan: Plan) -> tuple[str, ...]:
+    """Settings that the figures do not follow, a line each: what is missing, and which way that errs."""
+    return tuple(_memory(config, plan)) + tuple(_time(config, plan))
+
+
+def _memory(config: Config, plan: Plan) -> Iterator[str]:
+    actor, rollout = config.actor, config.rollout
+    if actor.dtype == "float32":
+        yield "actor.dtype=float32: planned as bfloat16; weights and activations take twice as much"
+    if plan.layout.model.moe and actor.token_dispatcher == "allgather":
+        yield "actor.token_dispatcher=allgather: planned as alltoall; every rank then holds the rows of all"
+    if actor.load_balancing_loss or actor.router_z_loss:
+        yield "actor.load_balancing_loss and router_z_loss: what the router keeps for them"
+    if rollout.max_num_batched_tokens > 8192:
+        yield (
+            f"rollout.max_num_batched_tokens={rollout.max_num_batched_tokens}: the engines' workspace is that of 8192"
+        )
+    if actor.long_sequences == "alone" and plan.workload.sequence > actor.max_tokens_per_microbatch:
+        yield (
+            f"actor.long_sequences=alone: every pack is planned as {plan.layout.microbatch_tokens} tokens, as much as "
+            "the longest sequence"
+        )
+    held = plan.traffic.rollouts * (config.rollout.max_staleness + 1 if rollout.schedule == "one_step_off" else 1)
+    if held > rollout.object_store_mib << 20:
+        yield (
+            f"rollout.object_store_mib={rollout.object_store_mib}: rollouts take up to {held / GIB:.1f} GiB on all "
+            "hosts together; of a Ray that the run starts, what finds no room goes to disk, which takes time"
+        )
+
+
+def _time(config: Config, plan: Plan) -> Iterator[str]:
+    rollout, optimizer = config.rollout, config.optimizer
+    if optimizer.cpu_offload_fraction:
+        yield "optimizer.cpu_offload_fraction: the time of AdamW on the host; the step takes longer"
+    if optimizer.overlap_grad_reduce:
+        yield "optimizer.overlap_grad_reduce and overlap_param_gather: planned without overlap; the step is shorter"
+    if config.algorithm.resolve().needs_recomputed_logp:
+        yield f"algorithm.preset={config.algorithm.preset}: the forward pass of its recomputed anchor; more time"
+    if rollout.schedule == "one_step_off":
+        yield "rollout.schedule=one_step_off: rollout and training are added, though they overlap; the step is shorter"
+    if rollout.oversample:
+        yield f"rollout.oversample={rollout.oversample:g}: the prompts that are sampled and dropped; more time"
+    if rollout.enforce_eager:
+        yield "rollout.enforce_eager=true: planned with CUDA graphs; generation takes longer"
+    if plan.layout.model.moe is None or not rollout.router_replay:
+        yield "rollout without routes: planned with the host's time per token that recording them takes; it is shorter"
+    if config.task.kind == "environment":
+        yield "task.kind=environment: an episode counts as one answer; several turns take longer"
+    if config.evaluation.every or config.trainer.checkpoint_every:
+        yield "evaluation and checkpoints: time beside the steps"
