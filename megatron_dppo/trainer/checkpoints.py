@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 _FIXED = ("algorithm", "optimizer", "lora", "rollout.temperature", "rollout.oversample", "trainer.prompts_per_step",
           "trainer.samples_per_prompt", "trainer.prompts_per_mini_batch", "trainer.ppo_epochs", "run.seed")  # fmt: skip
 """Settings that decide what the next gradient step is. Layout, budgets, engines, step counts may change."""
+_FREE = ("optimizer.overlap_",)
+"""Those among them that decide only when ranks talk to each other."""
 
 
 def checkpoint_root(config: Config) -> Path:
@@ -61,7 +63,7 @@ def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
     """The first setting that is not what it was, in words; "" where all are alike. Of a mapping (the preset's
     overrides) either side may have an entry that the other lacks."""
     for name in [*now, *sorted(before.keys() - now.keys())]:
-        if before.get(name) != now.get(name):
+        if not name.startswith(_FREE) and before.get(name) != now.get(name):
             was, value = (repr(side[name]) if name in side else "absent" for side in (before, now))
             return f"{name} was {was} and is {value} now"
     return ""

@@ -19,6 +19,7 @@ def settings(**sections: dict[str, Any]) -> dict[str, Any]:
     [
         ({}, {}, ""),
         ({}, {"trainer": {"steps": 7}, "rollout": {"engines": 2}}, ""),
+        ({}, {"optimizer": {"overlap_grad_reduce": True}}, ""),
         ({}, {"optimizer": {"lr": 0.5}}, "optimizer.lr was 1e-06 and is 0.5 now"),
         (
             {"algorithm": {"overrides": {"threshold_negative": 0.3}}},
