@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 from megatron_dppo.doctor.finding import Finding, error
+from megatron_dppo.launch.nodes import ranks_in_all_and_here
 
 LEAST_WITHIN, LEAST_BETWEEN = 50e9, 5e9
 """Bytes/s of an all-reduce within a node (NVLink) and between nodes (one 100 Gb/s card); GPUs only."""
@@ -22,7 +23,7 @@ def check_bandwidth(least: float | None = None) -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
 
-    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    (world, here), rank = ranks_in_all_and_here(), int(os.environ["RANK"])
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -32,7 +33,7 @@ def check_bandwidth(least: float | None = None) -> Iterator[Finding]:
     speed = all_reduce_speed(world, on_gpu)
     if started_here:
         dist.destroy_process_group()
-    nodes = max(1, world // int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    nodes = max(1, world // here)
     if least is None:
         least = (LEAST_BETWEEN if nodes > 1 else LEAST_WITHIN) if on_gpu else 0.0
     if rank == 0 and speed < least:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.example import Downloaded, MadeOnce, job_stamp, run_example
+from megatron_dppo.launch.nodes import ranks_in_all_and_here
 from megatron_dppo.launch.rank import exit_status
 
 _TRIAL = (
@@ -48,7 +49,8 @@ def run_experiment(
         raise SystemExit(exit_status(lambda: _refuse(f"EXPERIMENT={experiment} is none of {', '.join(models)}")))
     name = models[experiment].rsplit("/", 1)[-1]
     trial, overrides = _options(sys.argv[1:])
-    if "RUN_DIR" not in os.environ and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+    ranks, here = ranks_in_all_and_here()
+    if "RUN_DIR" not in os.environ and here < ranks:
         why = "RUN_DIR is not set, and by default each node would have a folder of its own; name one that all see"
         raise SystemExit(exit_status(lambda: _refuse(why)))
     run = Path(os.environ.get("RUN_DIR", root / f"runs/{experiment}/{job_stamp()}"))
@@ -62,7 +64,7 @@ def run_experiment(
         suffix = "" if trial.layers is None else f"-{trial.layers}-layers"
         folder = Path(os.environ.get("MODEL_DIR", root / "models" / f"{name}-shapes{suffix}"))
         model = MadeOnce(folder, [str(root / shapes[models[experiment]]), "{out}", *size])
-        settings = [*_TRIAL, *_parallel(int(os.environ.get("WORLD_SIZE", "1")))]
+        settings = [*_TRIAL, *_parallel(ranks)]
     elif trial.layers is not None:
         raise SystemExit(exit_status(lambda: _refuse("--layers goes with --random-weights: a checkpoint has its own")))
     else:

@@ -20,6 +20,7 @@ import ray
 
 from megatron_dppo.compat.ray_daemons import fewer_daemons
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.nodes import ranks_in_all_and_here
 
 _START_ATTEMPTS = 4
 
@@ -133,8 +134,8 @@ class RaySession:
 
 def require_cluster() -> None:
     """UserError where ranks are on several nodes and no Ray is: one that a rank starts is its node's alone."""
-    ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if here < ranks and "LOCAL_WORLD_SIZE" in os.environ and not os.environ.get("RAY_ADDRESS"):
+    ranks, here = ranks_in_all_and_here()
+    if here < ranks and not os.environ.get("RAY_ADDRESS"):
         raise UserError(
             f"torchrun started {here} of {ranks} ranks here; those of several nodes meet in one Ray: start "
             "Ray on every node and set RAY_ADDRESS to host:port of its head (docker/start_node.sh does both)"
