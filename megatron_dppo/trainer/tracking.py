@@ -115,7 +115,8 @@ class Tracker:
 
 def require_unused(folder: Path) -> None:
     """Raise `UserError` if `folder` holds the metrics of a run, or a checkpoint or model of one: the run could not put
-    its own there at its end. Cheap, so that it can be asked before a run starts."""
+    its own there at its end. What was never finished (its name begins with a dot) is in nobody's way: a job that was
+    killed in its first save begins anew. Cheap, so that it can be asked before a run starts."""
     path = folder / METRICS_FILE
     if path.exists() and path.stat().st_size:
         raise UserError(
@@ -123,7 +124,8 @@ def require_unused(folder: Path) -> None:
             "trainer.resume=true"
         )
     for name in (CHECKPOINTS, MODEL_FOLDER, ADAPTER_FOLDER):
-        if (folder / name).is_dir() and any((folder / name).iterdir()):
+        inside = (folder / name).iterdir() if (folder / name).is_dir() else ()
+        if any(not path.name.startswith(".") for path in inside):
             raise UserError(
                 f"run.dir={folder} holds {name}/ of another run; choose another run.dir, or move that folder away"
             )

@@ -113,7 +113,7 @@ def test_reading_says_what_is_wrong(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["hf", "adapter", "checkpoints"])
 def test_what_the_end_of_a_run_would_stumble_over_is_refused_at_its_start(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir()
+    (tmp_path / name / ".step_8.incomplete-0a1b2c3d").mkdir(parents=True)  # its save was killed
     require_unused(tmp_path)
     (tmp_path / name / "config.json").write_text("{}")
     with pytest.raises(UserError, match=rf"run\.dir=.* holds {name}/ of another run"):
