@@ -23,8 +23,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 ROUNDS = 2
 """Processes of each kind that take turns at the same number of layers."""
-PLANNED = {"H200": "h200-141g", "H100 80GB HBM3": "h100-80g"}
-"""The planner's name of a card by a part of CUDA's."""
 
 
 def main() -> int:
@@ -111,13 +109,13 @@ def planned(trial: dict[str, Any], rank: int) -> list[str]:
     from compare_plan import predict
 
     from megatron_dppo.models.lora.config import LoraConfig
-    from megatron_dppo.planner.gpus import find_gpu
+    from megatron_dppo.planner.gpus import gpu_of_card
 
-    gpu = next((name for part, name in PLANNED.items() if part in trial["device"]), None)
-    if gpu is None:
+    gpu = gpu_of_card(trial["device"], trial["device_bytes"])
+    if not gpu.measured:
         return ["", ""]
     case = Case("trial", 1, trial["layers"], recompute=trial["recompute"])
-    guess = predict(case, find_gpu(gpu), lora=LoraConfig(rank=rank) if trial["kind"] == "lora" else None)
+    guess = predict(case, gpu, lora=LoraConfig(rank=rank) if trial["kind"] == "lora" else None)
     return [f"{guess['peak_gib']:.1f}", f"{guess['step_s']:.3f}"]
 
 

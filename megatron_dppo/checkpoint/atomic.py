@@ -54,14 +54,20 @@ def check_target(path: Path, *, overwrite: bool) -> None:
 
 def publish(partial: Path, path: Path) -> None:
     """Rename `partial` to `path`; a folder already there goes away after the new one is in place."""
-    old = None
-    if path.exists():
-        old = path.parent / f".{path.name}.replaced-{secrets.token_hex(4)}"
-        path.rename(old)
+    old = set_aside(path)
     partial.rename(path)
     sync(path.parent)
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename what is at `path` to a hidden name beside it, which is returned; None where nothing is."""
+    if not path.exists():
+        return None
+    old = path.parent / f".{path.name}.replaced-{secrets.token_hex(4)}"
+    path.rename(old)
+    return old
 
 
 def sync(folder: Path) -> None:

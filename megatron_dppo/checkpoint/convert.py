@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from megatron_dppo.checkpoint import state_folder
-from megatron_dppo.checkpoint.atomic import check_target
+from megatron_dppo.checkpoint.atomic import check_target, set_aside
 from megatron_dppo.checkpoint.hf_files import HFFiles
 from megatron_dppo.checkpoint.hf_import import check_tensors, load_hf_weights, stores_stacked_experts
 from megatron_dppo.checkpoint.hf_save import SHARD_BYTES, save_hf_checkpoint
@@ -186,10 +185,7 @@ def _to_hugging_face(
 @contextmanager
 def _replaced(output: Path) -> Iterator[None]:
     """What is at `output` makes room for what the block writes there, and comes back where that fails. Collective."""
-    old = None
-    if dist.get_rank() == 0 and output.exists():
-        old = output.parent / f".{output.name}.replaced-{secrets.token_hex(4)}"
-        output.rename(old)
+    old = set_aside(output) if dist.get_rank() == 0 else None
     dist.barrier()
     try:
         yield

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_dppo.models.lora.size import GROUPED_ROW_BYTES
 from megatron_dppo.planner.parameters import stage_layers
 from megatron_dppo.planner.workload import Layout
 
 _HALF = 2
-GROUPED_RANK = 8
-"""Ranks that are a multiple of this let all experts of a rank share one product (`LoraAdapter`)."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def adapter_work(layout: Layout, layer: int) -> AdapterWork:
 def adapter_calls(layout: Layout, layer: int) -> int:
     """Products with an adapter that the host launches in a layer's forward."""
     assert layout.lora is not None
-    grouped = layout.lora.rank % GROUPED_RANK == 0
+    grouped = _HALF * layout.lora.rank % GROUPED_ROW_BYTES == 0
     return sum(1 if grouped else max(1, one.experts) for one in _adapters(layout, layer))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import warnings
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,7 +14,7 @@ from megatron_dppo.tasks.prompt_set import PromptSet
 from megatron_dppo.tasks.prompting import encode_prompt, user_message
 from megatron_dppo.tasks.rewards.config import VerifierReward
 from megatron_dppo.tasks.rewards.grader import build_grader
-from megatron_dppo.tasks.rewards.gym import GymJudge
+from megatron_dppo.tasks.rewards.gym import GymJudge, gym_factory
 from megatron_dppo.tasks.rewards.pool import JudgePool, MakeJudges
 from megatron_dppo.tasks.task import Prompt
 
@@ -92,18 +91,16 @@ def _check_lengths(config: TaskConfig, prompts: list[Prompt], most: int) -> None
 
 
 def _create_dataset(config: TaskConfig, *, size: int) -> Any:
-    with warnings.catch_warnings():
-        # A dependency of the library has a doubtful comparison in its source, reported on first import.
-        warnings.simplefilter("ignore", SyntaxWarning)
-        from reasoning_gym.factory import DATASETS, create_dataset
-    if config.dataset not in DATASETS:
-        raise UserError(f"task.dataset={config.dataset!r} is not in reasoning-gym{_nearest(config.dataset, DATASETS)}")
-    fields = {field.name for field in dataclasses.fields(DATASETS[config.dataset][1])} - {"seed", "size"}
+    factory = gym_factory()
+    known = factory.DATASETS
+    if config.dataset not in known:
+        raise UserError(f"task.dataset={config.dataset!r} is not in reasoning-gym{_nearest(config.dataset, known)}")
+    fields = {field.name for field in dataclasses.fields(known[config.dataset][1])} - {"seed", "size"}
     for name in config.parameters:
         if name not in fields:
             raise UserError(f"task.parameters.{name} is not a parameter of {config.dataset}{_nearest(name, fields)}")
     try:
-        return create_dataset(config.dataset, seed=config.seed, size=size, **config.parameters)
+        return factory.create_dataset(config.dataset, seed=config.seed, size=size, **config.parameters)
     except (AssertionError, TypeError, ValueError) as error:
         raise UserError(f"task.parameters are refused by {config.dataset}: {error}") from error
 

@@ -77,7 +77,8 @@ def run(arguments: argparse.Namespace) -> None:
         found = agreement(trial, lora)
     else:
         found = _timing(trial, lora if arguments.trial == "lora" else None, arguments.steps)
-    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    card = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
+    found["device"], found["device_bytes"] = (card.name, card.total_memory) if card else ("CPU", 0)
     arguments.out.write_text(json.dumps(found))
     actor_runtime.stop()
 

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.lora.sites import LocalSite, a_pieces, b_pieces
+from megatron_dppo.models.lora.size import GROUPED_ROW_BYTES
 from megatron_dppo.models.names import Block, Piece
 
 
@@ -152,6 +153,6 @@ class LoraAdapter(torch.nn.Module):
 
 def _can_group(x: Tensor, rank: int) -> bool:
     """One grouped product needs 16-byte rows, and bfloat16 on a GPU; no rows at all are left to the loop."""
-    if x.shape[0] == 0 or (rank * x.element_size()) % 16 or x.shape[1] * x.element_size() % 16:
+    if x.shape[0] == 0 or any(width * x.element_size() % GROUPED_ROW_BYTES for width in (rank, x.shape[1])):
         return False
     return x.dtype is torch.bfloat16 if x.is_cuda else x.dtype is not torch.float64

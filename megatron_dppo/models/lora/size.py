@@ -7,6 +7,9 @@ from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.lora.config import LoraConfig, Target
 from megatron_dppo.models.parallel import ParallelConfig
 
+GROUPED_ROW_BYTES = 16
+"""Rows of `A x` that are a multiple of this many bytes let all experts of a rank share one product."""
+
 
 def adapter_sizes(model: HFConfig, parallel: ParallelConfig, layer: int, config: LoraConfig) -> dict[Target, int]:
     """Parameters of the adapters of decoder layer `layer` on one rank, by those of `config.targets` that it has.

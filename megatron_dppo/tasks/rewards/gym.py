@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import warnings
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
@@ -43,9 +45,13 @@ _made: dict[str, Any] = {}
 def _dataset(judge: GymJudge) -> Any:
     key = repr(judge)
     if key not in _made:
-        with warnings.catch_warnings():
-            # A dependency of the library has a doubtful comparison in its source, reported on first import.
-            warnings.simplefilter("ignore", SyntaxWarning)
-            from reasoning_gym.factory import create_dataset
-        _made[key] = create_dataset(judge.dataset, **judge.parameters)
+        _made[key] = gym_factory().create_dataset(judge.dataset, **judge.parameters)
     return _made[key]
+
+
+def gym_factory() -> ModuleType:
+    """reasoning-gym's module that knows and makes its datasets; imported when it is needed, which takes seconds."""
+    with warnings.catch_warnings():
+        # A dependency of the library has a doubtful comparison in its source, reported on first import.
+        warnings.simplefilter("ignore", SyntaxWarning)
+        return importlib.import_module("reasoning_gym.factory")
