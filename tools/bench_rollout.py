@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.models.qwen3_30b_a3b import SHAPES
-from megatron_dppo.rollout.record_frame import HOLD, ResponseRecord
+from megatron_dppo.rollout.vllm.record_frame import HOLD, ResponseRecord
 
 K = 20
 TOPK_ON_GPU = {"topk_on_gpu": K}
@@ -111,7 +111,7 @@ def start_engine(model: Path, *, router_replay: bool, load: Load, tiny: bool, gp
     if router_replay:
         options |= {
             "enable_return_routed_experts": True,
-            "scheduler_cls": "megatron_dppo.rollout.record_scheduler.record_scheduler",
+            "scheduler_cls": "megatron_dppo.rollout.vllm.record_scheduler.record_scheduler",
             "logits_processors": ["tools.topk_processor:TopKRecorder"],
             "worker_extension_cls": "tools.topk_processor.TopKReader",
         }

@@ -38,8 +38,8 @@ def record(model: Path, folder: Path, *, prompts: int, tokens: int, rollout_dtyp
     from transformers import AutoModelForCausalLM
 
     from megatron_dppo.rollout.config import RolloutConfig
-    from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
-    from megatron_dppo.rollout.vllm_engine import VllmEngine
+    from megatron_dppo.rollout.engine import GenerationRequest, SamplingLaw
+    from megatron_dppo.rollout.vllm.engine import VllmEngine
 
     config = RolloutConfig(max_prompt_tokens=16, max_response_tokens=tokens, dtype=rollout_dtype)
     engine = VllmEngine(model, config)

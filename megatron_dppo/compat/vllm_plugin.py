@@ -17,7 +17,7 @@ def register() -> None:
     """
     atexit.register(gc.freeze)
     from megatron_dppo.compat.vllm_cpu import mend_expert_choice, on_cpu
-    from megatron_dppo.rollout.weight_transfer.backend import register_backend
+    from megatron_dppo.rollout.vllm.start import register_backend
 
     register_backend()
     if on_cpu():

@@ -25,7 +25,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import load_hf_config
 from megatron_dppo.rollout.seeds import TRAINING
-from megatron_dppo.rollout.vllm_engine import VllmEngine
+from megatron_dppo.rollout.vllm.engine import VllmEngine
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.examiner import build_examiner

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
-from megatron_dppo.rollout.errors import EngineClosed, EngineDead
+from megatron_dppo.rollout.engine import EngineClosed, EngineDead
 
 
 class EventLoop:

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from megatron_dppo.rollout.errors import EngineClosed
+from megatron_dppo.rollout.engine import EngineClosed
 
 _TICK_S = 0.2
 

@@ -1,4 +1,4 @@
-"""Rollouts in the Ray object store: written once by the engine's process, pulled by column by the training ranks.
+"""Rollouts in an object store: written once by the engine's process, pulled by column by the training ranks.
 
 A rollout is cut into objects of a few sequences each, and each of those into the columns that different ranks want:
 token ids (everybody), what the objective needs (the last pipeline stage), top-K laws (the last stage, if the preset
@@ -7,14 +7,13 @@ uses them) and routes by group of MoE layers (the stage that holds the layers).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import ray
 
-from megatron_dppo.batch import AlignedBatch, Columns, align
+from megatron_dppo.batch import Columns, align
 from megatron_dppo.batch.rollout_batch import RolloutBatch
 from megatron_dppo.router_replay.routes import Routes
 
@@ -169,74 +168,3 @@ def _checked_groups(routes: Routes | None, layer_groups: LayerGroups | None) -> 
             f"groups {groups}: trainer and engine run different models"
         )
     return groups
-
-
-class RolloutSource:
-    """A `SequenceSource` over a `RolloutHandle`, on any rank with a `RaySession`. Pulls the objects that hold the rows
-    and columns asked for, and nothing else; whole objects come to a node once."""
-
-    def __init__(self, handle: RolloutHandle) -> None:
-        self._handle = handle
-        self.lengths = handle.lengths
-        self.trained = handle.trained
-        self.routed = handle.routed
-        self.pulled_bytes = 0
-        self._pulled: set[Part] = set()
-
-    def rows(self, sequences: np.ndarray, columns: Columns | None = None) -> AlignedBatch:
-        """The named sequences in the order named, with the columns wanted (all when None)."""
-        handle, columns = self._handle, columns or Columns()
-        wanted = np.asarray(sequences, dtype=np.int64)
-        if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(handle)):
-            raise IndexError(f"sequences {wanted.min()}..{wanted.max()} of a rollout of {len(handle)}")
-        # A pack without sequences still has the arrays' types and widths, which some object must tell.
-        numbers = np.unique(handle.objects_of(wanted)) if len(wanted) else np.zeros(1, dtype=np.int64)
-        names = handle.columns(columns)
-        arrays = self._pull([(handle.keys[n], name) for name in names for n in numbers])
-        chunks = [self._chunk(int(n), arrays, columns) for n in numbers]
-        joined = chunks[0] if len(chunks) == 1 else AlignedBatch.concatenate(chunks)
-        places = np.searchsorted(_sequences_of(handle, numbers), wanted)
-        return joined.select(places)
-
-    def token_ids(self) -> list[np.ndarray]:
-        """Token ids of every sequence, for a reader that decodes them."""
-        arrays = self._pull([(key, "tokens") for key in self._handle.keys])
-        joined = np.concatenate([arrays[key, "tokens"] for key in self._handle.keys])
-        return np.split(joined, np.cumsum(self.lengths)[:-1])
-
-    def _pull(self, parts: list[Part]) -> dict[Part, Any]:
-        store: Any = ray.get_actor(self._handle.store)
-        values = ray.get(ray.get(store.objects.remote(parts)))
-        for part, value in zip(parts, values, strict=True):
-            if part not in self._pulled:
-                self._pulled.add(part)
-                self.pulled_bytes += value.nbytes
-        return dict(zip(parts, values, strict=True))
-
-    def _chunk(self, number: int, arrays: dict[Part, Any], columns: Columns) -> AlignedBatch:
-        handle, key = self._handle, self._handle.keys[number]
-        lengths = handle.lengths[handle.bounds[number] : handle.bounds[number + 1]]
-        return AlignedBatch(
-            input_ids=arrays[key, "tokens"],
-            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            policy=arrays.get((key, "policy")),
-            topk=arrays.get((key, "topk")),
-            routes=self._routes(key, arrays, columns),
-        )
-
-    def _routes(self, key: str, arrays: dict[Part, Any], columns: Columns) -> Routes | None:
-        groups = self._handle.route_groups(columns)
-        if not groups:
-            return None
-        parts: list[Routes] = [arrays[key, f"routes.{g}"] for g in groups]
-        held = [layer for g in groups for layer in self._handle.layer_groups[g]]
-        order = list(range(max(held) + 1)) if columns.moe_layers is None else list(columns.moe_layers)
-        if len(parts) == 1 and held == order:
-            return parts[0]
-        stacked = np.concatenate([part.experts for part in parts], axis=1)
-        return replace(parts[0], experts=stacked[:, [held.index(layer) for layer in order]])
-
-
-def _sequences_of(handle: RolloutHandle, numbers: Iterable[int]) -> np.ndarray:
-    """Sequences held by the named objects, ascending."""
-    return np.concatenate([np.arange(handle.bounds[n], handle.bounds[n + 1]) for n in numbers])

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.fleet import EngineFleet
+from megatron_dppo.rollout.fleet.fleet import EngineFleet
 from megatron_dppo.trainer.weight_sync import WeightSync
 
 _LOOK_S, _WORD_S = 0.2, 15.0

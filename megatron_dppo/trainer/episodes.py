@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.batch import RolloutBatch, join_turns
-from megatron_dppo.rollout.protocol import GenerationRequest
+from megatron_dppo.rollout.engine import GenerationRequest
 from megatron_dppo.rollout.seeds import TRAINING, request_seed
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask, Episode
 from megatron_dppo.tasks.task import Prompt, Rewards

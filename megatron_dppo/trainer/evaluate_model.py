@@ -20,7 +20,7 @@ from megatron_dppo.config.base import ConfigModel
 from megatron_dppo.config.load import build_config, read_tree
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.vllm_engine import VllmEngine
+from megatron_dppo.rollout.vllm.engine import VllmEngine
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.task import Prompt
 from megatron_dppo.tasks.tokenizer import load_tokenizer

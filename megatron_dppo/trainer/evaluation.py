@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.protocol import RolloutEngine, SamplingLaw
+from megatron_dppo.rollout.engine import RolloutEngine, SamplingLaw
 from megatron_dppo.rollout.seeds import EVALUATION
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.task import Prompt, Rewards

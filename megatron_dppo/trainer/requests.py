@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from megatron_dppo.rollout.protocol import GenerationRequest
+from megatron_dppo.rollout.engine import GenerationRequest
 from megatron_dppo.rollout.seeds import TRAINING, request_seed
 from megatron_dppo.tasks.task import Prompt
 

@@ -15,10 +15,11 @@ from megatron_dppo.algorithm import group_advantages
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.fleet import EngineFleet
-from megatron_dppo.rollout.protocol import SamplingLaw
+from megatron_dppo.rollout.engine import SamplingLaw
+from megatron_dppo.rollout.fleet.fleet import EngineFleet
+from megatron_dppo.rollout.fleet.store import RolloutSource
 from megatron_dppo.rollout.seeds import TRAINING
-from megatron_dppo.rollout.stored import LayerGroups, RolloutHandle, RolloutSource
+from megatron_dppo.rollout.stored import LayerGroups, RolloutHandle
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.task import Rewards
 from megatron_dppo.trainer.assembly import Assembly

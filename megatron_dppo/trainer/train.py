@@ -34,8 +34,8 @@ from megatron_dppo.models.hf_config import HFConfig, load_hf_config
 from megatron_dppo.models.lora.attach import attach_adapters
 from megatron_dppo.models.lora.sites import adapter_tensors
 from megatron_dppo.models.megatron_config import transformer_config
-from megatron_dppo.rollout.fleet import EngineFleet
-from megatron_dppo.rollout.placement import find_places
+from megatron_dppo.rollout.fleet.fleet import EngineFleet
+from megatron_dppo.rollout.fleet.placement import find_places
 from megatron_dppo.rollout.ray_session import RaySession, require_cluster
 from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.agreement import check_agreement

@@ -14,7 +14,7 @@ from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.ray_engine import RayRolloutEngine
+from megatron_dppo.rollout.fleet.remote_engine import RayRolloutEngine
 from megatron_dppo.rollout.weight_transfer.broadcast import BroadcastSender
 from megatron_dppo.rollout.weight_transfer.checksum import Packed
 from megatron_dppo.rollout.weight_transfer.ipc import IpcSender

@@ -13,11 +13,11 @@ import torch
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.fleet import EngineFleet
-from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
-from megatron_dppo.rollout.ray_engine import RayRolloutEngine
+from megatron_dppo.rollout.engine import GenerationRequest, SamplingLaw
+from megatron_dppo.rollout.fleet.fleet import EngineFleet
+from megatron_dppo.rollout.fleet.remote_engine import RayRolloutEngine
 from megatron_dppo.rollout.ray_session import RaySession
-from megatron_dppo.rollout.vllm_engine import VllmEngine
+from megatron_dppo.rollout.vllm.engine import VllmEngine
 from megatron_dppo.rollout.weight_transfer.bucket import pack
 from tests.tiny import VOCAB_SIZE, tiny_qwen3_moe
 

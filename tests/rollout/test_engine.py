@@ -13,11 +13,10 @@ import torch
 from megatron_dppo.batch import align
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.errors import EngineClosed, GenerationTimeout
+from megatron_dppo.rollout.engine import EngineClosed, GenerationRequest, GenerationTimeout, SamplingLaw
+from megatron_dppo.rollout.fleet.store import RolloutSource
 from megatron_dppo.rollout.model_facts import ModelFacts
-from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
-from megatron_dppo.rollout.stored import RolloutSource
-from megatron_dppo.rollout.vllm_engine import VllmEngine
+from megatron_dppo.rollout.vllm.engine import VllmEngine
 from megatron_dppo.rollout.weight_transfer.manifest import IncompleteSync
 from tests.batch.test_align import assert_same
 from tests.rollout.conftest import LAW, Served, requests

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.rollout.errors import EngineDead
-from megatron_dppo.rollout.ray_engine import RayRolloutEngine
+from megatron_dppo.rollout.engine import EngineDead
+from megatron_dppo.rollout.fleet.remote_engine import RayRolloutEngine
 from megatron_dppo.rollout.ray_session import RaySession
 from tests.rollout.conftest import CONFIG
 from tests.tiny import tiny_qwen3_moe

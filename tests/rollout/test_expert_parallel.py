@@ -10,8 +10,8 @@ import pytest
 from megatron_dppo.compat.vllm_cpu import on_cpu
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.expert_parallel import check_expert_parallel
 from megatron_dppo.rollout.model_facts import ModelFacts
+from megatron_dppo.rollout.vllm.start import check_expert_parallel
 
 
 def facts(folder: Path, **fields: int) -> ModelFacts:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.dispatch import Dispatch
-from megatron_dppo.rollout.errors import EngineDead, EnginesFailed
-from megatron_dppo.rollout.seat import Seat
+from megatron_dppo.rollout.engine import EngineDead, EnginesFailed
+from megatron_dppo.rollout.fleet.dispatcher import Dispatch
+from megatron_dppo.rollout.fleet.replica import Seat
 
 
 class Start:

@@ -16,13 +16,13 @@ import ray
 import torch
 
 from megatron_dppo.batch import RolloutBatch
-from megatron_dppo.rollout.errors import EngineClosed, EnginesFailed
-from megatron_dppo.rollout.fleet import EngineFleet
-from megatron_dppo.rollout.protocol import GenerationRequest
-from megatron_dppo.rollout.ray_engine import RayRolloutEngine
+from megatron_dppo.rollout.engine import EngineClosed, EnginesFailed, GenerationRequest
+from megatron_dppo.rollout.fleet.fleet import EngineFleet
+from megatron_dppo.rollout.fleet.remote_engine import RayRolloutEngine
+from megatron_dppo.rollout.fleet.replica import Seat
+from megatron_dppo.rollout.fleet.store import RolloutSource
 from megatron_dppo.rollout.ray_session import RaySession
-from megatron_dppo.rollout.seat import Seat
-from megatron_dppo.rollout.stored import RolloutHandle, RolloutSource
+from megatron_dppo.rollout.stored import RolloutHandle
 from megatron_dppo.rollout.weight_transfer.bucket import pack
 from megatron_dppo.rollout.weight_transfer.recipients import Recipients
 from tests.rollout.conftest import CONFIG, LAW

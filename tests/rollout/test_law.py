@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.law import NEUTRAL, refuse_bent_law, refuse_engine_defaults, sampling_params
-from megatron_dppo.rollout.protocol import SamplingLaw
+from megatron_dppo.rollout.engine import SamplingLaw
 from megatron_dppo.rollout.seeds import request_seed
+from megatron_dppo.rollout.vllm.sampling import NEUTRAL, refuse_bent_law, refuse_engine_defaults, sampling_params
 
 
 def params(**law):

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from megatron_dppo.batch import RolloutBatch
-from megatron_dppo.rollout.convert import join_parts
-from megatron_dppo.rollout.protocol import GenerationRequest
+from megatron_dppo.rollout.engine import GenerationRequest
 from megatron_dppo.rollout.stored import columns_of
-from megatron_dppo.rollout.vllm_engine import VllmEngine
+from megatron_dppo.rollout.vllm.convert import join_parts
+from megatron_dppo.rollout.vllm.engine import VllmEngine
 from tests.rollout.conftest import LAW, Served, requests
 from tests.rollout.reference import model_with, other_weights
 from tests.rollout.spans import check_spans, check_tokens

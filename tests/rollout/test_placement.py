@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.placement import EnginePlace, Places, RankPlace, colocated, fleet
+from megatron_dppo.rollout.fleet.placement import EnginePlace, Places, RankPlace, colocated, fleet
 from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.rollout.weight_transfer.cuda_ipc import check_allocator
 

@@ -16,8 +16,8 @@ import pytest
 import ray
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.fleet.store import RolloutSource
 from megatron_dppo.rollout.ray_session import RayAddress, RaySession
-from megatron_dppo.rollout.stored import RolloutSource
 from tests.rollout.conftest import CONFIG, LAW, Served, requests
 from tests.tiny import tiny_qwen3_moe
 
@@ -26,7 +26,7 @@ import pickle, sys
 from megatron_dppo.errors import UserError
 import numpy as np
 from megatron_dppo.rollout.ray_session import RaySession
-from megatron_dppo.rollout.stored import RolloutSource
+from megatron_dppo.rollout.fleet.store import RolloutSource
 where, handle = pickle.load(open(sys.argv[1], "rb"))
 with RaySession.connect(where):
     part = RolloutSource(handle).rows(np.array([9, 1]))
@@ -37,7 +37,7 @@ CONTROLLER = """
 import sys, time
 from pathlib import Path
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.ray_engine import RayRolloutEngine
+from megatron_dppo.rollout.fleet.remote_engine import RayRolloutEngine
 from megatron_dppo.rollout.ray_session import RaySession
 if __name__ == "__main__":
     with RaySession.start(namespace="doomed", object_store_mib=80) as session:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dppo.rollout.convert import MalformedOutput, to_batch
-from megatron_dppo.rollout.protocol import GenerationRequest
-from megatron_dppo.rollout.record_frame import ResponseRecord
+from megatron_dppo.rollout.engine import GenerationRequest, MalformedOutput
+from megatron_dppo.rollout.vllm.convert import to_batch
+from megatron_dppo.rollout.vllm.record_frame import ResponseRecord
 from megatron_dppo.router_replay.record import RouteError, RouteSchema
 
 SCHEMA = RouteSchema(hidden_layers=3, moe_layers=(0, 2), num_experts=8, topk=2)

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from megatron_dppo.batch import RolloutBatch
-from megatron_dppo.rollout import vllm_engine, vllm_start
-from megatron_dppo.rollout.protocol import GenerationRequest
-from megatron_dppo.rollout.vllm_engine import VllmEngine
+from megatron_dppo.rollout.engine import GenerationRequest
+from megatron_dppo.rollout.vllm import engine as vllm_engine
+from megatron_dppo.rollout.vllm import start as vllm_start
+from megatron_dppo.rollout.vllm.engine import VllmEngine
 from tests.rollout.conftest import CONFIG, LAW
 from tests.rollout.reference import compare_law, compare_routes, load, reference
 from tests.tiny import VOCAB_SIZE, tiny_qwen3_moe

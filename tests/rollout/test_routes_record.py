@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dppo.rollout.law import sampling_params
-from megatron_dppo.rollout.record_frame import HOLD, BadFrame, ResponseRecord
-from megatron_dppo.rollout.vllm_engine import VllmEngine
+from megatron_dppo.rollout.vllm.engine import VllmEngine
+from megatron_dppo.rollout.vllm.record_frame import HOLD, BadFrame, ResponseRecord
+from megatron_dppo.rollout.vllm.sampling import sampling_params
 from tests.rollout.conftest import LAW, Served, prompts
 
 

@@ -12,7 +12,7 @@ from megatron_dppo.compat.vllm_cpu import engine_options
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.model_facts import ModelFacts
-from megatron_dppo.rollout.route_requirements import check_engine, check_version
+from megatron_dppo.rollout.vllm.route_requirements import check_engine, check_version
 from megatron_dppo.router_replay.record import RouteSchema
 from tests.tiny import tiny_qwen3_moe
 

@@ -9,9 +9,9 @@ import pytest
 import ray
 
 from megatron_dppo.batch import AlignedBatch, Columns, RolloutBatch, align
+from megatron_dppo.rollout.fleet.store import RolloutSource, RolloutStore
 from megatron_dppo.rollout.ray_session import RaySession
-from megatron_dppo.rollout.store import RolloutStore
-from megatron_dppo.rollout.stored import Part, RolloutHandle, RolloutSource, column_names, columns_of
+from megatron_dppo.rollout.stored import Part, RolloutHandle, column_names, columns_of
 from tests.batch.rollouts import LAYERS, random_batch
 from tests.batch.test_align import assert_same
 

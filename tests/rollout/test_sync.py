@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.rollout.ray_engine import RayRolloutEngine
+from megatron_dppo.rollout.fleet.remote_engine import RayRolloutEngine
 from megatron_dppo.rollout.ray_session import RaySession
 from tests.distributed import run_ranks
 from tests.rollout.conftest import CONFIG, LAW, Served, requests

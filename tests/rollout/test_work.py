@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
-from megatron_dppo.rollout.work import Ticket, in_pieces
+from megatron_dppo.rollout.engine import GenerationRequest, SamplingLaw
+from megatron_dppo.rollout.fleet.work import Ticket, in_pieces
 
 LAW = SamplingLaw(max_tokens=10)
 

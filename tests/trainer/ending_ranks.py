@@ -180,7 +180,7 @@ def _exporting(run: Run) -> Callable[[], None]:
 def _fleet(config: Any, name: str) -> Any:
     """A fleet without an engine: it keeps what it samples in the store as engines do."""
     from megatron_dppo.batch import RolloutBatch
-    from megatron_dppo.rollout.fleet import EngineFleet
+    from megatron_dppo.rollout.fleet.fleet import EngineFleet
 
     class Fleet(EngineFleet):
         version = 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_dppo.config.load import load_config
 from megatron_dppo.launch import exit_status
-from megatron_dppo.rollout.fleet import EngineFleet
+from megatron_dppo.rollout.fleet.fleet import EngineFleet
 from megatron_dppo.trainer.train import train
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.errors import GenerationTimeout
+from megatron_dppo.rollout.engine import GenerationTimeout
 from tests.distributed import run_ranks
 from tests.tiny import tiny_qwen3_moe
 from tests.trainer.ending_ranks import MINI_BATCHES, Ending, Run, run_all

@@ -11,9 +11,8 @@ import ray
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.engine_actor import CONCURRENCY_GROUPS, EngineActor
-from megatron_dppo.rollout.errors import EngineDead
-from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
+from megatron_dppo.rollout.engine import EngineDead, GenerationRequest, SamplingLaw
+from megatron_dppo.rollout.fleet.host import CONCURRENCY_GROUPS, EngineActor
 
 
 class RayRolloutEngine:

@@ -15,8 +15,7 @@ import ray
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.launch.imports import uncollected
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.errors import EngineDead
-from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
+from megatron_dppo.rollout.engine import EngineDead, GenerationRequest, SamplingLaw
 from megatron_dppo.rollout.stored import LayerGroups, columns_of
 from megatron_dppo.rollout.weight_transfer.bucket import Bucket
 
@@ -33,7 +32,7 @@ class EngineActor:
         os.environ.update(environment)  # before anything looks for devices
         kept = log is not None and _print_to(log)
         with uncollected():
-            from megatron_dppo.rollout.vllm_engine import VllmEngine  # vLLM is imported in this process only
+            from megatron_dppo.rollout.vllm.engine import VllmEngine  # vLLM is imported in this process only
 
         try:
             self._engine = VllmEngine(Path(model), config)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
+from megatron_dppo.rollout.engine import GenerationRequest, SamplingLaw
 from megatron_dppo.rollout.stored import LayerGroups
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.checkpoint.weight_layout import BucketLayout, TensorSlot
 from megatron_dppo.rollout.event_loop import EventLoop
-from megatron_dppo.rollout.gate import Gate
+from megatron_dppo.rollout.vllm.gate import Gate
 from megatron_dppo.rollout.weight_transfer.bucket import Bucket
 from megatron_dppo.rollout.weight_transfer.manifest import ChecksumMismatch, IncompleteSync, Manifest
 from megatron_dppo.rollout.weight_transfer.segment import MemorySegment

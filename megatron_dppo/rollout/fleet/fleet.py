@@ -12,13 +12,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.dispatch import Dispatch
-from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
-from megatron_dppo.rollout.ray_engine import RayRolloutEngine
-from megatron_dppo.rollout.seat import Seat
-from megatron_dppo.rollout.store import RolloutStore
+from megatron_dppo.rollout.engine import GenerationRequest, SamplingLaw
+from megatron_dppo.rollout.fleet.dispatcher import Dispatch
+from megatron_dppo.rollout.fleet.remote_engine import RayRolloutEngine
+from megatron_dppo.rollout.fleet.replica import Seat
+from megatron_dppo.rollout.fleet.store import RolloutStore
+from megatron_dppo.rollout.fleet.work import Ticket, in_pieces
 from megatron_dppo.rollout.stored import LayerGroups, RolloutHandle, column_names, columns_of
-from megatron_dppo.rollout.work import Ticket, in_pieces
 
 
 class EngineFleet:

@@ -21,7 +21,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 
-from megatron_dppo.rollout.record_frame import HOLD, ResponseRecord
+from megatron_dppo.rollout.vllm.record_frame import HOLD, ResponseRecord
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

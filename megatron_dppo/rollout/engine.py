@@ -9,6 +9,8 @@ from typing import Literal, Protocol
 import numpy as np
 
 from megatron_dppo.batch import RolloutBatch
+from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.config import RolloutConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,3 +56,45 @@ class RolloutEngine(Protocol):
     def resume(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+def check_requests(requests: Sequence[GenerationRequest], law: SamplingLaw, config: RolloutConfig) -> None:
+    """Raise `UserError` for requests that an engine of `config` cannot answer."""
+    if not requests:
+        raise UserError("generate was called without requests")
+    if len({r.request_id for r in requests}) != len(requests):
+        raise UserError("generate was called with the same request_id twice")
+    if law.max_tokens < 1:
+        raise UserError(f"max_tokens={law.max_tokens}: a response has at least one token")
+    for request in requests:
+        length = len(request.prompt_ids)
+        if length == 0 or length > config.max_prompt_tokens:
+            raise UserError(
+                f"request {request.request_id}: the prompt has {length} tokens, "
+                f"rollout.max_prompt_tokens allows 1 to {config.max_prompt_tokens}"
+            )
+        if length + law.max_tokens > config.max_model_len:
+            raise UserError(
+                f"request {request.request_id}: {length} prompt tokens and max_tokens={law.max_tokens} exceed "
+                f"rollout.max_prompt_tokens + rollout.max_response_tokens = {config.max_model_len}"
+            )
+
+
+class EngineClosed(RuntimeError):
+    """The engine was closed, or its gate is shut after a weight sync that did not finish."""
+
+
+class EngineDead(RuntimeError):
+    """The engine's core process ended or hung. Nothing can be asked of it any more; the reason is in its log."""
+
+
+class GenerationTimeout(TimeoutError):
+    """A request took longer than `rollout.request_timeout_s`; it was aborted with the others of its call."""
+
+
+class EnginesFailed(UserError):
+    """Engines failed more often in this run than `rollout.max_engine_failures` allows."""
+
+
+class MalformedOutput(RuntimeError):
+    """The engine answered with something other than what was asked for."""

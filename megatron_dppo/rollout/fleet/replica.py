@@ -10,9 +10,9 @@ from typing import Any
 import ray
 
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.engine_actor import CONCURRENCY_GROUPS, WORK
-from megatron_dppo.rollout.ray_engine import RayRolloutEngine
-from megatron_dppo.rollout.work import Work
+from megatron_dppo.rollout.fleet.host import CONCURRENCY_GROUPS, WORK
+from megatron_dppo.rollout.fleet.remote_engine import RayRolloutEngine
+from megatron_dppo.rollout.fleet.work import Work
 
 
 class Seat:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron_dppo.rollout.errors import EngineClosed
+from megatron_dppo.rollout.engine import EngineClosed
 
 
 class Gate:

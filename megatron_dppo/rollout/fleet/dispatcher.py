@@ -15,13 +15,12 @@ import ray
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.convert import MalformedOutput
-from megatron_dppo.rollout.errors import EngineClosed, EnginesFailed, GenerationTimeout
+from megatron_dppo.rollout.engine import EngineClosed, EnginesFailed, GenerationTimeout, MalformedOutput
 from megatron_dppo.rollout.event_thread import EventThread
-from megatron_dppo.rollout.ray_engine import RayRolloutEngine
-from megatron_dppo.rollout.seat import Seat
+from megatron_dppo.rollout.fleet.remote_engine import RayRolloutEngine
+from megatron_dppo.rollout.fleet.replica import Seat
+from megatron_dppo.rollout.fleet.work import Ticket, Work
 from megatron_dppo.rollout.stored import column_names
-from megatron_dppo.rollout.work import Ticket, Work
 
 _MOST_TIMEOUTS = 2
 

@@ -9,16 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_dppo.batch import RolloutBatch, join_turns
-from megatron_dppo.rollout.protocol import GenerationRequest
-from megatron_dppo.rollout.record_frame import BadFrame, ResponseRecord
+from megatron_dppo.rollout.engine import GenerationRequest, MalformedOutput
+from megatron_dppo.rollout.vllm.record_frame import BadFrame, ResponseRecord
 from megatron_dppo.router_replay.record import RouteSchema, record_routes
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
-
-
-class MalformedOutput(RuntimeError):
-    """The engine answered with something other than what was asked for."""
 
 
 def to_batch(

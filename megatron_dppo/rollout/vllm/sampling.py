@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.protocol import SamplingLaw
-from megatron_dppo.rollout.record_frame import HOLD
+from megatron_dppo.rollout.engine import SamplingLaw
+from megatron_dppo.rollout.vllm.record_frame import HOLD
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

@@ -6,16 +6,20 @@ import os
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from megatron_dppo.compat.vllm_cpu import engine_environment, engine_options
+from megatron_dppo.compat.vllm_cpu import engine_environment, engine_options, on_cpu
+from megatron_dppo.errors import UserError
 from megatron_dppo.launch.imports import uncollected
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.law import refuse_engine_defaults
 from megatron_dppo.rollout.model_facts import ModelFacts
-from megatron_dppo.rollout.route_requirements import check_engine, check_version
-from megatron_dppo.rollout.weight_transfer.backend import BACKEND
+from megatron_dppo.rollout.vllm.route_requirements import check_engine, check_version
+from megatron_dppo.rollout.vllm.sampling import refuse_engine_defaults
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+
+BACKEND = "megatron_dppo"
+"""Our weight-transfer backend's name to vLLM."""
 
 
 async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> AsyncLLM:
@@ -50,13 +54,13 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> AsyncLLM:
         "enable_prefix_caching": config.enable_prefix_caching,
         "enable_sleep_mode": config.enable_sleep,
         "enable_return_routed_experts": facts.routes is not None,
-        "scheduler_cls": "megatron_dppo.rollout.record_scheduler.record_scheduler",
+        "scheduler_cls": "megatron_dppo.rollout.vllm.record_scheduler.record_scheduler",
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": -1,
         "generation_config": "vllm",
         "skip_tokenizer_init": True,
         "weight_transfer_config": {"backend": BACKEND},
-        "worker_extension_cls": "megatron_dppo.rollout.weight_transfer.receiver.ReportsWeights",
+        "worker_extension_cls": "megatron_dppo.rollout.vllm.receiver.ReportsWeights",
         "disable_log_stats": True,
     }
     arguments = AsyncEngineArgs(**(options | engine_options(config)))
@@ -69,3 +73,32 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> AsyncLLM:
         [entry.value for entry in entry_points(group="vllm.logits_processors")],
     )
     return engine
+
+
+def register_backend() -> None:
+    """Name `BucketReceiver` to vLLM's factory. Idempotent; the class is imported when vLLM asks for it."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    try:
+        WeightTransferEngineFactory.register_engine(BACKEND, "megatron_dppo.rollout.vllm.receiver", "BucketReceiver")
+    except ValueError:  # the factory knows the name already
+        return
+
+
+def check_expert_parallel(facts: ModelFacts, config: RolloutConfig) -> None:
+    """Raise `UserError` where `rollout.expert_parallel` does not fit the model."""
+    if not config.expert_parallel:
+        return
+    where = f"rollout.expert_parallel=true: {facts.folder}"
+    if facts.experts == 0:
+        raise UserError(f"{where} has no experts; set it to false")
+    workers = config.tensor_parallel
+    if facts.experts < workers:
+        raise UserError(
+            f"{where} has {facts.experts} experts, fewer than rollout.tensor_parallel={workers}; lower the latter"
+        )
+    if on_cpu() and facts.experts // workers < facts.experts_per_token:
+        raise UserError(
+            f"{where} runs {facts.experts_per_token} experts a token, and on a CPU each of rollout.tensor_parallel="
+            f"{workers} workers must have that many of the {facts.experts}; lower the latter"
+        )

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_dppo.rollout.errors import GenerationTimeout
-from megatron_dppo.rollout.gate import Gate
-from megatron_dppo.rollout.protocol import GenerationRequest
+from megatron_dppo.rollout.engine import GenerationRequest, GenerationTimeout
 from megatron_dppo.rollout.seeds import continued_seed
+from megatron_dppo.rollout.vllm.gate import Gate
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

@@ -14,19 +14,17 @@ import torch
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.convert import join_parts, to_batch
+from megatron_dppo.rollout.engine import GenerationRequest, SamplingLaw, check_requests
 from megatron_dppo.rollout.event_loop import EventLoop
-from megatron_dppo.rollout.expert_parallel import check_expert_parallel
-from megatron_dppo.rollout.gate import Gate
-from megatron_dppo.rollout.law import refuse_bent_law, sampling_params
 from megatron_dppo.rollout.model_facts import ModelFacts
-from megatron_dppo.rollout.protocol import GenerationRequest, SamplingLaw
-from megatron_dppo.rollout.request_checks import check_requests
-from megatron_dppo.rollout.sampler import Sampler
-from megatron_dppo.rollout.vllm_start import start_vllm
+from megatron_dppo.rollout.vllm.convert import join_parts, to_batch
+from megatron_dppo.rollout.vllm.gate import Gate
+from megatron_dppo.rollout.vllm.sampler import Sampler
+from megatron_dppo.rollout.vllm.sampling import refuse_bent_law, sampling_params
+from megatron_dppo.rollout.vllm.start import check_expert_parallel, start_vllm
+from megatron_dppo.rollout.vllm.weight_updates import WeightUpdates
 from megatron_dppo.rollout.weight_transfer.bucket import Bucket, pack
 from megatron_dppo.rollout.weight_transfer.manifest import Manifest, read_shapes
-from megatron_dppo.rollout.weight_updates import WeightUpdates
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

@@ -1,0 +1,1 @@
+"""Several engines used as one, in Ray actors: who gets which work, and what becomes of engines that fail."""

@@ -1,0 +1,119 @@
+"""Rollouts in Ray's object store: who knows where their rows are, whatever became of the engine that sampled them, and
+how a rank pulls the rows that it trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import ray
+
+from megatron_dppo.batch import AlignedBatch, Columns
+from megatron_dppo.rollout.stored import Part, RolloutHandle
+from megatron_dppo.router_replay.routes import Routes
+
+
+class RolloutStore:
+    """A Ray actor that holds references to the columns of rollouts until they are released.
+
+    The objects belong to the controller, which asked for them, not to the engine whose process wrote them: Ray keeps
+    them when that process is killed. Any rank finds them here by the keys in a `RolloutHandle`.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[str, dict[str, ray.ObjectRef]] = {}
+
+    def put(self, key: str, columns: Mapping[str, ray.ObjectRef]) -> None:
+        """Hold an object's columns. Raises KeyError for a key that is held already: no sequence comes twice."""
+        if key in self._columns:
+            raise KeyError(f"rollout {key} is in the store already")
+        self._columns[key] = dict(columns)
+
+    def objects(self, parts: Sequence[Part]) -> list[ray.ObjectRef]:
+        """References; the caller becomes a borrower, and no byte moves yet."""
+        missing = {key for key, _ in parts} - self._columns.keys()
+        if missing:
+            raise KeyError(f"rollouts {sorted(missing)} were released or never made")
+        return [self._columns[key][column] for key, column in parts]
+
+    def release(self, keys: Sequence[str]) -> None:
+        """Forget objects; Ray frees them as soon as nobody holds arrays of them."""
+        for key in keys:
+            self._columns.pop(key, None)
+
+    def held(self) -> int:
+        """Number of objects that were not released."""
+        return len(self._columns)
+
+
+class RolloutSource:
+    """A `SequenceSource` over a `RolloutHandle`, on any rank with a `RaySession`. Pulls the objects that hold the rows
+    and columns asked for, and nothing else; whole objects come to a node once."""
+
+    def __init__(self, handle: RolloutHandle) -> None:
+        self._handle = handle
+        self.lengths = handle.lengths
+        self.trained = handle.trained
+        self.routed = handle.routed
+        self.pulled_bytes = 0
+        self._pulled: set[Part] = set()
+
+    def rows(self, sequences: np.ndarray, columns: Columns | None = None) -> AlignedBatch:
+        """The named sequences in the order named, with the columns wanted (all when None)."""
+        handle, columns = self._handle, columns or Columns()
+        wanted = np.asarray(sequences, dtype=np.int64)
+        if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(handle)):
+            raise IndexError(f"sequences {wanted.min()}..{wanted.max()} of a rollout of {len(handle)}")
+        # A pack without sequences still has the arrays' types and widths, which some object must tell.
+        numbers = np.unique(handle.objects_of(wanted)) if len(wanted) else np.zeros(1, dtype=np.int64)
+        names = handle.columns(columns)
+        arrays = self._pull([(handle.keys[n], name) for name in names for n in numbers])
+        chunks = [self._chunk(int(n), arrays, columns) for n in numbers]
+        joined = chunks[0] if len(chunks) == 1 else AlignedBatch.concatenate(chunks)
+        places = np.searchsorted(_sequences_of(handle, numbers), wanted)
+        return joined.select(places)
+
+    def token_ids(self) -> list[np.ndarray]:
+        """Token ids of every sequence, for a reader that decodes them."""
+        arrays = self._pull([(key, "tokens") for key in self._handle.keys])
+        joined = np.concatenate([arrays[key, "tokens"] for key in self._handle.keys])
+        return np.split(joined, np.cumsum(self.lengths)[:-1])
+
+    def _pull(self, parts: list[Part]) -> dict[Part, Any]:
+        store: Any = ray.get_actor(self._handle.store)
+        values = ray.get(ray.get(store.objects.remote(parts)))
+        for part, value in zip(parts, values, strict=True):
+            if part not in self._pulled:
+                self._pulled.add(part)
+                self.pulled_bytes += value.nbytes
+        return dict(zip(parts, values, strict=True))
+
+    def _chunk(self, number: int, arrays: dict[Part, Any], columns: Columns) -> AlignedBatch:
+        handle, key = self._handle, self._handle.keys[number]
+        lengths = handle.lengths[handle.bounds[number] : handle.bounds[number + 1]]
+        return AlignedBatch(
+            input_ids=arrays[key, "tokens"],
+            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            policy=arrays.get((key, "policy")),
+            topk=arrays.get((key, "topk")),
+            routes=self._routes(key, arrays, columns),
+        )
+
+    def _routes(self, key: str, arrays: dict[Part, Any], columns: Columns) -> Routes | None:
+        groups = self._handle.route_groups(columns)
+        if not groups:
+            return None
+        parts: list[Routes] = [arrays[key, f"routes.{g}"] for g in groups]
+        held = [layer for g in groups for layer in self._handle.layer_groups[g]]
+        order = list(range(max(held) + 1)) if columns.moe_layers is None else list(columns.moe_layers)
+        if len(parts) == 1 and held == order:
+            return parts[0]
+        stacked = np.concatenate([part.experts for part in parts], axis=1)
+        return replace(parts[0], experts=stacked[:, [held.index(layer) for layer in order]])
+
+
+def _sequences_of(handle: RolloutHandle, numbers: Iterable[int]) -> np.ndarray:
+    """Sequences held by the named objects, ascending."""
+    return np.concatenate([np.arange(handle.bounds[n], handle.bounds[n + 1]) for n in numbers])

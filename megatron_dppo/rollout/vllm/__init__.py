@@ -1,0 +1,1 @@
+"""All that imports vLLM: the engine, and what runs inside vLLM's own processes."""
