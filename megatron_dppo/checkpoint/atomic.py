@@ -80,8 +80,8 @@ def sync(folder: Path) -> None:
 
 
 def write_synced(file: Path, text: str) -> None:
-    """Write and flush to the disk."""
-    with file.open("w") as handle:
+    """Write and flush to the disk. A lone surrogate becomes its escape, which JSON reads as what it was."""
+    with file.open("w", encoding="utf-8", errors="backslashreplace") as handle:
         handle.write(text)
         handle.flush()
         os.fsync(handle.fileno())

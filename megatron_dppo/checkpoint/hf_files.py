@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.names import Block, Shape
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -53,7 +54,7 @@ class HFFiles:
                     if name in self.tensors:
                         raise UserError(f"{file}: {name} is also stored in {self.tensors[name].file}")
                     self.tensors[name] = StoredTensor(file, tuple(described.get_shape()), DTYPES[stored])
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise UserError(
                 f"{file} is no intact safetensors file ({error}); it was cut off or overwritten: fetch it again"
             ) from None
@@ -88,19 +89,18 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
     """The weight files and, where there is an index, what it places in each."""
     index = folder / INDEX
     if index.is_file():
-        try:
-            placed: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{index} is not a safetensors index: {error!r}") from None
+        placed = read_json_object(index).get("weight_map")
+        if not isinstance(placed, dict):
+            raise UserError(f"{index} is not a safetensors index: its weight_map is no object; fetch it again")
         files: dict[Path, set[str] | None] = {}
         for name, file in placed.items():
-            if Path(file).name != file:
+            if not isinstance(file, str) or Path(file).name != file:
                 raise UserError(f"{index} places {name} outside the folder, in {file!r}")
             entry = files.setdefault(folder / file, set())
             assert entry is not None
             entry.add(name)
         for file_path in files:
-            if not file_path.is_file():
+            if not os.path.isfile(file_path):  # Path.is_file raises for a name that no file system takes
                 raise UserError(f"{file_path} is missing, but {INDEX} names it; fetch the checkpoint again")
         return files
     if (folder / SINGLE).is_file():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_dppo.checkpoint.hf_files import HFFiles
 from megatron_dppo.checkpoint.weight_layout import extent
 from megatron_dppo.errors import UserError
+from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import owned_parameters
 from megatron_dppo.models.names import Piece, Shape
@@ -103,14 +103,15 @@ def check_tokenizer(folder: Path, model: HFConfig) -> None:
     file = folder / "tokenizer.json"
     if not file.is_file():
         return
+    content = read_json_object(file)
     try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise UserError(f"{file} is not valid JSON: {error}") from None
-    vocabulary = content.get("model", {}).get("vocab", {})
-    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
-    largest = max([*ids, *(t["id"] for t in content.get("added_tokens", []))], default=-1)
-    if largest >= model.vocab_size:
+        vocabulary = content.get("model", {}).get("vocab", {})
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+        largest = max([*ids, *(t["id"] for t in content.get("added_tokens") or [])], default=-1)
+        beyond = largest >= model.vocab_size
+    except (AttributeError, TypeError, KeyError) as error:
+        raise UserError(f"{file} is no tokenizer ({error!r}); copy it again from where the model came from") from None
+    if beyond:
         raise UserError(
             f"{file} has token ids up to {largest}, but config.json says vocab_size {model.vocab_size}: the embedding "
             "has no row for them"

@@ -10,6 +10,7 @@ import torch
 
 from megatron_dppo.checkpoint.atomic import write_synced
 from megatron_dppo.errors import UserError
+from megatron_dppo.json_object import read_json_object
 
 CONFIG = "config.json"
 _COPIED = (
@@ -26,10 +27,28 @@ _COPIED = (
 )
 
 
+def _inside(source: Path, name: str) -> Path:
+    """The file behind `source/name`. `UserError` for a link that leads out of the folder: whoever made the folder would
+    choose which of our files an export holds. The Hugging Face cache alone links to its `blobs` two folders above."""
+    folder = source.resolve()
+    allowed = [folder]
+    if folder.parent.name == "snapshots":
+        allowed.append(folder.parents[1] / "blobs")
+    try:
+        file = (source / name).resolve()
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{source / name} is a link that leads nowhere ({error}); remove it") from None
+    if not any(file.is_relative_to(place) for place in allowed):
+        raise UserError(f"{source / name} is a link to {file}, outside the model's folder; put a copy in its place")
+    return file
+
+
 def check_side_files(source: Path | None) -> None:
-    """`UserError` where the folder a model came from no longer has its config."""
+    """`UserError` where the folder a model came from no longer has its config, or has links to files elsewhere."""
     if source is None or not (source / CONFIG).is_file():
         raise UserError(f"{source} no longer has the {CONFIG} and tokenizer that go with the weights; put it back")
+    for name in (CONFIG, *_COPIED):
+        _inside(source, name)
 
 
 def copy_side_files(source: Path, target: Path, dtype: torch.dtype) -> None:
@@ -37,7 +56,7 @@ def copy_side_files(source: Path, target: Path, dtype: torch.dtype) -> None:
     date, last: a folder without it is no model."""
     for name in _COPIED:
         if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
-    raw = json.loads((source / CONFIG).read_text())
+            shutil.copyfile(_inside(source, name), target / name)
+    raw = read_json_object(_inside(source, CONFIG))
     raw["torch_dtype" if "torch_dtype" in raw else "dtype"] = str(dtype).removeprefix("torch.")
     write_synced(target / CONFIG, json.dumps(raw, indent=2, ensure_ascii=False) + "\n")

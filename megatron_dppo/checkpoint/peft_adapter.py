@@ -18,6 +18,7 @@ from megatron_dppo.checkpoint.hf_export import ShardExporter
 from megatron_dppo.checkpoint.peft_stacked import StackedExperts
 from megatron_dppo.checkpoint.safetensors_stream import SafetensorsStream
 from megatron_dppo.errors import UserError
+from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import Owned
 from megatron_dppo.models.lora.attach import adapters
@@ -150,7 +151,7 @@ class _AdapterFile:
         try:
             self._handle = safe_open(self._file, "pt")
             shapes = {name: tuple(self._handle.get_slice(name).get_shape()) for name in self._handle.keys()}  # noqa: SIM118
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise UserError(f"{self._file} is no intact safetensors file ({error}); fetch it again") from None
         expected = adapter_tensors(model, config)
         self._stacked = None
@@ -178,10 +179,7 @@ class _AdapterFile:
 def _check_config(file: Path, config: LoraConfig) -> None:
     if not file.is_file():
         raise UserError(f"{file.parent} is no PEFT adapter: it has no {CONFIG}")
-    try:
-        described: dict[str, Any] = json.loads(file.read_text())
-    except ValueError as error:
-        raise UserError(f"{file} is not valid JSON: {error}") from None
+    described = read_json_object(file)
     if described.get("peft_type") != "LORA":
         raise UserError(f"{file}: peft_type is {described.get('peft_type')!r}, only 'LORA' is supported")
     for name, value in _WITHOUT_EFFECT.items():

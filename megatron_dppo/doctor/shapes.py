@@ -11,6 +11,7 @@ import torch
 from megatron_dppo.checkpoint.atomic import whole_folder, write_synced
 from megatron_dppo.checkpoint.hf_side_files import CONFIG, copy_side_files
 from megatron_dppo.errors import UserError
+from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.hf_config import load_hf_config
 
 
@@ -27,7 +28,7 @@ def with_layers(model: Path, layers: int, folder: Path) -> Path:
             if not folder.exists():
                 with whole_folder(folder) as partial:
                     copy_side_files(model, partial, getattr(whole.config, "dtype", None) or torch.float32)
-                    raw = json.loads((partial / CONFIG).read_text()) | {"num_hidden_layers": layers}
+                    raw = read_json_object(partial / CONFIG) | {"num_hidden_layers": layers}
                     if raw.get("layer_types"):
                         raw["layer_types"] = raw["layer_types"][:layers]
                     write_synced(partial / CONFIG, json.dumps(raw, indent=2, ensure_ascii=False) + "\n")

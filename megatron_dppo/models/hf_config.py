@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.family import Family, families
 from megatron_dppo.models.names import Shape, Transform, Vocabulary
 
@@ -56,6 +56,21 @@ _WITHOUT_EFFECT = _words(
         repetition_penalty num_return_sequences unsloth_version unsloth_fixed
     """
 )
+_LARGEST = {
+    "num_hidden_layers": 2**10,
+    "hidden_size": 2**20,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+    "intermediate_size": 2**24,
+    "vocab_size": 2**26,
+    "num_experts": 2**14,
+    "num_local_experts": 2**14,
+    "moe_intermediate_size": 2**24,
+    "max_position_embeddings": 2**40,
+}
+_MOST_EXPERTS = 2**18
+"""In all layers together."""
 
 
 @dataclass(frozen=True)
@@ -167,11 +182,7 @@ def load_hf_config(path: str | Path) -> HFConfig:
         raise UserError(f"model folder {folder} does not exist")
     if not file.is_file():
         raise UserError(f"{folder} is no Hugging Face model: it has no config.json")
-    try:
-        raw = json.loads(file.read_text())
-    except ValueError as error:
-        raise UserError(f"{file} is not valid JSON: {error}") from None
-    return resolve_hf_config(raw, path=folder)
+    return resolve_hf_config(read_json_object(file), path=folder)
 
 
 def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig:
@@ -182,6 +193,7 @@ def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig
     if family is None:
         raise UserError(f"{where}: model_type {raw.get('model_type')!r} is not supported; there are {sorted(known)}")
     _refuse_unknown(raw, family, where)
+    _refuse_absurd_sizes(raw, where)
     try:
         settings = {k: v for k, v in raw.items() if k != "model_type"}
         config = AutoConfig.for_model(family.model_type, **settings)
@@ -231,6 +243,20 @@ def _refuse_unknown(raw: dict[str, Any], family: Family, where: str) -> None:
     kinds = set(raw.get("layer_types") or []) - {"full_attention"}
     if kinds:
         raise UserError(f"{where}: layer_types has {sorted(kinds)}, only full_attention is supported")
+
+
+def _refuse_absurd_sizes(raw: dict[str, Any], where: str) -> None:
+    """Sizes far beyond any model's, for which transformers and the table of tensors would take all memory."""
+    for name, limit in _LARGEST.items():
+        size = raw.get(name)
+        if isinstance(size, int) and not size <= limit:
+            raise UserError(f"{where}: {name} is {size:,}, more than {limit:,}, which no model has; correct it")
+    layers, experts = raw.get("num_hidden_layers"), raw.get("num_experts") or raw.get("num_local_experts")
+    if isinstance(layers, int) and isinstance(experts, int) and layers * experts > _MOST_EXPERTS:
+        raise UserError(
+            f"{where}: num_hidden_layers {layers:,} of {experts:,} experts are more than {_MOST_EXPERTS:,} experts, "
+            "which no model has; correct one of them"
+        )
 
 
 def _moe(config: PreTrainedConfig, where: str) -> MoE | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.lora.config import TARGETS, LoraConfig
 from megatron_dppo.planner.gpus import GPUS, find_gpu
 from megatron_dppo.planner.workload import EXPERT_IMBALANCE, Workload
@@ -202,13 +203,7 @@ def read_model(path: Path) -> HFConfig:
 
     if not path.is_file():
         return load_hf_config(path)
-    try:
-        raw = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{path} must hold the object of a config.json, found a {type(raw).__name__}")
-    return resolve_hf_config(raw, path=path.parent)
+    return resolve_hf_config(read_json_object(path), path=path.parent)
 
 
 def _lora(arguments: argparse.Namespace, model: HFConfig) -> LoraConfig | None:

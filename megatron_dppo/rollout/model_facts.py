@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.json_object import read_json_object
 from megatron_dppo.router_replay.record import RouteSchema
 
 
@@ -27,26 +27,34 @@ class ModelFacts:
 
     @staticmethod
     def read(folder: Path, *, router_replay: bool) -> ModelFacts:
-        path = folder / "config.json"
+        path, generation = folder / "config.json", folder / "generation_config.json"
+        if not path.is_file():
+            raise UserError(f"{path}: no such file; model.path must be a folder with a Hugging Face checkpoint")
+        config = read_json_object(path)
+        if type(vocab_size := config.get("vocab_size")) is not int or vocab_size < 1:
+            raise UserError(f"{path}: vocab_size is {vocab_size!r}; it must be a whole number above 0")
+        stop = {i for file in (path, generation) if file.is_file() for i in _end_ids(file)}
         try:
-            config = json.loads(path.read_text())
-        except FileNotFoundError as error:
-            raise UserError(
-                f"{path}: no such file; model.path must be a folder with a Hugging Face checkpoint"
-            ) from error
-        except ValueError as error:
-            raise UserError(f"{path}: not valid JSON ({error})") from error
-        generation = folder / "generation_config.json"
-        declared = [config.get("eos_token_id")]
-        if generation.exists():
-            declared.append(json.loads(generation.read_text()).get("eos_token_id"))
-        ids = [i for entry in declared for i in (entry if isinstance(entry, list) else [entry]) if i is not None]
+            routes = RouteSchema.from_hf_config(config) if router_replay else None
+            experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+            experts_per_token = int(config.get("num_experts_per_tok") or 0)
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            raise UserError(f"{path} does not describe its expert layers: {error!r}; correct it") from None
         return ModelFacts(
             folder=folder,
-            vocab_size=int(config["vocab_size"]),
-            stop_token_ids=tuple(sorted(set(ids))),
+            vocab_size=vocab_size,
+            stop_token_ids=tuple(sorted(stop)),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            routes=RouteSchema.from_hf_config(config) if router_replay else None,
-            experts=int(config.get("num_experts") or config.get("num_local_experts") or 0),
-            experts_per_token=int(config.get("num_experts_per_tok") or 0),
+            routes=routes,
+            experts=experts,
+            experts_per_token=experts_per_token,
         )
+
+
+def _end_ids(file: Path) -> list[int]:
+    declared = read_json_object(file).get("eos_token_id")
+    ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
+    for token in ids:
+        if type(token) is not int:
+            raise UserError(f"{file}: eos_token_id has {token!r}, which is no token id; correct it")
+    return ids

@@ -169,7 +169,7 @@ def _settings(model: Path, config: EvaluateConfig, one: EvaluationSet) -> dict[s
     """What an answer depends on: answers made under other settings are not mixed in."""
     digest = hashlib.sha256()
     for prompt in one.prompts:
-        digest.update(prompt.prompt_ids.tobytes() + prompt.answer.encode() + b"|")
+        digest.update(prompt.prompt_ids.tobytes() + prompt.answer.encode("utf-8", "backslashreplace") + b"|")
     law = evaluation_law(config.evaluation, config.rollout)
     return {
         "model": str(model.resolve()),

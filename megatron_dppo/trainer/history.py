@@ -53,7 +53,7 @@ class History:
         for row in read_rows(file):
             for name, value in row.items():
                 if name != "step":
-                    values[name][row["step"]] = np.nan if value is None else float(value)
+                    values[name][row["step"]] = _number(value, f"{file}: {name} of step {row['step']}")
         if not values:
             raise UserError(f"{file}: holds no metrics yet; wait for the first step of the run")
         series = {}
@@ -63,15 +63,31 @@ class History:
         return History(series)
 
 
+def _number(value: Any, where: str) -> float:
+    try:
+        return np.nan if value is None else float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise UserError(f"{where} is {value!r:.60}, which is no number; correct it") from None
+
+
 def read_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """The complete rows of a metrics file. A last line without its newline was cut off by a crash and is left out."""
+    """The complete rows of a metrics file, without what a crash cut off at its end."""
+    return (row for _, row in read_lines(file))
+
+
+def read_lines(file: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The complete lines of a metrics file with the row in each.
+
+    A last line without its newline was cut off by a crash. Zeros are what a power cut leaves of blocks that were not on
+    the disk yet, at the end of a file. Neither is a line.
+    """
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n") or b"\0" in line:
                 return
             try:
                 row = json.loads(line)
                 row["step"] = int(row["step"])
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
                 raise UserError(f'{file}, line {number}: not a metrics row ({{"step": ..., ...}}): {error}') from error
-            yield row
+            yield line, row

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -12,10 +14,13 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from megatron_dppo.checkpoint.atomic import sync
 from megatron_dppo.errors import UserError
-from megatron_dppo.trainer.history import ADAPTER_FOLDER, CHECKPOINTS, METRICS_FILE, MODEL_FOLDER, read_rows
+from megatron_dppo.trainer.history import ADAPTER_FOLDER, CHECKPOINTS, METRICS_FILE, MODEL_FOLDER, read_lines, read_rows
 from megatron_dppo.trainer.samples import Sample
 from megatron_dppo.trainer.sinks import Sink
+
+logger = logging.getLogger(__name__)
 
 SAMPLES_FILE, MASKED_TOKENS_FILE = "samples.jsonl", "masked_tokens.jsonl"
 
@@ -23,11 +28,13 @@ SAMPLES_FILE, MASKED_TOKENS_FILE = "samples.jsonl", "masked_tokens.jsonl"
 class Tracker:
     """Writes the metrics of a run under `folder`: `metrics.jsonl` and `tensorboard/`. One process of a run has one.
 
-    Each `log` call is one row, `{"step": 7, "reward/mean": 0.4, ...}`, on disk before the call returns, so that a crash
-    loses nothing that was logged. Values that are not finite are written as `null`, which JSON has, unlike NaN.
+    Each `log` call is one row, `{"step": 7, "reward/mean": 0.4, ...}`, on the disk before the call returns, so that
+    neither a crash nor a power cut loses what was logged. Values that are not finite are written as `null`, which JSON
+    has, unlike NaN.
 
     `resume_step` is the last step that the checkpoint in use contains: rows of later steps, which will be made again,
-    are removed from both sinks. Without it the folder must not hold metrics yet.
+    are removed from both sinks, and so is, with a warning, what a crash left of a last line. Without it the folder must
+    not hold metrics yet.
 
     Errors: `UserError` when the folder cannot be written or already holds another run's metrics.
     """
@@ -43,6 +50,7 @@ class Tracker:
             else:
                 require_unused(folder)
             self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (closed by `close`)
+            sync(folder)
             purge = None if resume_step is None else resume_step + 1
             self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=purge, flush_secs=10)
         except OSError as error:
@@ -57,6 +65,7 @@ class Tracker:
         try:
             self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
             self._file.flush()
+            os.fsync(self._file.fileno())
         except OSError as error:
             raise UserError(f"{self.path}: cannot write: {error.strerror}") from error
         for name, value in values.items():
@@ -67,6 +76,12 @@ class Tracker:
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Append answers to `samples.jsonl`; TensorBoard has them as text."""
         self._append(SAMPLES_FILE, [{"step": step, **sample.row()} for sample in samples])
+        samples = [
+            dataclasses.replace(
+                s, prompt=encodable(s.prompt), response=encodable(s.response), reference=encodable(s.reference)
+            )
+            for s in samples
+        ]
         text = "\n\n".join(
             f"**reward {s.reward:g}** ({s.tokens} tokens, {s.finish_reason}, reference {s.reference!r})\n\n"
             f"    {_indented(s.prompt)}\n\n    {_indented(s.response)}"
@@ -85,14 +100,19 @@ class Tracker:
         lines = [
             f"{sign}: " + ", ".join(f"{text!r} {count}" for text, count in pairs) for sign, pairs in tokens.items()
         ]
-        self._events.add_text("masked_tokens", "\n\n".join(lines), global_step=step)
+        self._events.add_text("masked_tokens", encodable("\n\n".join(lines)), global_step=step)
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        path, is_new = self._folder / name, not (self._folder / name).exists()
         try:
-            with open(self._folder / name, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            with open(path, "a", encoding="utf-8") as file:
+                file.writelines(encodable(json.dumps(row, ensure_ascii=False)) + "\n" for row in rows)
+                file.flush()
+                os.fsync(file.fileno())
+            if is_new:
+                sync(self._folder)
         except OSError as error:
-            raise UserError(f"{self._folder / name}: cannot write: {error.strerror}") from error
+            raise UserError(f"{path}: cannot write: {error.strerror}") from error
 
     def has(self, step: int, name: str) -> bool:
         """Whether the file has a value of metric `name` at `step`."""
@@ -131,18 +151,29 @@ def require_unused(folder: Path) -> None:
             )
 
 
+def encodable(text: str) -> str:
+    """The text with `\\ud83d` for half of a surrogate pair, which no encoding has bytes for; JSON has the same escape.
+    Text of models and of the web holds such halves."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def _indented(text: str) -> str:
     return text.replace("\n", "\n    ")
 
 
 def _drop_rows_after(path: Path, step: int) -> None:
-    """Rewrite the file without rows of later steps and without a torn last line; all or nothing."""
+    """Rewrite the file without rows of later steps and without what a crash cut off; all or nothing."""
     if not path.exists():
         return
-    kept = [row for row in read_rows(path) if row["step"] <= step]
-    partial = path.with_suffix(".partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in kept)
+    whole, partial = 0, path.with_suffix(".partial")
+    with open(partial, "wb") as file:
+        for line, row in read_lines(path):
+            whole += len(line)
+            if row["step"] <= step:
+                file.write(line)
         file.flush()
         os.fsync(file.fileno())
+    if torn := path.stat().st_size - whole:
+        logger.warning("%s: its last %d bytes are no whole line (a crash cut it off) and are dropped", path, torn)
     os.replace(partial, path)
+    sync(path.parent)

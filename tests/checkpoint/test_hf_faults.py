@@ -1,8 +1,10 @@
 """Broken Hugging Face folders: one clear line each, before anything is read into a model."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from megatron_dppo.checkpoint.hf_files import INDEX, HFFiles
 from megatron_dppo.checkpoint.hf_import import check_tensors, check_tokenizer, stores_stacked_experts
+from megatron_dppo.checkpoint.hf_side_files import check_side_files, copy_side_files
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import load_hf_config
+from megatron_dppo.rollout.model_facts import ModelFacts
+from megatron_dppo.rollout.weight_transfer.manifest import read_shapes
 from tests.tiny import tiny_model
 
 
@@ -113,6 +118,48 @@ def escaping_index(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": "../../etc/passwd"}}))
 
 
+def replaced(name: str, content: str) -> Callable[[Path], None]:
+    """The fault of a file with that content."""
+
+    def fault(folder: Path) -> None:
+        (folder / name).write_text(content)
+
+    fault.__name__ = f"{name}-{content:.24}"
+    return fault
+
+
+def header(described: object, *, length: int | None = None) -> Callable[[Path], None]:
+    """The fault of a weight file with that header."""
+
+    def fault(folder: Path) -> None:
+        encoded = json.dumps(described).encode()
+        shard(folder).write_bytes((len(encoded) if length is None else length).to_bytes(8, "little") + encoded)
+
+    fault.__name__ = f"header-{described!r:.40}-{length}"
+    return fault
+
+
+def is_a_folder(folder: Path) -> None:
+    file = shard(folder)
+    file.unlink()
+    file.mkdir()
+
+
+def unreadable_config(folder: Path) -> None:
+    (folder / "config.json").write_bytes(b'{"model_type": "\xff"}')
+
+
+def resized(name: str, size: object) -> Callable[[Path], None]:
+    """The fault of a config.json with another size."""
+
+    def fault(folder: Path) -> None:
+        content = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(content | {name: size}))
+
+    fault.__name__ = f"{name}-{size}"
+    return fault
+
+
 def no_weights(folder: Path) -> None:
     for file in folder.glob("*.safetensors*"):
         file.unlink()
@@ -132,8 +179,32 @@ FAULTS: dict[Callable[[Path], None], str] = {
     lost_from_shard: r"lacks .*which model\.safetensors\.index\.json places there",
     larger_vocabulary: r"token ids up to 300, but config\.json says vocab_size 300",
     config_vocabulary: r"\(300, 64\) in place of \(400, 64\)",
-    broken_index: r"is not a safetensors index",
+    broken_index: r"index\.json is not valid JSON",
     escaping_index: r"outside the folder",
+    replaced(INDEX, "[]"): r"index\.json must hold a JSON object, found a list",
+    replaced(INDEX, "{}"): r"not a safetensors index: its weight_map is no object",
+    replaced(INDEX, '{"weight_map": ["a"]}'): r"not a safetensors index: its weight_map is no object",
+    replaced(INDEX, '{"weight_map": {"a": 5}}'): r"places a outside the folder, in 5",
+    replaced(INDEX, '{"weight_map": {"a": "\\ud83d"}}'): r"is missing, but .*index\.json names it",
+    replaced(INDEX, '{"weight_map": {"a": "%s"}}' % ("x" * 300)): r"x is missing, but .*index\.json names it",
+    replaced(INDEX, '{"weight_map": {"a": "x\\u0000"}}'): r"is missing, but .*index\.json names it",
+    replaced(INDEX, '{"a": ' * 100_000): r"index\.json is not valid JSON: maximum recursion depth",
+    replaced("tokenizer.json", "[]"): r"tokenizer\.json must hold a JSON object",
+    replaced("tokenizer.json", '{"model": []}'): r"tokenizer\.json is no tokenizer",
+    replaced("tokenizer.json", '{"model": {"vocab": {"a": "1"}}}'): r"tokenizer\.json is no tokenizer",
+    replaced("tokenizer.json", '{"added_tokens": [1]}'): r"tokenizer\.json is no tokenizer",
+    replaced("config.json", "[]"): r"config\.json must hold a JSON object",
+    unreadable_config: r"config\.json is not valid JSON: 'utf-8' codec can't decode",
+    header({}, length=2**60): r"model-00002-of-\d+\.safetensors is no intact",
+    header({"a": {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 4]}}): r"is no intact",
+    header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [2**63, 2**63 + 4]}}): r"is no intact",
+    header({"a": 5}): r"is no intact",
+    header([]): r"is no intact",
+    is_a_folder: r"is missing, but",
+    resized("num_hidden_layers", 10**7): r"num_hidden_layers is 10,000,000, more than 1,024",
+    resized("num_experts", 10**9): r"num_experts is 1,000,000,000, more than",
+    resized("vocab_size", 10**12): r"vocab_size is 1,000,000,000,000, more than",
+    resized("hidden_size", 10**30): r"hidden_size is 1,000,0.*, more than",
     no_weights: r"no weights.*pytorch_model\.bin is a pickle and is not read",
 }
 
@@ -144,6 +215,79 @@ def test_faults_are_named_in_one_line(fault: Callable[[Path], None], folder: Pat
     with pytest.raises(UserError, match=FAULTS[fault]) as refusal:
         check(folder)
     assert "\n" not in str(refusal.value)
+
+
+def test_sizes_of_layers_and_experts_are_bounded_together(folder: Path) -> None:
+    for name, size in (("num_hidden_layers", 1000), ("num_experts", 10_000)):
+        resized(name, size)(folder)
+    with pytest.raises(UserError, match=r"num_hidden_layers 1,000 of 10,000 experts are more than 262,144 experts"):
+        check(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja"])
+def test_an_export_holds_no_file_from_outside_the_model(folder: Path, tmp_path_factory: Any, name: str) -> None:
+    """Whoever made the folder would choose which of our files is published with the export."""
+    elsewhere = tmp_path_factory.mktemp("home")
+    secret = elsewhere / "secret"
+    secret.write_text('{"token": "invented"}')
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(secret)
+    target = elsewhere / "export"
+    target.mkdir()
+    with pytest.raises(UserError, match=rf"{name} is a link to .*secret, outside the model's folder; put a copy"):
+        check_side_files(folder)
+    with pytest.raises(UserError, match="outside the model's folder"):
+        copy_side_files(folder, target, torch.float32)
+    assert not (target / name).exists()
+
+
+def test_a_snapshot_of_the_hugging_face_cache_is_exported(folder: Path, tmp_path_factory: Any) -> None:
+    """Its files are links to `blobs` two folders above."""
+    cache = tmp_path_factory.mktemp("cache") / "models--org--name"
+    snapshot, blobs = cache / "snapshots" / "0a1b", cache / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        shutil.copyfile(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(Path("../../blobs") / str(number))
+    target = tmp_path_factory.mktemp("export")
+    check_side_files(snapshot)
+    copy_side_files(snapshot, target, torch.float32)
+    assert (target / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert not (target / "tokenizer.json").is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", "[]", r"config\.json must hold a JSON object"),
+        ("config.json", '{"vocab_size": "many"}', r"config\.json: vocab_size is 'many'"),
+        ("config.json", "{}", r"config\.json: vocab_size is None"),
+        ("config.json", '{"vocab_size": 9, "num_experts": 4}', r"does not describe its expert layers"),
+        (
+            "config.json",
+            '{"vocab_size": 9, "eos_token_id": ["</s>"]}',
+            r"eos_token_id has '</s>', which is no token id",
+        ),
+        ("generation_config.json", "7", r"generation_config\.json must hold a JSON object, found a int"),
+        ("generation_config.json", "{", r"generation_config\.json is not valid JSON"),
+        ("generation_config.json", '{"eos_token_id": {}}', r"generation_config\.json: eos_token_id has {}"),
+    ],
+)
+def test_what_an_engine_reads_of_a_folder_is_refused_by_name(
+    folder: Path, name: str, content: str, message: str
+) -> None:
+    assert ModelFacts.read(folder, router_replay=True).experts == 8
+    (folder / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        ModelFacts.read(folder, router_replay=True)
+
+
+@pytest.mark.parametrize("described", [[], {"a": 5}, {"a": {}}, {"a": {"shape": 3}}])
+def test_headers_that_an_engine_reads_are_refused_by_file(folder: Path, described: object) -> None:
+    header(described)(folder)
+    with pytest.raises(UserError, match=r"model-00002-of-\d+\.safetensors: not a readable safetensors file"):
+        read_shapes(folder)
 
 
 def test_a_tied_model_that_stores_an_output_layer_is_refused(tmp_path: Path) -> None:

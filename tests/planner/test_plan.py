@@ -231,4 +231,4 @@ def test_a_missing_or_broken_config(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["plan", str(broken), "--gpus", "8"]) == 2
     broken.write_text("[]")
     assert main(["plan", str(broken), "--gpus", "8"]) == 2
-    assert "must hold the object of a config.json" in capsys.readouterr().err
+    assert "config.json must hold a JSON object, found a list" in capsys.readouterr().err

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import History
+from megatron_dppo.trainer.samples import Sample
 from megatron_dppo.trainer.tracking import Tracker, require_unused
 
 
@@ -68,6 +71,69 @@ def test_resume_removes_later_steps_and_a_torn_line(tmp_path: Path) -> None:
     assert scalars(tmp_path, "reward/mean") == dict(enumerate(expected, start=1))
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "masked_tokens.jsonl"])
+@pytest.mark.parametrize("tail", [b'{"step": 3, "a', b"\0" * 5000, b"\0" * 4096 + b'": 1}\n{"step": 3, "a": 1}\n'])
+def test_a_power_cut_costs_no_whole_line_and_is_told(
+    tmp_path: Path, name: str, tail: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Blocks that were not on the disk yet come back as zeros."""
+    whole = '{"step": 1, "a": 1}\n{"step": 2, "a": "é"}\n'.encode()
+    (tmp_path / name).write_bytes(whole + tail)
+    Tracker(tmp_path, resume_step=2).close()
+    assert (tmp_path / name).read_bytes() == whole
+    assert f"{name}: its last {len(tail)} bytes are no whole line" in caplog.text
+
+
+def test_what_is_logged_is_flushed_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        real(descriptor)
+        flushed.append((os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_size))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with Tracker(tmp_path) as tracker:
+        for name, write in (
+            ("metrics.jsonl", lambda: tracker.log(1, {"a": 1.0})),
+            ("samples.jsonl", lambda: tracker.samples(1, [sample("fine")])),
+            ("masked_tokens.jsonl", lambda: tracker.masked_tokens(1, {"positive": [("a", 1)]})),
+        ):
+            write()
+            assert (str(tmp_path / name), (tmp_path / name).stat().st_size) in flushed
+            assert any(path == str(tmp_path) for path, _ in flushed)
+
+
+def sample(text: str) -> Sample:
+    return Sample(
+        prompt=text, response=text, reference=text, reward=0.0, parts={}, correct=False, tokens=1, finish_reason="stop"
+    )
+
+
+class Table:
+    """A service that takes text as UTF-8."""
+
+    rows: ClassVar[list[list[object]]] = []
+
+    def log(self, step: int, values: Mapping[str, float | None]) -> None: ...
+
+    def table(self, step: int, name: str, columns: list[str], rows: list[list[object]]) -> None:
+        "".join(cell for row in rows for cell in row if isinstance(cell, str)).encode()
+        self.rows.extend(rows)
+
+    def close(self) -> None: ...
+
+
+def test_half_of_a_surrogate_pair_breaks_no_sink(tmp_path: Path) -> None:
+    broken = "smile \ud83d and é"
+    with Tracker(tmp_path, sinks=[Table()]) as tracker:
+        tracker.samples(1, [sample(broken)])
+        tracker.masked_tokens(1, {"positive": [(broken, 3)]})
+    assert json.loads((tmp_path / "samples.jsonl").read_text())["reference"] == broken
+    assert json.loads((tmp_path / "masked_tokens.jsonl").read_text())["positive"] == [[broken, 3]]
+    assert Table.rows[0][1] == "smile \\ud83d and é"
+
+
 def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
     with Tracker(tmp_path) as tracker:
         log_steps(tracker, range(1, 3), 1.0)
@@ -109,6 +175,14 @@ def test_reading_says_what_is_wrong(tmp_path: Path) -> None:
         History.read(tmp_path / "picture.png")
     with pytest.raises(UserError, match="line 2: not a metrics row"):
         History.read(file)
+    for value in ('"high"', "[1]", "1" + "0" * 400):
+        file.write_text(f'{{"step": 1, "a": {value}}}\n')
+        with pytest.raises(UserError, match=r"a of step 1 is .*which is no number"):
+            History.read(file)
+    for row in ('{"step": 1e999}', '{"step": []}', "[" * 100_000):
+        file.write_text(row + "\n")
+        with pytest.raises(UserError, match="line 1: not a metrics row"):
+            History.read(file)
 
 
 @pytest.mark.parametrize("name", ["hf", "adapter", "checkpoints"])

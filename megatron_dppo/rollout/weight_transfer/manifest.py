@@ -70,7 +70,7 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
                 if length > file.stat().st_size:
                     raise ValueError("header longer than the file")
                 header = json.loads(stream.read(length))
-            except (struct.error, ValueError) as error:
-                raise UserError(f"{file}: not a readable safetensors file ({error}); write it again") from error
-        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+                shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+            except (struct.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                raise UserError(f"{file}: not a readable safetensors file ({error!r}); write it again") from error
     return shapes
