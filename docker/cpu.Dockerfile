@@ -31,7 +31,6 @@ RUN apt-get update \
 COPY --from=build /opt/venv /opt/venv
 COPY --chown=10001:10001 examples /opt/megatron-dppo/examples
 COPY --chown=10001:10001 docker/start_node.sh /opt/megatron-dppo/start_node.sh
-COPY --chown=10001:10001 tools /opt/megatron-dppo/tools
 ENV PATH=/opt/venv/bin:$PATH \
     VIRTUAL_ENV=/opt/venv \
     PYTHON=/opt/venv/bin/python \

@@ -45,6 +45,6 @@ MODELS = {
 
 if __name__ == "__main__":  # processes that the run spawns import this file again
     run_experiment(
-        main, MODELS, script=__file__, shapes=dict.fromkeys(MODELS.values(), "tools/make_qwen3_moe_shapes.py")
+        main, MODELS, script=__file__, shapes=dict.fromkeys(MODELS.values(), "examples/paper/make_shapes.py")
     )
 # end of Python

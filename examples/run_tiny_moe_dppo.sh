@@ -5,7 +5,7 @@
 #   bash examples/run_tiny_moe_dppo.sh [a.b=c ...]
 #   torchrun --nproc-per-node 2 examples/run_tiny_moe_dppo.sh [a.b=c ...]
 #
-# Each a.b=c overrides a key of examples/tiny_moe_dppo.yaml. Variables:
+# Each a.b=c overrides a key of examples/tiny_moe_dppo/tiny_moe_dppo.yaml. Variables:
 #   SEED       of the model and of the run's sampling (default 0); the questions and their order stay those of task.seed
 #   MODEL_DIR  folder of the model to train; made when absent (default runs/tiny_moe_model/seed-SEED)
 #   RUN_DIR    folder of the run: metrics, plots, checkpoints, result (default runs/tiny_moe_dppo/START-TIME)
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SEED = os.environ.get("SEED", "0")
 MODEL_DIR = Path(os.environ.get("MODEL_DIR", ROOT / f"runs/tiny_moe_model/seed-{SEED}"))
 RUN_DIR = Path(os.environ.get("RUN_DIR", ROOT / f"runs/tiny_moe_dppo/{job_stamp()}"))
-CONFIG = ROOT / "examples/tiny_moe_dppo.yaml"
+CONFIG = ROOT / "examples/tiny_moe_dppo/tiny_moe_dppo.yaml"
 
 if __name__ == "__main__":  # processes that the run spawns import this file again
     run_example(
@@ -43,7 +43,7 @@ if __name__ == "__main__":  # processes that the run spawns import this file aga
         ["train", str(CONFIG), f"model.path={MODEL_DIR}", f"run.dir={RUN_DIR}", f"run.seed={SEED}"],
         script=__file__,
         processes=os.environ.get("NPROC", "2"),
-        model=MadeOnce(MODEL_DIR, [f"{ROOT}/tools/make_tiny_model.py", "{out}", "--seed", SEED]),
+        model=MadeOnce(MODEL_DIR, [f"{ROOT}/examples/tiny_moe_dppo/make_model.py", "{out}", "--seed", SEED]),
         settings={"SEED": SEED, "MODEL_DIR": MODEL_DIR, "RUN_DIR": RUN_DIR},
     )
 # end of Python

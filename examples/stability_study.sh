@@ -3,7 +3,7 @@
 #
 #   bash examples/stability_study.sh [a.b=c ...]
 #
-# Each a.b=c overrides a key of examples/stability_study.yaml in all runs, for example trainer.steps=200, or
+# Each a.b=c overrides a key of examples/stability_study/stability_study.yaml in all runs, for example trainer.steps=200, or
 # trainer.engine_weight_noise=0.01 for a larger mismatch. Runs that are complete are not repeated, and one that was
 # interrupted goes on from its last checkpoint: start the same command again. A run that fails does not keep the others
 # from running; it is named at the end, and tried again the next time. Variables:
@@ -24,12 +24,13 @@ if [ -z "${PYTHON:-}" ]; then
 fi
 out=${OUT:-$root/runs/stability_study}
 model=${MODEL_DIR:-$root/runs/tiny_moe_model/seed-0}
-config=$root/examples/stability_study.yaml
-if [ ! -d "$model" ]; then "$PYTHON" "$root/tools/make_tiny_model.py" "$model" --seed 0; fi
+study=$root/examples/stability_study
+config=$study/stability_study.yaml
+if [ ! -d "$model" ]; then "$PYTHON" "$root/examples/tiny_moe_dppo/make_model.py" "$model" --seed 0; fi
 
 trap 'exit 130' INT TERM # Ctrl-C ends the study, not just one of its runs
 failed=
-plan=$("$PYTHON" -m megatron_dppo.trainer.study plan "$config" "$out" "${SEEDS:-0 1 2}" "${ALGORITHMS:-}" "$@")
+plan=$("$PYTHON" "$study/study.py" plan "$config" "$out" "${SEEDS:-0 1 2}" "${ALGORITHMS:-}" "$@")
 while read -r -u 3 seed algorithm options; do
   echo "== $algorithm, seed $seed"
   if [ "$options" = complete ]; then continue; fi
@@ -38,7 +39,7 @@ while read -r -u 3 seed algorithm options; do
     "model.path=$model" "run.dir=$out/$algorithm/seed-$seed" "run.name=$algorithm" "run.seed=$seed" "$@" $options ||
     failed="$failed $algorithm/seed-$seed"
 done 3<<<"$plan"
-"$PYTHON" -m megatron_dppo.trainer.study report "$out"
+"$PYTHON" "$study/study.py" report "$out"
 if [ -n "$failed" ]; then
   echo "stability study: these runs failed, see the reasons above:$failed" >&2
   exit 1

@@ -28,7 +28,7 @@ FIRST = (
     "engines",
     "tests/rollout/test_fleet.py",
     "tests/trainer/test_sudoku.py",
-    "tests/tools/test_make_tiny_model.py",
+    "tests/examples/test_make_model.py",
 )
 """Groups of a minute and more: what is long and begins last makes one worker wait for the other."""
 

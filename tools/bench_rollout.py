@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dppo.models.qwen3_30b_a3b import SHAPES
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from examples.paper.make_shapes import SHAPES
 from megatron_dppo.rollout.vllm.record_frame import HOLD, ResponseRecord
 
 K = 20

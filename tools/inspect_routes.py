@@ -1,9 +1,9 @@
 """Looks at recorded routes: load balance by layer, overlap between rollout and trainer, a heat map as PNG.
 
-    python tools/inspect_routes.py rollout.routes --train train.routes -o routes.png
+    python tools/inspect_routes.py rollout.npz --train train.npz -o routes.png
 
-Route files are what `megatron_dppo.router_replay.wire.routes_to_bytes` makes. To get a pair of them from a model that
-fits this machine (a rollout by vLLM, and the same tokens through transformers):
+A file of routes is what `save` writes: the arrays of a `Routes` in NumPy's `.npz` format. To get a pair of them from a
+model that fits this machine (a rollout by vLLM, and the same tokens through transformers):
 
     python tools/inspect_routes.py --model runs/tiny_moe_model --record runs/routes -o routes.png
 """
@@ -12,23 +12,87 @@ from __future__ import annotations
 
 import argparse
 import sys
+import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.router_replay.routes import Routes
-from megatron_dppo.router_replay.statistics import Load, Overlap, load, overlap
-from megatron_dppo.router_replay.wire import BadRouteBytes, routes_from, routes_to_bytes
+
+
+@dataclass(frozen=True)
+class Load:
+    """Of `L` MoE layers with `E` experts, over the rows that have a route.
+
+    share      float64 `[L, E]`, fraction of a layer's assignments that each expert got; even is 1 / E
+    busiest    float64 `[L]`, share of the busiest expert times E (1 = even): by how much it outlasts the average
+    effective  float64 `[L]`, exp of the entropy of `share`: as many evenly used experts have that entropy
+    unused     int64 `[L]`, experts that got nothing
+    """
+
+    share: np.ndarray
+    busiest: np.ndarray
+    effective: np.ndarray
+    unused: np.ndarray
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Of two records, over the `rows` that have a route in both, by layer.
+
+    common     float64 `[L]`, mean fraction of a token's experts that both chose
+    identical  float64 `[L]`, fraction of tokens whose sets of experts are equal
+    """
+
+    rows: int
+    common: np.ndarray
+    identical: np.ndarray
+
+
+def load(routes: Routes) -> Load:
+    """Raises ValueError where no row has a route."""
+    experts = routes.experts[routes.valid]
+    if len(experts) == 0:
+        raise ValueError("no token of these routes has a route")
+    counts = np.stack([np.bincount(layer.ravel(), minlength=routes.num_experts) for layer in experts.swapaxes(0, 1)])
+    share = counts / counts.sum(axis=1, keepdims=True)
+    entropy = -np.sum(share * np.log(np.where(share > 0, share, 1.0)), axis=1)
+    return Load(share, share.max(axis=1) * routes.num_experts, np.exp(entropy), (counts == 0).sum(axis=1))
+
+
+def overlap(one: Routes, other: Routes) -> Overlap:
+    """Raises ValueError unless both are of the same tokens and model."""
+    if one.experts.shape != other.experts.shape or one.num_experts != other.num_experts:
+        raise ValueError(
+            f"routes {one.experts.shape} of {one.num_experts} experts and {other.experts.shape} of "
+            f"{other.num_experts} are not of the same tokens and model"
+        )
+    both = one.valid & other.valid
+    a, b = one.experts[both], other.experts[both]
+    shared = (a[..., :, None] == b[..., None, :]).any(axis=-1).sum(axis=-1)
+    rows = max(len(a), 1)
+    return Overlap(
+        rows=int(both.sum()),
+        common=shared.sum(axis=0) / (rows * one.topk),
+        identical=(shared == one.topk).sum(axis=0) / rows,
+    )
+
+
+def save(routes: Routes, file: Path) -> None:
+    """Write routes for this tool; `file` ends in `.npz`."""
+    np.savez(file, experts=routes.experts, valid=routes.valid, num_experts=routes.num_experts, spans=routes.spans)
 
 
 def read(path: Path) -> Routes:
     try:
-        return routes_from(np.fromfile(path, dtype=np.uint8))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give a file written by routes_to_bytes") from error
-    except BadRouteBytes as error:
-        raise UserError(f"{path}: {error}") from error
+        with np.load(path, allow_pickle=False) as arrays:
+            return Routes(arrays["experts"], arrays["valid"], int(arrays["num_experts"]), arrays["spans"])
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: {error.strerror}; give a file that this tool wrote") from error
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path}: holds no routes; give a file that this tool wrote ({error})") from error
 
 
 def record(model: Path, folder: Path, *, prompts: int, tokens: int, rollout_dtype: str) -> tuple[Path, Path]:
@@ -70,9 +134,9 @@ def record(model: Path, folder: Path, *, prompts: int, tokens: int, rollout_dtyp
             experts[start:stop] = np.stack(chosen, axis=1)
     train = Routes(experts, np.ones(len(experts), dtype=np.bool_), rollout.num_experts)
     folder.mkdir(parents=True, exist_ok=True)
-    files = folder / "rollout.routes", folder / "train.routes"
+    files = folder / "rollout.npz", folder / "train.npz"
     for file, routes in zip(files, (rollout, train), strict=True):
-        file.write_bytes(routes_to_bytes(routes))
+        save(routes, file)
     return files
 
 

@@ -111,24 +111,3 @@ def topk_kl(
     mu_other, pi_other = _other(mu), _other(pi)
     kl = _kl_terms(mu, mu_logp, pi_logp).sum(-1) + mu_other * (mu_other / pi_other).log()
     return kl.clamp(min=0.0)
-
-
-@torch.no_grad()
-def exact_tv(mu_logp: Float[Tensor, "*T V"], pi_logp: Float[Tensor, "*T V"]) -> Float[Tensor, "*T"]:
-    """1/2 sum over the whole vocabulary of |mu - pi| (Section 2.2), for tests and small vocabularies.
-
-    Args: normalised log-probabilities [T, V]. Returns float64 [T] in [0, 1]. Nothing is floored.
-    """
-    difference = _log_probability(mu_logp).exp() - _log_probability(pi_logp).exp()
-    return (0.5 * difference.abs().sum(-1)).clamp(max=1.0)
-
-
-@torch.no_grad()
-def exact_kl(mu_logp: Float[Tensor, "*T V"], pi_logp: Float[Tensor, "*T V"]) -> Float[Tensor, "*T"]:
-    """Sum over the whole vocabulary of mu log(mu / pi), in nats, for tests and small vocabularies.
-
-    Args: normalised log-probabilities [T, V]. Returns float64 [T] >= 0; +inf where some pi = 0 < mu.
-    Nothing is floored.
-    """
-    mu_logp, pi_logp = _log_probability(mu_logp), _log_probability(pi_logp)
-    return _kl_terms(mu_logp.exp(), mu_logp, pi_logp).sum(-1).clamp(min=0.0)

@@ -129,39 +129,6 @@ class Routes:
             _runs(np.concatenate([p.weight_versions for p in parts])),
         )
 
-    def append_turn(self, later: Routes, *, start: int = 0) -> Routes:
-        """This sequence's routes, continued by those of its next turn.
-
-        later   what the engine returned for the turn whose prompt holds all of this sequence
-        start   token of the sequence that `later` begins with: 0 where the engine returned its whole prompt, more where
-                it returned only what is new; at most the first token this record lacks
-
-        A token that has a route keeps it, since that forward decided what was sampled next; the later turn's prefill
-        gives the last sampled token (unrouted until now) and the environment's tokens theirs.
-        """
-        if later._kind != self._kind:
-            raise ValueError(f"turns of different models: (experts, layers, topk) = {self._kind} and {later._kind}")
-        missing = np.flatnonzero(~self.valid)
-        first_missing = int(missing[0]) if len(missing) else len(self)
-        tokens = start + len(later)
-        if not 0 <= start <= first_missing:
-            raise ValueError(
-                f"the later turn's routes start at token {start}, but the record so far ends at token {first_missing}"
-            )
-        if tokens < len(self):
-            raise ValueError(f"the later turn has {tokens} tokens, fewer than the {len(self)} that it continues")
-        experts = np.empty((tokens, self.moe_layers, self.topk), dtype=self.experts.dtype)
-        valid, versions = np.empty(tokens, dtype=np.bool_), np.empty(tokens, dtype=np.int64)
-        new = np.arange(tokens) >= len(self)
-        new[missing] = True
-        old = np.flatnonzero(~new)
-        experts[old], valid[old], versions[old] = self.experts[old], True, self.weight_versions[old]
-        fresh = np.flatnonzero(new)
-        source = fresh - start
-        experts[fresh], valid[fresh] = later.experts[source], later.valid[source]
-        versions[fresh] = later.weight_versions[source]
-        return Routes(experts, valid, self.num_experts, _runs(versions))
-
     @property
     def _kind(self) -> tuple[int, int, int]:
         return self.num_experts, self.moe_layers, self.topk

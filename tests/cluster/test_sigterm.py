@@ -30,7 +30,11 @@ def start(folder: Path, model: Path) -> subprocess.Popen[str]:
     resume = any(folder.glob("checkpoints/step_*/state.json"))
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"),
-        *(str(Path(sys.executable).with_name("megatron-dppo")), "train", str(ROOT / "examples/tiny_moe_dppo.yaml")),
+        *(
+            str(Path(sys.executable).with_name("megatron-dppo")),
+            "train",
+            str(ROOT / "examples/tiny_moe_dppo/tiny_moe_dppo.yaml"),
+        ),
         *(*SETTINGS, f"run.dir={folder}", f"model.path={model}", f"trainer.resume={str(resume).lower()}"),
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_TOKEN": CANARY, "WANDB_API_KEY": CANARY}
@@ -54,7 +58,9 @@ def rows(folder: Path) -> int:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Partly right, so that advantages, and with them losses, are not all zero."""
     folder = tmp_path_factory.mktemp("model") / "model"
-    subprocess.run([sys.executable, str(ROOT / "tools/make_tiny_model.py"), str(folder)], check=True, timeout=500)
+    subprocess.run(
+        [sys.executable, str(ROOT / "examples/tiny_moe_dppo/make_model.py"), str(folder)], check=True, timeout=500
+    )
     return folder
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.models.tiny_qwen3_moe import random_tiny_qwen3_moe, write_checkpoint
-from megatron_dppo.models.tiny_tokenizer import byte_tokenizer
+from examples.tiny_moe_dppo.model import byte_tokenizer, random_tiny_qwen3_moe, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = ROOT / "tests/cluster/setup_slurm.sh"

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from examples.tiny_moe_dppo.model import byte_tokenizer
 from megatron_dppo.algorithm import Anchor, TrustRegion
 from megatron_dppo.config.load import load_config, save_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.models.hf_config import resolve_hf_config
-from megatron_dppo.models.tiny_tokenizer import byte_tokenizer
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.prompting import user_message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import shutil
 import subprocess
@@ -48,8 +49,7 @@ def project(tmp_path: Path) -> Path:
     for name in ("__init__.py", "errors.py"):
         shutil.copy(ROOT / "megatron_dppo" / name, tmp_path / "megatron_dppo" / name)
     (tmp_path / "megatron_dppo/cli.py").write_text(ECHO_COMMAND)
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "tools/make_tiny_model.py").write_text(MAKE_MODEL)
+    (tmp_path / "examples/tiny_moe_dppo/make_model.py").write_text(MAKE_MODEL)
     return tmp_path
 
 
@@ -70,7 +70,7 @@ def test_is_valid_bash_and_valid_python() -> None:
 
 
 def test_its_configuration_is_valid() -> None:
-    config = load_config(ROOT / "examples/tiny_moe_dppo.yaml", ["trainer.steps=3"])
+    config = load_config(ROOT / "examples/tiny_moe_dppo/tiny_moe_dppo.yaml", ["trainer.steps=3"])
     assert config.trainer.steps == 3
     assert config.parallel.tensor * config.parallel.expert == 4  # TP2 x EP2 on the two ranks of the script
 
@@ -82,8 +82,8 @@ def test_bash_makes_the_model_once_and_passes_arguments_to_every_rank(project: P
     model = project / "runs/tiny_moe_model/seed-7"
     assert result.stdout.splitlines() == [
         "making the model",
-        f"rank 0: ['train', '{project}/examples/tiny_moe_dppo.yaml', 'model.path={model}', 'run.dir=here', "
-        "'run.seed=7', 'trainer.steps=3', 'run.name=a b']",
+        f"rank 0: ['train', '{project}/examples/tiny_moe_dppo/tiny_moe_dppo.yaml', 'model.path={model}', "
+        "'run.dir=here', 'run.seed=7', 'trainer.steps=3', 'run.name=a b']",
     ]
     assert (model / "made").read_text() == "--seed 7"
 
@@ -111,7 +111,7 @@ def test_a_wrong_number_of_ranks_is_one_clear_line(project: Path, nproc: str) ->
 
 
 def test_a_model_maker_that_fails_leaves_nothing_behind(project: Path) -> None:
-    (project / "tools/make_tiny_model.py").write_text(MAKE_MODEL + "sys.exit('no memory')\n")
+    (project / "examples/tiny_moe_dppo/make_model.py").write_text(MAKE_MODEL + "sys.exit('no memory')\n")
     result = run(["bash", "examples/run_tiny_moe_dppo.sh"], project, MODEL_DIR=str(project / "model"))
     assert result.returncode == 2
     assert "megatron-dppo: error: making" in result.stderr.splitlines()[-1]
@@ -120,7 +120,7 @@ def test_a_model_maker_that_fails_leaves_nothing_behind(project: Path) -> None:
 
 def test_a_trial_without_a_download_takes_the_ranks_it_finds(project: Path) -> None:
     """A torchrun without options starts one rank, which starts one per GPU (here NPROC); sizes fit their number."""
-    (project / "tools/make_qwen3_moe_shapes.py").write_text(MAKE_MODEL)
+    (project / "examples/paper/make_shapes.py").write_text(MAKE_MODEL)
     script = ["examples/run_qwen3_moe_dppo.sh", "--random-weights", "--layers", "2", "trainer.steps=9"]
     result = run([str(BIN / "torchrun"), *script], project, NPROC="2", MODEL_DIR=str(project / "model"))
     assert result.returncode == 0, result.stderr
@@ -144,3 +144,25 @@ def test_ranks_of_several_nodes_are_told_to_name_one_folder(project: Path) -> No
     (project / "model").mkdir()
     (project / "model/config.json").touch()
     assert run(script, project, **rank, RUN_DIR="here", MODEL_DIR="model").returncode == 0
+
+
+def test_what_an_image_holds_makes_the_models(tmp_path: Path) -> None:
+    """An image has the installed package and `examples`: neither the tests nor the tools."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/megatron_dppo").symlink_to(ROOT / "megatron_dppo")
+    for script, options, layers in (("tiny_moe_dppo/make_model.py", ["--random"], 4), ("paper/make_shapes.py", [], 48)):
+        out = tmp_path / Path(script).stem
+        command = [sys.executable, str(tmp_path / "examples" / script), str(out), *options]
+        done = subprocess.run(
+            command,
+            cwd="/",
+            env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        config = json.loads((out / "config.json").read_text())
+        assert (config["model_type"], config["num_hidden_layers"]) == ("qwen3_moe", layers)

@@ -283,7 +283,7 @@ def test_without_a_configuration_one_model_is_named(models: Path, capsys: pytest
 
 def test_the_demo_is_planned_and_its_precision_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3-30B-A3B"] | {"num_hidden_layers": 1}))
-    demo = yaml.safe_load((ROOT / "examples/tiny_moe_dppo.yaml").read_text())
+    demo = yaml.safe_load((ROOT / "examples/tiny_moe_dppo/tiny_moe_dppo.yaml").read_text())
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(demo | {"model": {"path": str(tmp_path)}}))
     status, found = printed(capsys, "--config", str(tmp_path / "run.yaml"), "--gpus", "3")
     assert status == 0

@@ -12,10 +12,10 @@ import psutil
 import pytest
 import ray
 
+from examples.tiny_moe_dppo.model import byte_tokenizer
 from megatron_dppo.config.load import build_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.tiny_tokenizer import byte_tokenizer
 from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.tasks.rewards.config import MathVerifyReward, PythonReward
 from megatron_dppo.tasks.rewards.grader import Grader, build_grader

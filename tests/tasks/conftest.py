@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from megatron_dppo.models.tiny_tokenizer import byte_tokenizer
+from examples.tiny_moe_dppo.model import byte_tokenizer
 from megatron_dppo.tasks.config import TaskConfig
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.models.tiny_qwen3_moe import random_tiny_qwen3_moe, write_checkpoint
-from megatron_dppo.models.tiny_tokenizer import byte_tokenizer
+from examples.tiny_moe_dppo.model import byte_tokenizer, random_tiny_qwen3_moe, write_checkpoint
 from tests.trainer.test_end_to_end import CONFIG, ROOT, rows
 
 pytestmark = pytest.mark.full

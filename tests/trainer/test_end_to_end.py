@@ -16,8 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_dppo.models.tiny_qwen3_moe import random_tiny_qwen3_moe, write_checkpoint
-from megatron_dppo.models.tiny_tokenizer import byte_tokenizer
+from examples.tiny_moe_dppo.model import byte_tokenizer, random_tiny_qwen3_moe, write_checkpoint
 
 STEPS, HALF = 4, 2
 ROOT = str(Path(__file__).resolve().parents[2])

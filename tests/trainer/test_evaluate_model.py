@@ -7,10 +7,9 @@ import json
 import numpy as np
 import pytest
 
+from examples.tiny_moe_dppo.model import byte_tokenizer, random_tiny_qwen3_moe, write_checkpoint
 from megatron_dppo.cli import main
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.tiny_qwen3_moe import random_tiny_qwen3_moe, write_checkpoint
-from megatron_dppo.models.tiny_tokenizer import byte_tokenizer
 from megatron_dppo.trainer.accuracy import pass_at_k
 from megatron_dppo.trainer.answers import Answer, AnswerFile
 from megatron_dppo.trainer.evaluate_model import evaluate_config

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from examples.tiny_moe_dppo.model import byte_tokenizer
 from megatron_dppo.cli import main
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.tiny_tokenizer import byte_tokenizer
 from megatron_dppo.tasks.task import Prompt, Rewards
 from megatron_dppo.trainer.config import TrackingConfig
 from megatron_dppo.trainer.history import History, Series

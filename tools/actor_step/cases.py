@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-from megatron_dppo.models.qwen3_30b_a3b import SHAPES
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.paper.make_shapes import SHAPES
 
 QWEN3_30B_A3B: dict[str, Any] = SHAPES | {"max_position_embeddings": 40960}
 TINY = {

@@ -1,29 +1,31 @@
 #!/usr/bin/env python3
 """Write a tiny Qwen3-MoE checkpoint in Hugging Face format, warmed up on a task until it is partly right.
 
-    python tools/make_tiny_model.py OUT --seed S [--task CONFIG.yaml | --random]
+    python examples/tiny_moe_dppo/make_model.py OUT --seed S [--task CONFIG.yaml | --random]
 
-The same seed gives the same files on the same machine. See `megatron_dppo/tasks/warm_up.py` for what is learned.
+The same seed gives the same files on the same machine. See `warm_up.py` for what is learned.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
 import torch
 from transformers.utils import logging as transformers_logging
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.tiny_moe_dppo.model import byte_tokenizer, random_tiny_qwen3_moe, write_checkpoint
+from examples.tiny_moe_dppo.warm_up import warm_up
 from megatron_dppo.config.load import load_config
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import exit_status
-from megatron_dppo.models.tiny_qwen3_moe import random_tiny_qwen3_moe, write_checkpoint
-from megatron_dppo.models.tiny_tokenizer import byte_tokenizer
 from megatron_dppo.tasks.build import build_task
-from megatron_dppo.tasks.warm_up import warm_up
 
-DEMO = Path(__file__).resolve().parent.parent / "examples" / "tiny_moe_dppo.yaml"
+DEMO = Path(__file__).with_name("tiny_moe_dppo.yaml")
 # Sums over another number of threads differ in the last bit; and matrices this small gain little from a second thread,
 # which on a busy machine waits for the first more than it works.
 THREADS = 1

@@ -1,7 +1,7 @@
 """The stability study of Section 5: which runs, where each stands, and what they show together (Figures 3 to 5).
 
-    python -m megatron_dppo.trainer.study plan CONFIG OUT SEEDS ALGORITHMS [a.b=c ...]
-    python -m megatron_dppo.trainer.study report OUT
+    python examples/stability_study/study.py plan CONFIG OUT SEEDS ALGORITHMS [a.b=c ...]
+    python examples/stability_study/study.py report OUT
 
 `examples/stability_study.sh` uses these.
 """

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from megatron_dppo.tasks.demonstrations import DemonstrationBatch, Demonstrator
+from examples.tiny_moe_dppo.demonstrations import DemonstrationBatch, Demonstrator
 from megatron_dppo.tasks.task import Prompt, Task
 
 

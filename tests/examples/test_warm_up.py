@@ -6,19 +6,33 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
+from examples.tiny_moe_dppo.demonstrations import Demonstrator
+from examples.tiny_moe_dppo.model import byte_tokenizer, random_tiny_qwen3_moe, write_checkpoint
+from examples.tiny_moe_dppo.warm_up import WarmUpFailed, WarmUpPlan, measure, warm_up
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.tiny_qwen3_moe import random_tiny_qwen3_moe, write_checkpoint
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.config import TaskConfig
-from megatron_dppo.tasks.demonstrations import Demonstrator
-from megatron_dppo.tasks.warm_up import WarmUpFailed, WarmUpPlan, measure, warm_up
 
 SHORT = {"batch_size": 16, "correct_steps": 3, "careless_steps": 2, "measure_from": 2, "measure_every": 1}
 
 
 @pytest.fixture(scope="module")
-def task(sums, tokenizer):
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def task(tokenizer):
+    sums = TaskConfig(
+        dataset="chain_sum",
+        parameters={"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+        prompt="{metadata[expression]}",
+        answer_pattern=r"(?P<answer>-?\d+)",
+        train_size=1500,
+        held_out_size=200,
+    )
     return build_task(sums, tokenizer)
 
 

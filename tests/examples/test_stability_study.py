@@ -14,14 +14,14 @@ import pytest
 import torch
 from PIL import Image
 
+from examples.stability_study.study import BAD, LABELS, MISMATCH, REWARD, Outcome, _main, options, report, table
 from megatron_dppo.config.load import load_config
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import History, Series
 from megatron_dppo.trainer.perturb import perturbed
-from megatron_dppo.trainer.study import BAD, LABELS, MISMATCH, REWARD, Outcome, _main, options, report, table
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = ROOT / "examples/stability_study.yaml"
+CONFIG = ROOT / "examples/stability_study/stability_study.yaml"
 
 
 def write_run(run: Path, rewards: np.ndarray, *, bad: float = 0.001, checkpoint: bool = False) -> None:

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-TOOL = Path(__file__).resolve().parents[2] / "tools/make_tiny_model.py"
+TOOL = Path(__file__).resolve().parents[2] / "examples/tiny_moe_dppo/make_model.py"
 
 
 def load_tool() -> ModuleType:

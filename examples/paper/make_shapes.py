@@ -1,16 +1,28 @@
-"""The shapes of Qwen3-30B-A3B, from its public figures, with any number of layers and without a download."""
+#!/usr/bin/env python3
+"""Write the folder of a model of Qwen3-30B-A3B's shapes that has no weights: config.json and a byte-level tokenizer.
+
+    python examples/paper/make_shapes.py OUT [--layers N]
+
+A run with `model.random_weights=true` draws the weights itself. The figures are the model's public ones.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.tiny_moe_dppo.model import byte_tokenizer
+from megatron_dppo.errors import UserError
+from megatron_dppo.launch import exit_status
+
 LAYERS = 48
-
-
 SHAPES: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -55,3 +67,25 @@ def write_folder(folder: Path, config: dict[str, Any], tokenizer: PreTrainedToke
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist or be empty")
+    parser.add_argument("--layers", type=int, default=LAYERS, help=f"of the model (default {LAYERS})")
+    arguments = parser.parse_args(argv)
+    return exit_status(lambda: make(arguments.out, arguments.layers))
+
+
+def make(out: Path, layers: int) -> None:
+    """Write the folder."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists already; name another folder or remove it")
+    if not 1 <= layers <= LAYERS:
+        raise UserError(f"--layers {layers}: the model has 1 to {LAYERS}")
+    tokenizer = byte_tokenizer()
+    write_folder(out, qwen3_30b_a3b(tokenizer, layers), tokenizer)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,86 @@
+"""The demo's model: a Qwen3-MoE of about a million parameters with every feature of the large ones, and a byte-level
+tokenizer that needs no files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+PAD, SYSTEM, USER, ASSISTANT, END = "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
+
+# One token per turn keeps prompts short. Only an assistant's turn is closed: the next turn's opening closes the others.
+_CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message['role'] not in ['system', 'user', 'assistant'] -%}
+{{ raise_exception('unknown role ' + message['role']) }}
+{%- endif -%}
+{{ '<|' + message['role'] + '|>' + message['content'] }}
+{%- if message['role'] == 'assistant' -%}{{ '<|end|>' }}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}
+"""
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte (any text round-trips), five special tokens, and a chat template. 261 tokens.
+
+    `<|end|>` ends a sequence; `<|pad|>` pads. `AutoTokenizer` loads what its `save_pretrained` writes.
+    """
+    special = [PAD, SYSTEM, USER, ASSISTANT, END]
+    symbols = special + sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[SYSTEM, USER, ASSISTANT],
+        chat_template=_CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=1024,
+    )
+
+
+def tiny_qwen3_moe_config(tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeConfig:
+    """Four MoE layers, eight experts of which two are chosen, grouped-query attention 4:2, QK-norm, untied head.
+
+    The vocabulary is the tokenizer's own size, which no tensor-parallel size divides: like the large models' it has to
+    be padded for training.
+    """
+    return Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        max_position_embeddings=1024,
+        initializer_range=0.02,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+
+
+def random_tiny_qwen3_moe(tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen3MoeForCausalLM:
+    """Freshly initialised in float32 from `seed`; the caller's random state is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3MoeForCausalLM(tiny_qwen3_moe_config(tokenizer)).float()
+
+
+def write_checkpoint(folder: Path, model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Hugging Face format: config.json, generation_config.json, safetensors, tokenizer with its chat template."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
