@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.resolvers import oc
 from pydantic import BaseModel, ValidationError
 
 from megatron_dppo.config.base import ConfigModel
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.secrets import confide, redact, secret_variables
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -55,31 +59,91 @@ def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides:
         ) from error
     try:
         plain = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        with _environment_as_written():
+            written = OmegaConf.to_container(merged, resolve=True)
     except MissingMandatoryValue as error:
         raise UserError(f"config key {error.full_key} is ???, to be filled in; set {error.full_key}=...") from error
     except OmegaConfBaseException as error:
         key = error.full_key or where
+        if absent := re.search(r"Environment variable '(.*?)' not found", str(error)):
+            raise UserError(f"config key {key}: the environment variable {absent[1]} is not set; set it") from error
         raise UserError(
             f"config key {key}: {_first_line(error)} (${{...}} stands for another key; as text write \\${{...}})"
         ) from error
+    marked = dict(_marked(written))
+    confide(name for place, text in marked.items() if place not in _SHOWN for name in _ENV.findall(text))
     try:
-        return kind.model_validate(plain)
+        config = kind.model_validate(plain)
     except ValidationError as error:
         raise UserError("; ".join(_explain(kind, item) for item in error.errors())) from error
+    config._from_environment.update(marked)
+    return config
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Write the resolved configuration, readable by `load_config`."""
-    path.write_text(yaml.safe_dump(_escaped(config.model_dump(mode="json")), sort_keys=False), encoding="utf-8")
+    """Write the configuration, readable by `load_config`, without secrets: see `recorded`."""
+    path.write_text(yaml.safe_dump(recorded(config), sort_keys=False), encoding="utf-8")
 
 
-def _escaped(value: Any) -> Any:
-    """With every `${` of a text written so that it does not stand for another key."""
-    if isinstance(value, dict):
-        return {key: _escaped(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_escaped(item) for item in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+def recorded(config: ConfigModel) -> dict[str, Any]:
+    """What may be kept of a configuration, as a tree for YAML: other keys' values put in, but what came from the
+    environment as it was written, to be resolved again. A secret that was typed in place of its variable's name is
+    written by that name, and what else looks like a secret is hidden."""
+    secrets = sorted(secret_variables().items(), key=lambda item: len(item[1]), reverse=True)
+
+    def text(value: str) -> str:
+        for name, secret in secrets:
+            value = value.replace(secret, f"{_OPEN}oc.env:{name}{_CLOSE}")
+        value = re.sub(r"(\\*)\$\{", r"\1\1\\${", redact(value))  # a `${` of a text does not stand for another key
+        return value.replace(_OPEN, "${").replace(_CLOSE, "}")
+
+    def tree(value: Any, place: tuple[str | int, ...]) -> Any:
+        value = config._from_environment.get(place, value)
+        if isinstance(value, dict):
+            return {key: tree(item, (*place, key)) for key, item in value.items()}
+        if isinstance(value, list):
+            return [tree(item, (*place, number)) for number, item in enumerate(value)]
+        return text(value) if isinstance(value, str) else value
+
+    return tree(config.model_dump(mode="json"), ())
+
+
+_OPEN, _CLOSE = "\0", "\1"
+"""Around what is to become `${...}`."""
+_ENV = re.compile(f"{_OPEN}oc\\.env:([^,{_CLOSE}]+)")
+_SHOWN = (("run", "name"), ("tracking", "project"))
+"""Whatever is there is there to be shown."""
+
+
+@contextmanager
+def _environment_as_written() -> Iterator[None]:
+    """Inside, a value of the environment is resolved to what was written in its place, marked."""
+
+    def env(name: str, *default: Any) -> str:
+        given = ("null" if value is None else json.dumps(str(value)) for value in default)
+        return f"{_OPEN}oc.env:{','.join([name, *given])}{_CLOSE}"
+
+    def decode(value: Any, _parent_: Any, _node_: Any) -> Any:
+        if isinstance(value, str) and _OPEN in value:
+            return f"{_OPEN}oc.decode:{value}{_CLOSE}"
+        return oc.decode(value, _parent_, _node_)
+
+    try:
+        OmegaConf.register_resolver("oc.env", env, replace=True)
+        OmegaConf.register_resolver("oc.decode", decode, replace=True)
+        yield
+    finally:
+        OmegaConf.register_resolver("oc.env", oc.env, replace=True)
+        OmegaConf.register_resolver("oc.decode", oc.decode, replace=True)
+
+
+def _marked(tree: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Each marked text of a tree, with its place."""
+    if isinstance(tree, str) and _OPEN in tree:
+        yield place, tree
+    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, item in pairs:
+        yield from _marked(item, (*place, key))
 
 
 def _explain(kind: type[BaseModel], error: Any) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_dppo.doctor.finding import Finding
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.secrets import redact
 from megatron_dppo.planner.gpus import GPUS, find_gpu
 
 
@@ -64,7 +65,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|torch)\b")  # as for `train`
     failed = False
     for finding in _all(arguments):
-        print(finding, flush=True)
+        print(redact(str(finding)), flush=True)
         failed |= finding.level == "error" or (arguments.strict and finding.level == "warning")
     return 1 if failed else 0
 

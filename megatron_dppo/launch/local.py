@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from megatron_dppo.launch.rank import PROGRAM
+from megatron_dppo.launch.secrets import redact
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -44,7 +45,7 @@ def launch_local(command: Sequence[str], *, processes: int, on_stop: str = "") -
     else:
         shutil.rmtree(logs, ignore_errors=True)
     if message:
-        print(message, file=sys.stderr, flush=True)
+        print(redact(message), file=sys.stderr, flush=True)
     return status
 
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.secrets import redact
 
 PROGRAM = "megatron-dppo"
 PEER_GRACE_SECONDS = 15.0
@@ -33,7 +34,8 @@ def exit_status(run: Callable[[], int | None]) -> int:
 
     Run alone, the process prints the reason as its last line on stderr (a `UserError` without traceback). Under
     torchrun or `launch_local` it hands the reason to the launcher, through torch's error file, and prints nothing: the
-    launcher is the last to write to the terminal. Notes of the exception belong to its reason. SIGTERM and SIGINT
+    launcher is the last to write to the terminal. Notes of the exception belong to its reason; secrets are
+    left out. SIGTERM and SIGINT
     unwind the stack, so that `finally` blocks close engines and files. A rank whose collective failed because another
     rank is gone first waits for the launcher to end it, so that the other rank's reason is the one reported.
     """
@@ -59,6 +61,7 @@ def exit_status(run: Callable[[], int | None]) -> int:
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         said = f"{rank}{type(error).__name__}: {_with_notes(error)}"
         status, details, reason = 1, traceback.format_exc(), f"{PROGRAM}: failed: {said}"
+    details, reason = redact(details), redact(reason)
     if not under_launcher:
         print(f"{details}{reason}", file=sys.stderr, flush=True)
         return status

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
+from megatron_dppo.launch.secrets import redact
+
 HEADER_EVERY = 20
 _STEPS_AVERAGED = 20
 
@@ -91,7 +93,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """A line of its own between the steps: an evaluation, a saved checkpoint."""
-        self._print(text)
+        self._print(redact(text))
 
     def _print(self, text: str, style: str | None = None) -> None:
         self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

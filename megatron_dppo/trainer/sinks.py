@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.secrets import redact
 from megatron_dppo.trainer.config import TrackingConfig
 
 
@@ -50,9 +52,19 @@ class WandbSink:
         id_file = folder / "wandb_id.txt"
         if not (resume and id_file.exists()):
             id_file.write_text(uuid.uuid4().hex[:16])
-        self._run = self._wandb.init(
-            project=project, name=run, id=id_file.read_text(), resume="allow", dir=str(folder), config=settings
-        )
+        command, sys.argv = sys.argv, [redact(part) for part in sys.argv]  # W&B keeps it
+        try:
+            self._run = self._wandb.init(
+                project=project,
+                name=run,
+                id=id_file.read_text(),
+                resume="allow",
+                dir=str(folder),
+                config=settings,
+                settings=self._wandb.Settings(console="off"),  # what others print is not free of secrets
+            )
+        finally:
+            sys.argv = command
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

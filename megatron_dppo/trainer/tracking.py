@@ -16,6 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron_dppo.checkpoint.atomic import sync
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.secrets import redact
 from megatron_dppo.trainer.history import ADAPTER_FOLDER, CHECKPOINTS, METRICS_FILE, MODEL_FOLDER, read_lines, read_rows
 from megatron_dppo.trainer.samples import Sample
 from megatron_dppo.trainer.sinks import Sink
@@ -74,7 +75,12 @@ class Tracker:
             sink.log(step, finite)
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Append answers to `samples.jsonl`; TensorBoard has them as text."""
+        """Append answers to `samples.jsonl`, without secrets (a system prompt may hold one); TensorBoard has them as
+        text."""
+        samples = [
+            dataclasses.replace(s, prompt=redact(s.prompt), response=redact(s.response), reference=redact(s.reference))
+            for s in samples
+        ]
         self._append(SAMPLES_FILE, [{"step": step, **sample.row()} for sample in samples])
         samples = [
             dataclasses.replace(

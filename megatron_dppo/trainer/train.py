@@ -22,7 +22,7 @@ from megatron_dppo.checkpoint.hf_save import save_hf_checkpoint
 from megatron_dppo.checkpoint.peft_adapter import check_peft_adapter, load_peft_adapter, save_peft_adapter
 from megatron_dppo.checkpoint.random_weights import fill_random
 from megatron_dppo.checkpoint.state_folder import latest_state
-from megatron_dppo.config.load import save_config
+from megatron_dppo.config.load import recorded, save_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.heartbeat import Heartbeat
@@ -101,7 +101,7 @@ def train(config: Config) -> int:
                 config.tracking,
                 run=config.run.name,
                 folder=config.run.dir,
-                settings=config.model_dump(mode="json"),
+                settings=recorded(config),
                 resume=config.trainer.resume,
             )
             tracker = stack.enter_context(Tracker(config.run.dir, resume_step=resumed_at, sinks=sinks))
