@@ -39,9 +39,7 @@ def main() -> int:
     parser.add_argument("--recompute", default="none", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.trial:
-        from lora_step.trials import run
-
-        run(arguments)
+        run_trial(arguments)
         return 0
     return drive(arguments)
 
@@ -69,6 +67,26 @@ def drive(arguments: argparse.Namespace) -> int:
     print(text, flush=True)
     trials = [found["agreement"], *(t for many in same.values() for t in many)]
     return 1 if any("error" in t for t in trials) or not found["agreement"].get("agrees") else 0
+
+
+def run_trial(arguments: argparse.Namespace) -> None:
+    """The trial that the arguments name, in this process; writes a JSON file."""
+    import torch
+    from lora_step.agreement import agreement
+    from lora_step.trials import Trial, timing
+
+    from megatron_dppo.models.lora.config import LoraConfig
+
+    trial = Trial(arguments.layers, arguments.recompute, tiny=arguments.tiny)
+    lora = LoraConfig(rank=arguments.rank, alpha=2.0 * arguments.rank)
+    if arguments.trial == "agreement":
+        found = agreement(trial, lora)
+    else:
+        found = timing(trial, lora if arguments.trial == "lora" else None, arguments.steps)
+    card = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
+    found["device"], found["device_bytes"] = (card.name, card.total_memory) if card else ("CPU", 0)
+    arguments.out.write_text(json.dumps(found))
+    trial.close()
 
 
 def _trial(arguments: argparse.Namespace, kind: str, layers: int, recompute: str) -> dict[str, Any]:

@@ -8,11 +8,8 @@ exact to the bit, whatever the layout.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Protocol, Self
-
-if TYPE_CHECKING:
-    from megatron_dppo.models.hf_config import HFConfig
+from dataclasses import dataclass, field, fields, replace
+from typing import Protocol, Self
 
 Range = tuple[int, int]
 Block = tuple[Range, ...]
@@ -32,18 +29,40 @@ class Piece:
     local: Block
 
 
+class Sizes(Protocol):
+    """What the transforms ask of a model (`HFConfig` has it)."""
+
+    @property
+    def dims(self) -> Mapping[str, int]:
+        """Sizes by the names that tables use."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+    def padded_vocab_size(self, tensor_parallel: int) -> int:
+        """Rows of the embedding over `tensor_parallel` ranks."""
+        ...
+
+
 class Transform(Protocol):
     """How one parameter, divided among `parts` ranks, is made of Hugging Face tensors."""
 
-    def sources(self, model: HFConfig) -> dict[str, Shape]:
+    def sources(self, model: Sizes) -> dict[str, Shape]:
         """Hugging Face tensors used, with their full shapes."""
         ...
 
-    def shape(self, model: HFConfig, parts: int) -> Shape:
+    def shape(self, model: Sizes, parts: int) -> Shape:
         """Shape of the parameter on each of `parts` ranks."""
         ...
 
-    def pieces(self, model: HFConfig, part: int, parts: int) -> list[Piece]:
+    def pieces(self, model: Sizes, part: int, parts: int) -> list[Piece]:
         """The blocks rank `part` of `parts` holds."""
         ...
 
@@ -61,25 +80,23 @@ class _Named:
 
 
 def _name() -> str:
-    from dataclasses import field
-
     return field(metadata={"tensor": True})
 
 
 @dataclass(frozen=True)
 class Whole(_Named):
-    """The same tensor on every rank. `dims` name entries of `HFConfig.dims`."""
+    """The same tensor on every rank. `dims` name entries of `Sizes.dims`."""
 
     name: str = _name()
     dims: tuple[str, ...] = ("hidden",)
 
-    def sources(self, model: HFConfig) -> dict[str, Shape]:
+    def sources(self, model: Sizes) -> dict[str, Shape]:
         return {self.name: tuple(model.dims[d] for d in self.dims)}
 
-    def shape(self, model: HFConfig, parts: int) -> Shape:
+    def shape(self, model: Sizes, parts: int) -> Shape:
         return self.sources(model)[self.name]
 
-    def pieces(self, model: HFConfig, part: int, parts: int) -> list[Piece]:
+    def pieces(self, model: Sizes, part: int, parts: int) -> list[Piece]:
         everything = tuple((0, n) for n in self.shape(model, parts))
         return [Piece(self.name, everything, everything)]
 
@@ -92,13 +109,13 @@ class Columns(_Named):
     rows: str = "hidden"
     cols: str = "hidden"
 
-    def sources(self, model: HFConfig) -> dict[str, Shape]:
+    def sources(self, model: Sizes) -> dict[str, Shape]:
         return {self.name: (model.dims[self.rows], model.dims[self.cols])}
 
-    def shape(self, model: HFConfig, parts: int) -> Shape:
+    def shape(self, model: Sizes, parts: int) -> Shape:
         return model.dims[self.rows], model.dims[self.cols] // parts
 
-    def pieces(self, model: HFConfig, part: int, parts: int) -> list[Piece]:
+    def pieces(self, model: Sizes, part: int, parts: int) -> list[Piece]:
         rows, width = self.shape(model, parts)
         return [Piece(self.name, ((0, rows), (part * width, (part + 1) * width)), ((0, rows), (0, width)))]
 
@@ -110,13 +127,13 @@ class Vocabulary(_Named):
 
     name: str = _name()
 
-    def sources(self, model: HFConfig) -> dict[str, Shape]:
+    def sources(self, model: Sizes) -> dict[str, Shape]:
         return {self.name: (model.vocab_size, model.dims["hidden"])}
 
-    def shape(self, model: HFConfig, parts: int) -> Shape:
+    def shape(self, model: Sizes, parts: int) -> Shape:
         return model.padded_vocab_size(parts) // parts, model.dims["hidden"]
 
-    def pieces(self, model: HFConfig, part: int, parts: int) -> list[Piece]:
+    def pieces(self, model: Sizes, part: int, parts: int) -> list[Piece]:
         height, hidden = self.shape(model, parts)
         start, stop = part * height, min((part + 1) * height, model.vocab_size)
         if stop <= start:
@@ -133,14 +150,14 @@ class GateUp(_Named):
     rows: str = "ffn"
     cols: str = "hidden"
 
-    def sources(self, model: HFConfig) -> dict[str, Shape]:
+    def sources(self, model: Sizes) -> dict[str, Shape]:
         shape = model.dims[self.rows], model.dims[self.cols]
         return {self.gate: shape, self.up: shape}
 
-    def shape(self, model: HFConfig, parts: int) -> Shape:
+    def shape(self, model: Sizes, parts: int) -> Shape:
         return 2 * model.dims[self.rows] // parts, model.dims[self.cols]
 
-    def pieces(self, model: HFConfig, part: int, parts: int) -> list[Piece]:
+    def pieces(self, model: Sizes, part: int, parts: int) -> list[Piece]:
         both, cols = self.shape(model, parts)
         height = both // 2
         source = ((part * height, (part + 1) * height), (0, cols))
@@ -164,18 +181,18 @@ class QKV(_Named):
     v: str = _name()
     cols: str | None = "hidden"
 
-    def _tail(self, model: HFConfig) -> Shape:
+    def _tail(self, model: Sizes) -> Shape:
         return () if self.cols is None else (model.dims[self.cols],)
 
-    def sources(self, model: HFConfig) -> dict[str, Shape]:
+    def sources(self, model: Sizes) -> dict[str, Shape]:
         kv_rows = model.kv_heads * model.head_dim
         rows = {self.q: model.heads * model.head_dim, self.k: kv_rows, self.v: kv_rows}
         return {name: (n, *self._tail(model)) for name, n in rows.items()}
 
-    def shape(self, model: HFConfig, parts: int) -> Shape:
+    def shape(self, model: Sizes, parts: int) -> Shape:
         return (model.heads + 2 * model.kv_heads) * model.head_dim // parts, *self._tail(model)
 
-    def pieces(self, model: HFConfig, part: int, parts: int) -> list[Piece]:
+    def pieces(self, model: Sizes, part: int, parts: int) -> list[Piece]:
         height = self.shape(model, parts)[0]
         first, last = part * height, (part + 1) * height
         tail = tuple((0, n) for n in self._tail(model))
@@ -187,7 +204,7 @@ class QKV(_Named):
                 result.append(Piece(name, (rows, *tail), ((start - first, stop - first), *tail)))
         return result
 
-    def _interleaved(self, model: HFConfig) -> Iterator[tuple[str, Range, int]]:
+    def _interleaved(self, model: Sizes) -> Iterator[tuple[str, Range, int]]:
         """(tensor, its rows, where they begin in the undivided parameter), in order."""
         queries, place = model.heads // model.kv_heads * model.head_dim, 0
         for group in range(model.kv_heads):

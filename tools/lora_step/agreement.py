@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import gc
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from actor_step.problem import advantages, rollouts
 
+from lora_step.trials import Trial
 from megatron_dppo.actor.actor import MegatronActor, TrainingSignal
 from megatron_dppo.batch import InMemorySource
 from megatron_dppo.models.live import owned_parameters
 from megatron_dppo.models.lora.adapter import LoraAdapter
 from megatron_dppo.models.lora.attach import adapters
 from megatron_dppo.models.lora.config import LoraConfig
-
-if TYPE_CHECKING:
-    from lora_step.trials import Trial
 
 LIMITS = {torch.bfloat16: (0.1, 0.1), torch.float32: (1e-5, 1e-4)}
 """Mean |difference| of log-probabilities in nats, and worst relative error of an adapter parameter's gradient. Both

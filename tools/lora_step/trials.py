@@ -1,9 +1,7 @@
-"""One trial in one process."""
+"""A model on this process's device, and how long its steps take."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -14,7 +12,6 @@ import torch
 from actor_step.cases import SMALL, TOPK, Case, Sizes
 from actor_step.problem import advantages, build, describe, timing_batch
 
-from lora_step.agreement import agreement
 from megatron_dppo.actor import runtime as actor_runtime
 from megatron_dppo.actor.actor import MegatronActor, TrainingSignal
 from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
@@ -36,6 +33,10 @@ class Trial:
         self.model: HFConfig = describe(self.case, tiny=tiny)
         self.sizes: Sizes = SMALL if tiny else self.case.sizes
         self.dtype = torch.float32 if tiny else torch.bfloat16
+
+    def close(self) -> None:
+        """End what the device and the process group hold."""
+        actor_runtime.stop()
 
     def chunks(self, lora: LoraConfig | None) -> list[Any]:
         """Weights that are the same each time, with adapters or without."""
@@ -69,21 +70,7 @@ def signal_of(batch: RolloutBatch) -> TrainingSignal:
     return TrainingSignal(weights, weights, [np.arange(len(batch))])
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """The trial that the arguments name; writes a JSON file."""
-    trial = Trial(arguments.layers, arguments.recompute, tiny=arguments.tiny)
-    lora = LoraConfig(rank=arguments.rank, alpha=2.0 * arguments.rank)
-    if arguments.trial == "agreement":
-        found = agreement(trial, lora)
-    else:
-        found = _timing(trial, lora if arguments.trial == "lora" else None, arguments.steps)
-    card = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
-    found["device"], found["device_bytes"] = (card.name, card.total_memory) if card else ("CPU", 0)
-    arguments.out.write_text(json.dumps(found))
-    actor_runtime.stop()
-
-
-def _timing(trial: Trial, lora: LoraConfig | None, steps: int) -> dict[str, Any]:
+def timing(trial: Trial, lora: LoraConfig | None, steps: int) -> dict[str, Any]:
     """Seconds of each step after one that is not counted, of an export of all weights, and memory."""
     chunks = trial.chunks(lora)
     parameters = [p for chunk in chunks for p in chunk.parameters()]
