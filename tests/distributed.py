@@ -16,6 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PATIENCE_S = 400.0
+"""How long a test waits for what must come: many times what a slow machine takes, below pytest's own limit (600 s)."""
+
 PRELOAD = [
     "torch.distributed",
     "megatron.core.models.gpt.gpt_layer_specs",

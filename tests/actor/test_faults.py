@@ -16,7 +16,7 @@ from megatron_dppo.router_replay.routes import Routes
 from tests.actor.conftest import World
 from tests.actor.matrix import LAYOUTS, Case, Lesson, build_actor, exported, train_cases
 from tests.actor.reference import compare_training, expected_training
-from tests.distributed import run_ranks
+from tests.distributed import PATIENCE_S, run_ranks
 
 
 def one_token(batch: RolloutBatch) -> RolloutBatch:
@@ -140,5 +140,5 @@ def test_a_rank_killed_in_mid_step_ends_the_others(world: World, layout: str) ->
     ranks, sizes = LAYOUTS[layout]
     started = time.monotonic()
     with pytest.raises(AssertionError, match=r"died|closed|reset|Connection|failed"):
-        run_ranks(dies, ranks, str(world.path), sizes, world.lesson, 1, timeout=120)
-    assert time.monotonic() - started < 60, "the others waited for the dead rank"
+        run_ranks(dies, ranks, str(world.path), sizes, world.lesson, 1, timeout=PATIENCE_S)
+    assert time.monotonic() - started < 200, "the others waited for the dead rank"

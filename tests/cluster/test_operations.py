@@ -18,6 +18,7 @@ from megatron_dppo.launch.heartbeat import Beat, Heartbeat, culprits, read_beats
 from megatron_dppo.launch.logs import logging_to
 from megatron_dppo.launch.secrets import redact
 from megatron_dppo.launch.stop import StopRequest
+from tests.distributed import PATIENCE_S
 
 
 def script(tmp_path: Path, body: str, *arguments: str) -> subprocess.Popen[str]:
@@ -27,7 +28,7 @@ def script(tmp_path: Path, body: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def wait_for(condition, seconds: float = 20.0) -> None:
+def wait_for(condition, seconds: float = PATIENCE_S) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "nothing happened in time"
@@ -171,7 +172,7 @@ def stopped(tmp_path: Path, how, *, grace: float, step: float) -> tuple[int, str
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     how(process)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=PATIENCE_S)
     return process.returncode, out
 
 
@@ -192,9 +193,7 @@ def test_repeated_signals_do_not_cut_the_step_short(tmp_path: Path) -> None:
 
 
 def test_a_step_that_takes_too_long_after_sigterm_is_broken_off(tmp_path: Path) -> None:
-    begin = time.monotonic()
-    status, out = stopped(tmp_path, lambda process: process.send_signal(signal.SIGTERM), grace=0.5, step=20)
-    assert time.monotonic() - begin < 15
+    status, out = stopped(tmp_path, lambda process: process.send_signal(signal.SIGTERM), grace=0.5, step=2000)
     assert (status, out) == (130, "")
 
 

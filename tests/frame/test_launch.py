@@ -15,6 +15,7 @@ import pytest
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import exit_status
+from tests.distributed import PATIENCE_S
 
 LAUNCHER = """
 import sys
@@ -96,7 +97,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         started[ending] = (folder, start(folder, ending))
     results = {}
     for ending, (folder, process) in started.items():
-        out, errors = process.communicate(timeout=240)
+        out, errors = process.communicate(timeout=PATIENCE_S)
         results[ending] = Ended(folder, process.returncode, out, errors.splitlines())
     return results
 
@@ -133,7 +134,7 @@ def test_ctrl_c_closes_everything(tmp_path: Path) -> None:
     detached = int(process.stdout.readline().split()[1])
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert out == "engine closed\n"
     assert errors == "megatron-dppo: interrupted; all ranks are stopped. To go on: do this\n"
@@ -149,9 +150,9 @@ def test_a_rank_does_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> No
     while not (tmp_path / "busy").exists():
         time.sleep(0.05)
     process.kill()
-    _, alive = psutil.wait_procs(ranks, timeout=10)
+    _, alive = psutil.wait_procs(ranks, timeout=PATIENCE_S)
     detached.kill()  # nothing is left that could have swept it
-    assert process.communicate(timeout=10)[0] == "engine closed\n"
+    assert process.communicate(timeout=PATIENCE_S)[0] == "engine closed\n"
     assert len(ranks) == 1
     assert not alive
 

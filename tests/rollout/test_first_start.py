@@ -17,6 +17,7 @@ from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import EngineDead, EnginesFailed
 from megatron_dppo.rollout.fleet.dispatcher import Dispatch
 from megatron_dppo.rollout.fleet.replica import Seat
+from tests.distributed import PATIENCE_S
 
 
 class Start:
@@ -68,7 +69,7 @@ class Starts:
         return self._threads.submit(call)
 
     def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         while not condition():
             assert time.monotonic() < deadline
             time.sleep(0.005)
@@ -110,12 +111,12 @@ def test_a_bad_start_among_good_ones_is_a_failure_and_tried_again(make: Any, bad
     assert [engine.name for engine in starts.seats[1].engines] == ["engine-1-0", "engine-1-1"]
     assert not members.done(), "the third loads for the first time"
     starts.up(2)
-    assert [engine.name for engine in members.result(10)] == ["engine-0-0", "engine-2-0"]
+    assert [engine.name for engine in members.result(PATIENCE_S)] == ["engine-0-0", "engine-2-0"]
     everybody = starts.meanwhile(starts.dispatch.wait_until_up)
     time.sleep(0.1)
     assert not everybody.done()
     starts.up(1)
-    everybody.result(10)
+    everybody.result(PATIENCE_S)
     counts = starts.dispatch.ask(starts.dispatch.take_counts)
     assert (counts["rollout/engine_failures"], counts["rollout/engine_restarts"]) == (1, 1)
 
@@ -127,7 +128,7 @@ def test_where_no_engine_starts_the_first_reason_ends_it_at_once(make: Any, coun
     for number in reversed(range(count)):
         starts.fail(number, f"reason of {number}")
     with pytest.raises(EngineDead, match=rf"^reason of {count - 1}$"):
-        everybody.result(10)
+        everybody.result(PATIENCE_S)
     assert [len(seat.engines) for seat in starts.seats] == [1] * count, "nothing was tried again"
 
 
@@ -141,7 +142,7 @@ def test_starts_that_go_on_failing_are_counted_to_the_limit(make: Any) -> None:
     with pytest.raises(
         EnginesFailed, match=r"3 engine failures, .*=2 are allowed; .* did not start: EngineDead: no room"
     ):
-        everybody.result(10)
+        everybody.result(PATIENCE_S)
     assert len(starts.seats[1].engines) == 3
 
 
@@ -155,5 +156,5 @@ def test_two_bad_starts_over_the_limit_end_it_once(make: Any) -> None:
     with pytest.raises(
         EnginesFailed, match=r"^1 engine failures, rollout.max_engine_failures=0 .* engine engine-1-0 did"
     ):
-        everybody.result(10)
+        everybody.result(PATIENCE_S)
     assert [len(seat.engines) for seat in starts.seats] == [1, 1, 1]

@@ -25,6 +25,7 @@ from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.rollout.stored import RolloutHandle
 from megatron_dppo.rollout.weight_transfer.bucket import pack
 from megatron_dppo.rollout.weight_transfer.recipients import Recipients
+from tests.distributed import PATIENCE_S
 from tests.rollout.conftest import CONFIG, LAW
 from tests.rollout.reference import model_with, other_weights
 from tests.rollout.spans import check_spans, check_tokens
@@ -37,7 +38,7 @@ FLEET = CONFIG.model_copy(
         "schedule": "one_step_off",
         "partial_rollouts": True,
         "sequences_per_object": 8,
-        "stall_timeout_s": 6.0,
+        "stall_timeout_s": 20.0,
         "max_engine_failures": 2,
         "max_tokens_in_flight": 8 * 64 * 3,  # three pieces of work at once
     }
@@ -57,7 +58,7 @@ def groups(name: str, count: int = GROUPS, seed: int = 0) -> list[GenerationRequ
 
 def send(engines: Sequence[RayRolloutEngine], version: int, weights: dict[str, torch.Tensor]) -> None:
     """As the trainer does: every call to all engines at once."""
-    to = Recipients(engines, timeout_s=60)
+    to = Recipients(engines, timeout_s=PATIENCE_S)
     to.wait(to.start("begin_update", version))
     for bucket in pack(weights.items(), 1 << 20):
         to.wait(to.start("receive_bucket", version, bucket))
@@ -123,14 +124,14 @@ class Fleet:
 
     def until_both_are_at_it(self) -> None:
         """Wait until each engine has ended a response of what it was given; others are under way then."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while not all(sum(member.call("alive").values()) for member in self.fleet.members):
             assert time.monotonic() < deadline
             time.sleep(0.002)
 
     def whole(self) -> list[RayRolloutEngine]:
         """Both engines, once they are up with the current weights."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE_S
         while len(self.fleet.members) < 2 or self.fleet.members_behind():
             self.refill()
             assert time.monotonic() < deadline, "no engine took the seat"

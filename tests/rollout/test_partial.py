@@ -14,6 +14,7 @@ from megatron_dppo.rollout.engine import GenerationRequest
 from megatron_dppo.rollout.stored import columns_of
 from megatron_dppo.rollout.vllm.convert import join_parts
 from megatron_dppo.rollout.vllm.engine import VllmEngine
+from tests.distributed import PATIENCE_S
 from tests.rollout.conftest import LAW, Served, requests
 from tests.rollout.reference import model_with, other_weights
 from tests.rollout.spans import check_spans, check_tokens
@@ -46,12 +47,12 @@ def test_a_cut_response_goes_on_under_the_new_weights(served_mixed: Served, tmp_
     )
     try:
         work.start()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while engine.alive().get("cut", 0) == 0:  # some have ended, sixteen are under way, the others wait
             assert time.monotonic() < deadline
             time.sleep(0.002)
         served_mixed.update(new := served_mixed.next_version(), weights[1].items())
-        work.join(120)
+        work.join(PATIENCE_S)
         assert not work.is_alive()
     finally:
         engine.weights.cut = False

@@ -18,6 +18,7 @@ import ray
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.fleet.store import RolloutSource
 from megatron_dppo.rollout.ray_session import RayAddress, RaySession
+from tests.distributed import PATIENCE_S
 from tests.rollout.conftest import CONFIG, LAW, Served, requests
 from tests.tiny import tiny_qwen3_moe
 
@@ -96,13 +97,13 @@ def test_nothing_is_left_of_a_controller_that_ends(tmp_path: Path, how: str, whe
         assert controller.stdout is not None
         line = next(line for line in controller.stdout if line.startswith("UP"))
         folder = Path(line.split()[1])
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE_S
         while not (engine := _engine_processes(controller.pid)) or len(engine) < 2:
             assert time.monotonic() < deadline, "the engine's core never started"
             time.sleep(0.2)
         family = psutil.Process(controller.pid).children(recursive=True)
         controller.send_signal(getattr(signal, how))
-        controller.wait(60)
+        controller.wait(PATIENCE_S)
         # Ray's own agents take a minute to give a killed cluster up; the engine must not.
         _, alive = psutil.wait_procs(engine if how == "SIGKILL" else family, timeout=40)
         assert not alive, f"left behind: {[(p.pid, p.name()) for p in alive]}"
@@ -111,7 +112,7 @@ def test_nothing_is_left_of_a_controller_that_ends(tmp_path: Path, how: str, whe
         for process in [controller, *(family if "family" in locals() else [])]:
             if process.pid and psutil.pid_exists(process.pid):
                 process.kill()
-        controller.wait(10)
+        controller.wait(PATIENCE_S)
 
 
 def _engine_processes(controller: int) -> list[psutil.Process]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_dppo.rollout.weight_transfer.group import GroupClosed, Meeting, WeightGroup
+from tests.distributed import PATIENCE_S
 
 CPU = torch.device("cpu")
 
@@ -43,7 +44,7 @@ def test_a_member_that_leaves_breaks_the_broadcast_for_the_others() -> None:
 
     def member(rank: int) -> None:
         group = WeightGroup(where, rank, CPU)
-        both.wait(10)
+        both.wait(PATIENCE_S)
         if rank == 1:
             group.abort()
             return

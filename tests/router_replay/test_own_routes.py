@@ -33,10 +33,13 @@ def train_on_rank(rank: int, path: str, layout: dict, mode: str, recompute: str,
 @torch.no_grad()
 def own_routes(model, batch) -> Routes:
     """What transformers' routers choose with the weights at hand."""
+    from tests.actor.reference import MARGIN, margins
+
     chosen = []
     for start, stop in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
         tokens = torch.from_numpy(batch.token_ids[start:stop].astype(np.int64))[None]
         logits = model(tokens, output_router_logits=True).router_logits
+        assert all((margins(layer, 2) > MARGIN).all() for layer in logits), "a choice near a tie; other seeds"
         chosen.append(torch.stack([layer.topk(2, dim=-1).indices for layer in logits], dim=1).numpy())
     experts = np.concatenate(chosen).astype(np.uint8)
     return Routes(experts, np.ones(len(experts), dtype=bool), 8)
@@ -45,7 +48,7 @@ def own_routes(model, batch) -> Routes:
 @pytest.mark.parametrize(("layout", "recompute"), [("1 rank", "full"), ("TP2 EP2", "none"), ("PP2 VPP2", "full")])
 def test_the_update_uses_the_routes_of_the_pass_before_it(tmp_path, layout, recompute):
     from tests.actor.matrix import NORMALISER
-    from tests.actor.reference import Reference, make_rollout
+    from tests.actor.reference import Reference, compare_metrics, make_rollout
     from tests.router_replay.actor_ranks import ADVANTAGES, SHAPE, TEMPERATURE
 
     model = tiny_qwen3_moe(tmp_path, seed=3)
@@ -63,8 +66,7 @@ def test_the_update_uses_the_routes_of_the_pass_before_it(tmp_path, layout, reco
     assert metrics["r3/gap_routings"] == 0
     assert metrics["r3/recomputed_routings"] == (tokens * layers if recompute == "full" else 0)
     assert 0.05 < metrics["r3/differing_fraction"] < 0.5, "the first mini-batch agrees, the second must not"
-    assert metrics["optimizer/loss"] == pytest.approx(np.mean([loss for loss, _, _, _ in history]), rel=1e-4, abs=1e-6)
-    assert metrics["optimizer/grad_norm"] == pytest.approx(np.mean([norm for _, norm, _, _ in history]), rel=1e-4)
+    compare_metrics(metrics, history, rel=3e-5)  # the reference is in float32 itself
     state = {name: p.detach() for name, p in model.named_parameters()}
     for name in ("lm_head.weight", "model.layers.0.mlp.gate.weight", "model.layers.3.mlp.gate.weight"):
         np.testing.assert_allclose(weights[name], state[name], atol=2e-5, err_msg=name)

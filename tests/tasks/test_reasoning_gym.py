@@ -173,7 +173,7 @@ def test_what_a_verifier_makes_of_an_answer_is_ended_in_time(tokenizer):
     start = time.monotonic()
     verdict = task.score([prompt] * 3, ["9**9**9**9", "__import__('time').sleep(1000)", prompt.answer])
     task.close()
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 300
     assert verdict.timeouts == {"verifier": 2}
     assert verdict.correct.tolist() == [False, False, True]
 

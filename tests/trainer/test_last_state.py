@@ -59,7 +59,7 @@ def test_ranks_that_do_not_all_come_to_one_end_save_nothing(tmp_path: Path) -> N
     assert first[0] == expected
     assert second[0] == expected | {"alone": "Not all ranks came to this end, so no state is saved"}
     assert first[1] == second[1] == []
-    assert 0.4 < second[2] < 10
+    assert 0.4 < second[2] < 100
 
 
 def broken(rank: int, model: str) -> tuple[bool, tuple[int, int, int], bool, tuple[int, int, int], bool]:

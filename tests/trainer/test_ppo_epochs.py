@@ -17,7 +17,7 @@ from tests.actor.matrix import (
     build_actor,
     exported,
 )
-from tests.actor.reference import by_hf_name, expected_training, make_rollout
+from tests.actor.reference import by_hf_name, compare_metrics, expected_training, make_rollout
 from tests.distributed import run_ranks
 from tests.tiny import tiny_qwen3_moe
 
@@ -47,8 +47,7 @@ def test_two_epochs_equal_transformers(tmp_path: Path, preset: str, layout: str)
     ranks, sizes = LAYOUTS[layout]
     metrics, weights = run_ranks(train_on_rank, ranks, str(tmp_path), sizes, lesson, preset)[0]
     assert len(history) == 4
-    assert metrics["optimizer/loss"] == pytest.approx(np.mean([loss for loss, _, _, _ in history]), rel=1e-5, abs=1e-6)
-    assert metrics["optimizer/grad_norm"] == pytest.approx(np.mean([norm for _, norm, _, _ in history]), rel=3e-5)
+    compare_metrics(metrics, history)
     assert metrics["policy/tokens"] == EPOCHS * batch.loss_mask.sum()
     assert metrics["data/trained_tokens"] == EPOCHS * batch.lengths.sum()
     assert len(weights) > 100
