@@ -18,7 +18,7 @@ from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.router_replay.routes import Routes
 from tests.actor.matrix import CLIP, EPSILON, LR, NORMALISER, TEMPERATURE, Lesson, Trained
 
-MARGIN = 2e-5
+MARGIN = 5e-6
 """Router logits here are about 1 in size, and a float32 forward is off by 1e-6 of that."""
 
 
@@ -249,7 +249,7 @@ def by_hf_name(state: dict[str, np.ndarray], name: str) -> np.ndarray:
     return gate if matrix == "gate_proj" else up
 
 
-def compare_metrics(metrics: dict[str, float], steps: Sequence[Step], case: str = "", rel: float = 1e-5) -> None:
+def compare_metrics(metrics: dict[str, float], steps: Sequence[Step], case: str = "", rel: float = 2e-5) -> None:
     """The mean loss and gradient norm of the steps of one update.
 
     A loss is a sum of ratios times advantages, and each ratio is off by the error of its log-probability (logits of up
@@ -257,7 +257,7 @@ def compare_metrics(metrics: dict[str, float], steps: Sequence[Step], case: str 
     """
     size = np.mean([step.size for step in steps])
     assert metrics["optimizer/loss"] == pytest.approx(np.mean([s.loss for s in steps]), rel=0, abs=rel * size), case
-    assert metrics["optimizer/grad_norm"] == pytest.approx(np.mean([s.norm for s in steps]), rel=3 * rel), case
+    assert metrics["optimizer/grad_norm"] == pytest.approx(np.mean([s.norm for s in steps]), rel=1.5 * rel), case
 
 
 def compare_training(

@@ -34,7 +34,8 @@ def expected(world: World, lesson: Lesson) -> Trained:
 def test_the_gradient_is_the_same(
     world: World, lesson: Lesson, expected: Trained, ranks: int, layout: dict, shuffled: bool
 ) -> None:
-    """Budgets of one pack, a few packs, and about one sequence per pack (the longest has 20 tokens)."""
+    """Budgets of one pack, a few packs, and about one sequence per pack (the longest has 20 tokens). Both sides are in
+    float32, each off by about 2e-6 of the norm (`reference.py`)."""
     taught = lesson.reordered(ORDER) if shuffled else lesson
     cases = [Case("dppo-topk-kl", budget=budget) for budget in (1000, 64, 20)]
     results = run_ranks(train_cases, ranks, str(world.path), layout, taught, cases)
@@ -43,4 +44,4 @@ def test_the_gradient_is_the_same(
         assert got.metrics[0]["optimizer/loss"] == pytest.approx(expected.metrics[0]["optimizer/loss"], abs=1e-6)
         for name, gradient in got.gradients[0].items():
             difference = np.abs(gradient - expected.gradients[0][name]).max()
-            assert difference <= 1e-6 * norm, f"{case.budget}: {name} differs by {difference}"
+            assert difference <= 4e-6 * norm, f"{case.budget}: {name} differs by {difference}"

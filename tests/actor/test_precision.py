@@ -52,7 +52,7 @@ def test_low_precision_and_its_loss_scale(problem: tuple[str, Any]) -> None:
     np.testing.assert_equal(results[0], results[1], "ranks disagree")
     exact, brain, half, from_huge, grown, floored = results[0]
 
-    for name, metrics, tolerance in (("bfloat16", brain, 0.06), ("float16", half, 0.01)):
+    for name, metrics, tolerance in (("bfloat16", brain, 0.12), ("float16", half, 0.02)):
         for step, reference in zip(metrics, exact, strict=True):
             for key in ("optimizer/loss", "optimizer/grad_norm"):
                 assert step[key] == pytest.approx(reference[key], rel=tolerance, abs=0.1 * tolerance), (name, key)

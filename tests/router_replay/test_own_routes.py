@@ -66,7 +66,7 @@ def test_the_update_uses_the_routes_of_the_pass_before_it(tmp_path, layout, reco
     assert metrics["r3/gap_routings"] == 0
     assert metrics["r3/recomputed_routings"] == (tokens * layers if recompute == "full" else 0)
     assert 0.05 < metrics["r3/differing_fraction"] < 0.5, "the first mini-batch agrees, the second must not"
-    compare_metrics(metrics, history, rel=3e-5)  # the reference is in float32 itself
+    compare_metrics(metrics, history, rel=6e-5)  # the reference is in float32 itself
     state = {name: p.detach() for name, p in model.named_parameters()}
     for name in ("lm_head.weight", "model.layers.0.mlp.gate.weight", "model.layers.3.mlp.gate.weight"):
         np.testing.assert_allclose(weights[name], state[name], atol=2e-5, err_msg=name)
