@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
 from megatron_dppo.config.algorithm import AlgorithmConfig
@@ -43,7 +43,8 @@ class ModelConfig(ConfigModel):
 
 
 class Config(ConfigModel):
-    """A training run. Every key may be overridden on the command line as `section.key=value`."""
+    """A training run. Every key may be overridden on the command line as `section.key=value`. What spans sections is
+    checked by `preflight`."""
 
     run: RunConfig
     model: ModelConfig
@@ -58,29 +59,3 @@ class Config(ConfigModel):
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     tracking: TrackingConfig = TrackingConfig()
-
-    @model_validator(mode="after")
-    def _cross_check(self) -> Config:
-        if self.trainer.prompts_per_step % self.trainer.prompts_per_mini_batch:
-            raise ValueError(
-                f"trainer.prompts_per_mini_batch={self.trainer.prompts_per_mini_batch} does not divide "
-                f"trainer.prompts_per_step={self.trainer.prompts_per_step}; choose a divisor"
-            )
-        asked = self.trainer.prompts_per_step * self.rollout.oversample
-        if asked and not round(asked):
-            raise ValueError(
-                f"rollout.oversample={self.rollout.oversample:g} of trainer.prompts_per_step="
-                f"{self.trainer.prompts_per_step} is less than one prompt more; raise it, or set it to 0"
-            )
-        if self.trainer.profile_step is not None and self.trainer.profile_step > self.trainer.steps:
-            raise ValueError(
-                f"trainer.profile_step={self.trainer.profile_step} is beyond trainer.steps={self.trainer.steps}: "
-                "nothing would be profiled"
-            )
-        preset = self.algorithm.resolve()
-        if preset.needs_topk and self.rollout.top_k_logprobs < 1:
-            raise ValueError(
-                f"algorithm.preset={self.algorithm.preset} needs the engine's top-K log-probabilities; "
-                "set rollout.top_k_logprobs (the paper uses 20)"
-            )
-        return self

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
-from megatron_dppo.doctor.finding import Finding, error
 from megatron_dppo.launch.nodes import ranks_in_all_and_here
+from megatron_dppo.preflight.finding import Finding, error
 
 LEAST_WITHIN, LEAST_BETWEEN = 50e9, 5e9
 """Bytes/s of an all-reduce within a node (NVLink) and between nodes (one 100 Gb/s card); GPUs only."""

@@ -9,10 +9,10 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_dppo.doctor.finding import Finding
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.secrets import redact
 from megatron_dppo.planner.gpus import GPUS, find_gpu
+from megatron_dppo.preflight.finding import Finding
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
-from megatron_dppo.doctor.finding import Finding, error, warning
 from megatron_dppo.doctor.machine import MIB, check_shared_memory
-from megatron_dppo.doctor.memory import card_here, check_memory, fewest_ranks
+from megatron_dppo.doctor.memory import card_here, check_memory
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.secrets import redact
 from megatron_dppo.models.hf_config import HFConfig, load_hf_config
 from megatron_dppo.planner.gpus import Gpu
+from megatron_dppo.preflight.finding import Finding, attempt, error
+from megatron_dppo.preflight.rules import check_model, check_sections
 
 _STATE_BYTES = 14
 """Of a training state, per parameter: bf16 weights, float32 master weights and both moments."""
@@ -30,35 +31,25 @@ def check_configuration(
     Later checks need what earlier ones read; where that fails they are left out.
     """
     yield from _secrets(file)
-    config, problems = _attempt("config", "correct the file or the override", lambda: load_config(file, overrides))
+    config, problems = attempt("config", "correct the file or the override", lambda: load_config(file, overrides))
     yield from problems
     if config is None:
         return
-    model, problems = _attempt(
+    model, problems = attempt(
         "model", "point model.path to a Hugging Face folder", lambda: load_hf_config(config.model.path)
     )
     yield from problems
+    yield from check_sections(config)
     yield from _folder(config)
-    yield from _times(config)
     if config.rollout.object_store_mib:
         yield from check_shared_memory(config.rollout.object_store_mib)
     if model is None:
         return
-    yield from _layout(config, model, ranks)
-    yield from _batches(config, ranks)
-    yield from _lengths(config, model)
-    yield from _together(config, model)
+    yield from check_model(config, model, ranks or config.parallel.fewest_ranks)
+    yield from _adapter(config, model)
     yield from check_memory(config, model, ranks=ranks, gpu=gpu or card_here())
     yield from _files(config, model)
     yield from _disk(config, model)
-
-
-def _attempt[T](check: str, fix: str, work: Callable[[], T]) -> tuple[T | None, list[Finding]]:
-    """What `work` returns, or the finding that its error is."""
-    try:
-        return work(), []
-    except UserError as problem:
-        return None, [error(check, str(problem), fix)]
 
 
 def _secrets(file: Path) -> Iterator[Finding]:
@@ -72,66 +63,13 @@ def _secrets(file: Path) -> Iterator[Finding]:
         )
 
 
-def _layout(config: Config, model: HFConfig, ranks: int | None) -> Iterator[Finding]:
-    world = ranks or fewest_ranks(config.parallel)
-    yield from _attempt(
-        "layout", f"the model has to fit {world} ranks", lambda: config.parallel.check_fits(model, world)
-    )[1]
+def _adapter(config: Config, model: HFConfig) -> Iterator[Finding]:
+    """The adapter that training begins with."""
+    from megatron_dppo.checkpoint.peft_adapter import check_peft_adapter
 
-
-def _batches(config: Config, ranks: int | None) -> Iterator[Finding]:
-    trainer = config.trainer
-    data = max(1, config.parallel.data(ranks or fewest_ranks(config.parallel)))
-    sequences = trainer.prompts_per_mini_batch * trainer.samples_per_prompt
-    if sequences < data:
-        yield error(
-            "batch",
-            f"a gradient step has {sequences} sequences for {data} data-parallel ranks: some would train on nothing",
-            "raise trainer.prompts_per_mini_batch, or use more model parallelism",
-        )
-
-
-def _lengths(config: Config, model: HFConfig) -> Iterator[Finding]:
-    rollout, actor = config.rollout, config.actor
-    longest = rollout.max_model_len
-    if longest > model.max_position_embeddings:
-        yield error(
-            "lengths",
-            f"prompts and responses reach {longest} tokens, the model {model.max_position_embeddings}",
-            "lower rollout.max_response_tokens",
-        )
-    if longest > actor.max_tokens_per_microbatch and actor.long_sequences == "refuse":
-        yield error(
-            "lengths",
-            f"a sequence may have {longest} tokens, a microbatch {actor.max_tokens_per_microbatch}: "
-            "the first long answer stops the run",
-            f"set actor.max_tokens_per_microbatch={longest}, or actor.long_sequences=alone",
-        )
-
-
-def _together(config: Config, model: HFConfig) -> Iterator[Finding]:
-    """What training checks at its start."""
-    from megatron_dppo.trainer.train import check_model_against
-
-    yield from _attempt("algorithm", "see docs/algorithms.md", lambda: check_model_against(config, model))[1]
-
-
-def _times(config: Config) -> Iterator[Finding]:
-    run, rollout = config.run, config.rollout
-    if run.collective_timeout_minutes * 60 < rollout.sync_timeout_s:
-        yield error(
-            "timeouts",
-            f"ranks give up after {run.collective_timeout_minutes:g} min, but a weight sync may wait "
-            f"{rollout.sync_timeout_s / 60:g} min for an engine that hangs",
-            "raise run.collective_timeout_minutes",
-        )
-    if run.hang_minutes > run.collective_timeout_minutes:
-        yield warning(
-            "timeouts",
-            f"run.hang_minutes={run.hang_minutes:g} is longer than run.collective_timeout_minutes: "
-            "a hung rank would not be named before the others give up",
-            "lower run.hang_minutes",
-        )
+    if config.lora and config.lora.adapter:
+        folder, lora = config.lora.adapter, config.lora
+        yield from attempt("lora", "see docs/lora.md", lambda: check_peft_adapter(folder, model, lora))[1]
 
 
 def _folder(config: Config) -> Iterator[Finding]:
@@ -152,11 +90,11 @@ def _folder(config: Config) -> Iterator[Finding]:
         yield error("run-folder", f"run.dir={folder} cannot be made: {existing}: {problem.strerror}", "choose another")
         return
     if config.trainer.resume:
-        yield from _attempt(
+        yield from attempt(
             "resume", "set trainer.resume=false to start anew", lambda: latest_state(checkpoint_root(config))
         )[1]
     else:
-        yield from _attempt("run-folder", "each run has a folder of its own", lambda: require_unused(folder))[1]
+        yield from attempt("run-folder", "each run has a folder of its own", lambda: require_unused(folder))[1]
 
 
 def _files(config: Config, model: HFConfig) -> Iterator[Finding]:
@@ -169,7 +107,7 @@ def _files(config: Config, model: HFConfig) -> Iterator[Finding]:
         check_tensors(files, model, stores_stacked_experts(files, model))
 
     if not config.model.random_weights:
-        yield from _attempt("weights", "fetch the checkpoint again", weights)[1]
+        yield from attempt("weights", "fetch the checkpoint again", weights)[1]
     yield from _task(config)
 
 
@@ -177,7 +115,7 @@ def _task(config: Config) -> Iterator[Finding]:
     from megatron_dppo.tasks.tokenizer import load_tokenizer
     from megatron_dppo.trainer.examiner import build_examiner
 
-    tokenizer, problems = _attempt("tokenizer", "prompts cannot be encoded", lambda: load_tokenizer(config.model.path))
+    tokenizer, problems = attempt("tokenizer", "prompts cannot be encoded", lambda: load_tokenizer(config.model.path))
     yield from problems
     if tokenizer is None:
         return

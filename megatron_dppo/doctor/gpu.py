@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 
-from megatron_dppo.doctor.finding import Finding, error, warning
+from megatron_dppo.preflight.finding import Finding, error, warning
 
 DRIVER = 580
 """The first driver branch for CUDA 13."""

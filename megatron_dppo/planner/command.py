@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,7 +101,7 @@ def _option(name: str) -> str:
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    """0 where something fits, 1 where nothing does."""
+    """0 where something fits, 1 where nothing does, 2 where the configuration is refused."""
     if not arguments.imbalance >= 1:
         raise UserError(f"--imbalance {arguments.imbalance}: must be 1 or more")
     if arguments.config is not None:
@@ -120,12 +121,13 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _plan_config(arguments: argparse.Namespace) -> int:
-    """The plan of a run's configuration."""
+    """The plan of a run's configuration, or what `preflight` finds wrong with it."""
     from megatron_dppo.config.load import load_config
     from megatron_dppo.models.hf_config import load_hf_config
     from megatron_dppo.planner.fix import find_fix
-    from megatron_dppo.planner.run import beside_figures, planned_run
+    from megatron_dppo.planner.run import beside_figures, engine_gpus, planned_run
     from megatron_dppo.planner.run_report import print_run, run_json
+    from megatron_dppo.preflight.rules import check_model, check_sections
 
     for word in arguments.model:
         if "=" not in word:
@@ -141,9 +143,17 @@ def _plan_config(arguments: argparse.Namespace) -> int:
     if arguments.gpus < 1:
         raise UserError(f"--gpus {arguments.gpus}: must be 1 or more")
     config = load_config(arguments.config, arguments.model)
+    findings = list(check_sections(config))
+    model = load_hf_config(config.model.path)
+    if arguments.gpus > engine_gpus(config):
+        findings += check_model(config, model, arguments.gpus - engine_gpus(config))
+    for finding in findings:
+        print(finding, file=sys.stderr)
+    if any(finding.level == "error" for finding in findings):
+        return 2
     run = planned_run(
         config,
-        load_hf_config(config.model.path),
+        model,
         find_gpu(arguments.gpu),
         arguments.gpus,
         mean_response=arguments.mean_response,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 
+import numpy as np
+
+from megatron_dppo.actor.pack_shape import Split
 from megatron_dppo.errors import UserError
 from megatron_dppo.planner.engine import ENGINE_SIZES
 from megatron_dppo.planner.plan import Plan, largest_utilization
@@ -92,8 +94,7 @@ def _recompute(run: Run) -> Iterator[_Change]:
 def _pack(run: Run) -> Iterator[_Change]:
     """As long as the longest sequence, padded to what the ranks divide."""
     parallel = run.layout.parallel
-    multiple = math.lcm(2 * parallel.context, parallel.context * parallel.tensor)
-    shortest = math.ceil(run.workload.sequence / multiple) * multiple
+    shortest = Split(parallel.context, parallel.tensor).pack_rows(np.array([run.workload.sequence]))
     if shortest != run.layout.microbatch_tokens:
         yield (f"actor.max_tokens_per_microbatch={shortest}",), _with(run, microbatch_tokens=shortest)
 

@@ -181,9 +181,10 @@ def microbatches_per_rank(layout: Layout, workload: Workload) -> int:
 
 def _problem(plan: Plan) -> str:
     layout, workload = plan.layout, plan.workload
-    if workload.sequence > layout.microbatch_tokens:
+    longest = layout.parallel.packed_length(workload.sequence)
+    if longest > layout.microbatch_tokens:
         return (
-            f"a sequence of {workload.sequence} tokens is longer than a microbatch of {layout.microbatch_tokens}: "
+            f"a sequence of {longest} tokens is longer than a microbatch of {layout.microbatch_tokens}: "
             "raise --microbatch-tokens (actor.max_tokens_per_microbatch)"
         )
     if workload.sequences < layout.data * workload.mini_batches:

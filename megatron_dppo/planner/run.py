@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig
-from megatron_dppo.models.lora.size import check_targets
 from megatron_dppo.planner.engine import EngineSettings
 from megatron_dppo.planner.gpus import GIB, Gpu
 from megatron_dppo.planner.plan import Plan, make_plan
@@ -45,7 +44,7 @@ def planned_run(
     mean_response: int | None = None,
     expert_imbalance: float = EXPERT_IMBALANCE,
 ) -> Run:
-    """The run of `config` on `gpus` GPUs, engines' included.
+    """The run of `config` on `gpus` GPUs, engines' included. The rules of `preflight` are kept.
 
     mean_response  tokens of an average answer, which no configuration knows; all that fit when absent
 
@@ -60,13 +59,11 @@ def planned_run(
             "engines, or rollout.placement=colocated"
         )
     tensor = rollout.tensor_parallel
-    if not engines and (gpus % tensor or tensor > gpu.gpus_per_node):
+    if not engines and tensor > gpu.gpus_per_node:
         raise UserError(
             f"rollout.placement=colocated: an engine of rollout.tensor_parallel={tensor} GPUs has to fit on a node of "
-            f"{gpu.gpus_per_node} and to divide the {gpus} ranks; change one of them"
+            f"{gpu.gpus_per_node}; lower it"
         )
-    if config.lora:
-        check_targets(model, config.lora)
     mean = rollout.max_response_tokens if mean_response is None else mean_response
     if not 0 < mean <= rollout.max_response_tokens:
         raise UserError(
@@ -83,13 +80,14 @@ def planned_run(
         routes=rollout.router_replay,
     )
     budget = config.actor.max_tokens_per_microbatch
+    longest = parallel.packed_length(workload.sequence)
     layout = Layout(
         model=model,
         gpu=gpu,
         gpus=gpus - engines,
         parallel=parallel,
         recompute=config.actor.recompute,
-        microbatch_tokens=max(budget, workload.sequence) if config.actor.long_sequences == "alone" else budget,
+        microbatch_tokens=max(budget, longest) if config.actor.long_sequences == "alone" else budget,
         attention_span=workload.mean_sequence,
         expert_imbalance=expert_imbalance,
         lora=config.lora,

@@ -116,7 +116,7 @@ def _leanest_needed(
             gpus=gpus,
             parallel=parallel,
             recompute=recompute,
-            microbatch_tokens=wanted.microbatch_tokens or max(16384, workload.sequence),
+            microbatch_tokens=wanted.microbatch_tokens or max(16384, parallel.packed_length(workload.sequence)),
             attention_span=workload.mean_sequence,
             expert_imbalance=wanted.expert_imbalance,
             lora=wanted.lora,

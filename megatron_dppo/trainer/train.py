@@ -8,14 +8,11 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from megatron_dppo.actor import runtime as actor_runtime
 from megatron_dppo.actor.actor import MegatronActor
-from megatron_dppo.actor.pack_shape import Split
 from megatron_dppo.actor.runtime import Runtime
-from megatron_dppo.algorithm.advantage import Baseline
 from megatron_dppo.checkpoint.hf_files import HFFiles
 from megatron_dppo.checkpoint.hf_import import check_tensors, load_hf_weights, stores_stacked_experts
 from megatron_dppo.checkpoint.hf_save import save_hf_checkpoint
@@ -32,8 +29,9 @@ from megatron_dppo.launch.stop import StopRequest
 from megatron_dppo.models.build import build_model
 from megatron_dppo.models.hf_config import HFConfig, load_hf_config
 from megatron_dppo.models.lora.attach import attach_adapters
-from megatron_dppo.models.lora.sites import adapter_tensors
 from megatron_dppo.models.megatron_config import transformer_config
+from megatron_dppo.preflight.finding import raise_first
+from megatron_dppo.preflight.rules import check_model, check_sections
 from megatron_dppo.rollout.fleet.fleet import EngineFleet
 from megatron_dppo.rollout.fleet.placement import find_places
 from megatron_dppo.rollout.ray_session import RaySession, require_cluster
@@ -59,10 +57,11 @@ def train(config: Config) -> int:
     """
     started = time.monotonic()
     require_cluster()
+    raise_first(check_sections(config))
     hf_config = load_hf_config(config.model.path)
-    config.parallel.check_fits(hf_config, actor_runtime.world_size())
-    check_model_against(config, hf_config)
-    check_lengths(config)
+    raise_first(check_model(config, hf_config, actor_runtime.world_size()))
+    if config.lora and config.lora.adapter:
+        check_peft_adapter(config.lora.adapter, hf_config, config.lora)
     if not config.model.random_weights:
         files = HFFiles(config.model.path)
         check_tensors(files, hf_config, stores_stacked_experts(files, hf_config))
@@ -202,47 +201,6 @@ def _start_engines(runtime: Runtime, config: Config, stack: ExitStack) -> Engine
             fleet.sleep()
         runtime.barrier()
     return fleet
-
-
-def check_lengths(config: Config) -> None:
-    """UserError where the longest sequence that the engine may return fits no microbatch: a run would end there, hours
-    after its start."""
-    longest = int(Split(context=config.parallel.context).padded(np.array([config.rollout.max_model_len]))[0])
-    budget = config.actor.max_tokens_per_microbatch
-    if longest > budget and config.actor.long_sequences == "refuse":
-        raise UserError(
-            f"a sequence may have {longest} tokens (rollout.max_prompt_tokens and rollout.max_response_tokens), but "
-            f"actor.max_tokens_per_microbatch={budget}: the first that long would stop the run; set it to {longest}, "
-            "or actor.long_sequences=alone"
-        )
-
-
-def check_model_against(config: Config, hf_config: HFConfig) -> None:
-    """Cross-checks of a configuration before it trains `hf_config`'s model. Raises UserError."""
-    if config.lora:
-        adapter_tensors(hf_config, config.lora)
-        if config.lora.adapter:
-            check_peft_adapter(config.lora.adapter, hf_config, config.lora)
-    if config.trainer.samples_per_prompt == 1 and config.algorithm.baseline is not Baseline.NONE:
-        raise UserError(
-            f"trainer.samples_per_prompt=1 with algorithm.baseline={config.algorithm.baseline}: an answer has no "
-            "others to compare with, so every advantage would be 0; sample several, or set algorithm.baseline=none"
-        )
-    preset = config.algorithm.resolve()
-    if hf_config.moe and config.actor.router_replay == "r3" and not config.rollout.router_replay:
-        raise UserError("actor.router_replay=r3 needs rollout.router_replay=true: the engine must record the routes")
-    if hf_config.moe and config.actor.router_replay == "r2" and not preset.needs_recomputed_logp:
-        raise UserError(
-            "actor.router_replay=r2 replays the trainer's own routes of the pass before the update, which the preset "
-            f"{config.algorithm.preset} does not run; set actor.router_replay=r3 or choose a preset with a recomputed "
-            "anchor"
-        )
-    if preset.needs_topk and preset.topk != config.rollout.top_k_logprobs:
-        raise UserError(
-            f"the preset {config.algorithm.preset} uses the top {preset.topk} tokens, but "
-            f"rollout.top_k_logprobs={config.rollout.top_k_logprobs}; set both alike "
-            "(algorithm.overrides.topk and rollout.top_k_logprobs)"
-        )
 
 
 def _make_run_folder(config: Config) -> None:

@@ -184,7 +184,7 @@ FAULTS: list[tuple[Callable[[Path, Tree], None], str]] = [
     (tensor_without_sequence, "needs sequence_parallel: true"),
     (fewer_sequences_than_ranks, "1 sequences for 2 data-parallel ranks"),
     (one_answer_each, "every advantage would be 0"),
-    (long_answers, "set actor.max_tokens_per_microbatch=532"),
+    (long_answers, "actor.max_tokens_per_microbatch=512: the first that long would stop the run; set it to 532"),
     (longer_than_the_model, "lower rollout.max_response_tokens"),
     (replay_without_record, "actor.router_replay=r3 needs rollout.router_replay=true"),
     (other_topk, "rollout.top_k_logprobs=7"),

@@ -14,7 +14,7 @@ from tests.tiny import tiny_qwen3_moe
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    tiny_qwen3_moe(path)
+    tiny_qwen3_moe(path, max_position_embeddings=32768)
     return path
 
 
@@ -92,7 +92,7 @@ def test_a_tokenizer_that_is_not_there(capsys, config, tmp_path, model, content,
 
 @pytest.mark.usefixtures("rank_zero_of_two")
 def test_corrupt_weights(capsys, config, tmp_path):
-    tiny_qwen3_moe(tmp_path / "broken")
+    tiny_qwen3_moe(tmp_path / "broken", max_position_embeddings=32768)
     file = tmp_path / "broken/model.safetensors"
     file.write_bytes(file.read_bytes()[:100_000])
     capsys.readouterr()

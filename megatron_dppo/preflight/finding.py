@@ -1,0 +1,59 @@
+"""One thing that is wrong, or worth knowing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_dppo.errors import UserError
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line of a report.
+
+    check    what was looked at, a short name that scripts can rely on
+    level    "error": it will fail, or silently be wrong; "warning": it may; "ok": nothing is wrong, a figure to know
+    fix      empty where nothing is wrong
+    """
+
+    check: str
+    level: Literal["error", "warning", "ok"]
+    problem: str
+    fix: str
+
+    @property
+    def text(self) -> str:
+        """What is wrong and what to do."""
+        return f"{self.problem}; {self.fix}" if self.fix else self.problem
+
+    def __str__(self) -> str:
+        return f"{self.level}: {self.check}: {self.text}"
+
+
+def error(check: str, problem: str, fix: str) -> Finding:
+    return Finding(check, "error", problem, fix)
+
+
+def warning(check: str, problem: str, fix: str) -> Finding:
+    return Finding(check, "warning", problem, fix)
+
+
+def ok(check: str, figure: str) -> Finding:
+    return Finding(check, "ok", figure, "")
+
+
+def attempt[T](check: str, fix: str, work: Callable[[], T]) -> tuple[T | None, list[Finding]]:
+    """What `work` returns, or the finding that its `UserError` is; `fix` where the error names none."""
+    try:
+        return work(), []
+    except UserError as problem:
+        return None, [error(check, str(problem), "" if "; " in str(problem) else fix)]
+
+
+def raise_first(findings: Iterable[Finding]) -> None:
+    """Raise the first error among `findings` as a `UserError`."""
+    for finding in findings:
+        if finding.level == "error":
+            raise UserError(finding.text)

@@ -1,0 +1,222 @@
+"""The rules, one function each: a finding where the rule is broken, nothing where it is kept.
+
+`SECTIONS` need the configuration alone, `MODEL` the model's config.json and the number of training ranks as well. What
+one section can check of itself stands in its class; what needs files or a machine, beside the code that reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from megatron_dppo.algorithm.advantage import Baseline
+from megatron_dppo.config.schema import Config
+from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.lora.size import check_targets
+from megatron_dppo.preflight.finding import Finding, attempt, error, warning
+
+
+def check_sections(config: Config) -> Iterator[Finding]:
+    """What can be found without the model."""
+    for rule in SECTIONS:
+        found = rule(config)
+        if found is not None:
+            yield found
+
+
+def check_model(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
+    """What the model and the number of training ranks add."""
+    for rule in MODEL:
+        found = rule(config, model, ranks)
+        if found is not None:
+            yield found
+
+
+def _mini_batches(config: Config) -> Finding | None:
+    trainer = config.trainer
+    if not trainer.prompts_per_step % trainer.prompts_per_mini_batch:
+        return None
+    return error(
+        "batch",
+        f"trainer.prompts_per_mini_batch={trainer.prompts_per_mini_batch} does not divide "
+        f"trainer.prompts_per_step={trainer.prompts_per_step}",
+        "choose a divisor",
+    )
+
+
+def _oversample(config: Config) -> Finding | None:
+    asked = config.trainer.prompts_per_step * config.rollout.oversample
+    if not asked or round(asked):
+        return None
+    return error(
+        "batch",
+        f"rollout.oversample={config.rollout.oversample:g} of trainer.prompts_per_step="
+        f"{config.trainer.prompts_per_step} is less than one prompt more",
+        "raise it, or set it to 0",
+    )
+
+
+def _baseline(config: Config) -> Finding | None:
+    """Every advantage would be 0."""
+    baseline = config.algorithm.baseline
+    if config.trainer.samples_per_prompt > 1 or baseline is Baseline.NONE:
+        return None
+    return error(
+        "algorithm",
+        f"trainer.samples_per_prompt=1 with algorithm.baseline={baseline}: an answer has no others to compare with, so "
+        "every advantage would be 0",
+        "sample several, or set algorithm.baseline=none",
+    )
+
+
+def _topk(config: Config) -> Finding | None:
+    preset, recorded = config.algorithm.resolve(), config.rollout.top_k_logprobs
+    if not preset.needs_topk or preset.topk == recorded:
+        return None
+    if recorded < 1:
+        return error(
+            "algorithm",
+            f"algorithm.preset={config.algorithm.preset} needs the engine's top-K log-probabilities",
+            "set rollout.top_k_logprobs (the paper uses 20)",
+        )
+    return error(
+        "algorithm",
+        f"the preset {config.algorithm.preset} uses the top {preset.topk} tokens, but "
+        f"rollout.top_k_logprobs={recorded}",
+        "set both alike (algorithm.overrides.topk and rollout.top_k_logprobs)",
+    )
+
+
+def _profile(config: Config) -> Finding | None:
+    step, steps = config.trainer.profile_step, config.trainer.steps
+    if step is None or step <= steps:
+        return None
+    problem = f"trainer.profile_step={step} is beyond trainer.steps={steps}: nothing would be profiled"
+    return error("trainer", problem, "choose an earlier step, or set it to null")
+
+
+def _sync_timeout(config: Config) -> Finding | None:
+    """Ranks wait for each other in a collective while the controller waits for an engine."""
+    minutes, sync = config.run.collective_timeout_minutes, config.rollout.sync_timeout_s
+    if minutes * 60 >= sync:
+        return None
+    return error(
+        "timeouts",
+        f"ranks give up after {minutes:g} min, but a weight sync may wait {sync / 60:g} min for an engine that hangs",
+        "raise run.collective_timeout_minutes",
+    )
+
+
+def _hang(config: Config) -> Finding | None:
+    run = config.run
+    if run.hang_minutes <= run.collective_timeout_minutes:
+        return None
+    return warning(
+        "timeouts",
+        f"run.hang_minutes={run.hang_minutes:g} is longer than run.collective_timeout_minutes: "
+        "a hung rank would not be named before the others give up",
+        "lower run.hang_minutes",
+    )
+
+
+def _layout(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+    found = attempt("layout", f"the model has to fit {ranks} ranks", lambda: config.parallel.check_fits(model, ranks))
+    return next(iter(found[1]), None)
+
+
+def _sequences(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+    """Every data-parallel rank trains on something in every gradient step."""
+    trainer, data = config.trainer, config.parallel.data(ranks)
+    sequences = trainer.prompts_per_mini_batch * trainer.samples_per_prompt
+    if sequences >= data:
+        return None
+    return error(
+        "batch",
+        f"a gradient step has {sequences} sequences for {data} data-parallel ranks: some would train on nothing",
+        "raise trainer.prompts_per_mini_batch, or use more model parallelism",
+    )
+
+
+def _engines(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+    """Colocated engines divide the trainer's cards among them."""
+    tensor = config.rollout.tensor_parallel
+    if config.rollout.placement != "colocated" or not ranks % tensor:
+        return None
+    return error(
+        "engines",
+        f"rollout.placement=colocated: {ranks} ranks are not a multiple of rollout.tensor_parallel={tensor}",
+        "change one of them",
+    )
+
+
+def _positions(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+    longest = config.rollout.max_model_len
+    if longest <= model.positions:
+        return None
+    return error(
+        "lengths",
+        f"prompts and responses reach {longest} tokens (rollout.max_prompt_tokens and rollout.max_response_tokens), "
+        f"the positions of the model {model.positions}",
+        "lower rollout.max_response_tokens",
+    )
+
+
+def _pack(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+    """The longest sequence that the engine may return fits a microbatch: a run would end there, hours after its
+    start."""
+    longest = config.parallel.packed_length(config.rollout.max_model_len)
+    budget = config.actor.max_tokens_per_microbatch
+    if longest <= budget or config.actor.long_sequences != "refuse":
+        return None
+    return error(
+        "lengths",
+        f"a sequence may have {longest} tokens (rollout.max_prompt_tokens and rollout.max_response_tokens), but "
+        f"actor.max_tokens_per_microbatch={budget}: the first that long would stop the run",
+        f"set it to {longest}, or actor.long_sequences=alone",
+    )
+
+
+def _replay(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+    if model.moe is None:
+        return None
+    mode = config.actor.router_replay
+    if mode == "r3" and not config.rollout.router_replay:
+        return error(
+            "router-replay",
+            "actor.router_replay=r3 needs rollout.router_replay=true: the engine must record the routes",
+            "set it, or actor.router_replay=none",
+        )
+    if mode == "r2" and not config.algorithm.resolve().needs_recomputed_logp:
+        return error(
+            "router-replay",
+            "actor.router_replay=r2 replays the trainer's own routes of the pass before the update, which the preset "
+            f"{config.algorithm.preset} does not run",
+            "set actor.router_replay=r3 or choose a preset with a recomputed anchor",
+        )
+    return None
+
+
+def _adapters(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+    lora = config.lora
+    if lora is None:
+        return None
+    return next(iter(attempt("lora", "see docs/lora.md", lambda: check_targets(model, lora))[1]), None)
+
+
+SECTIONS: tuple[Callable[[Config], Finding | None], ...] = (
+    _mini_batches,
+    _oversample,
+    _baseline,
+    _topk,
+    _profile,
+    _sync_timeout,
+    _hang,
+)
+MODEL: tuple[Callable[[Config, HFConfig, int], Finding | None], ...] = (
+    _layout,
+    _sequences,
+    _engines,
+    _adapters,
+    _replay,
+    _pack,
+    _positions,
+)
