@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from megatron_dppo.actor.packing import LongSequences
-from megatron_dppo.config.base import ConfigModel
+from megatron_dppo.config_base import ConfigModel
 
 ReplayMode = Literal["none", "r2", "r3"]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_dppo.actor.pack_shape import PackShape, Split
 from megatron_dppo.batch import AlignedBatch, Columns
-from megatron_dppo.compat.upload import to_device
 from megatron_dppo.router_replay.layout import LocalRoutes, local_routes, sequence_parallel_rows
+from megatron_dppo.router_replay.replay import to_device
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from megatron_dppo.algorithm import presets
 from megatron_dppo.algorithm.advantage import Baseline
 from megatron_dppo.algorithm.aggregation import Aggregation
 from megatron_dppo.algorithm.preset import Preset
-from megatron_dppo.config.base import ConfigModel
+from megatron_dppo.config_base import ConfigModel
 
 
 class AlgorithmConfig(ConfigModel):

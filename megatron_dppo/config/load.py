@@ -16,8 +16,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from omegaconf.resolvers import oc
 from pydantic import BaseModel, ValidationError
 
-from megatron_dppo.config.base import ConfigModel
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config_base import ConfigModel
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.secrets import confide, redact, secret_variables
 

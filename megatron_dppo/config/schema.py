@@ -8,12 +8,12 @@ from pydantic import Field
 
 from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
 from megatron_dppo.config.algorithm import AlgorithmConfig
-from megatron_dppo.config.base import ConfigModel
+from megatron_dppo.config.trainer import EvaluationConfig, TrackingConfig, TrainerConfig
+from megatron_dppo.config_base import ConfigModel
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.tasks.config import TaskConfig
-from megatron_dppo.trainer.config import EvaluationConfig, TrackingConfig, TrainerConfig
 
 
 class RunConfig(ConfigModel):

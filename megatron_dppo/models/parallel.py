@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from megatron_dppo.batch.context_parallel import sequence_multiple
-from megatron_dppo.config.base import ConfigModel
+from megatron_dppo.config_base import ConfigModel
 from megatron_dppo.errors import UserError
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
-from megatron_dppo.compat.upload import to_device
 from megatron_dppo.router_replay.accounting import ReplayCounts
 from megatron_dppo.router_replay.layout import LocalRoutes
 from megatron_dppo.router_replay.requirements import check_same_model
@@ -37,6 +36,13 @@ class _Kept:
     microbatch: int
     experts: torch.Tensor  # [S, k] int64, forced and live ids merged
     rows: int  # without padding
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A tensor with the array's content. To a GPU through page-locked memory: a copy from ordinary memory waits for all
+    work that is queued on the stream, and the host stops running ahead of the device."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class RouterReplayController:

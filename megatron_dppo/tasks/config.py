@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_dppo.config.base import ConfigModel
+from megatron_dppo.config_base import ConfigModel
 from megatron_dppo.tasks.data.config import DataConfig
 from megatron_dppo.tasks.environments.config import EnvironmentConfig
 from megatron_dppo.tasks.rewards.config import RewardConfig

@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from megatron_dppo.config.base import ConfigModel
 from megatron_dppo.config.load import build_config, read_tree
+from megatron_dppo.config.trainer import EvaluationConfig
+from megatron_dppo.config_base import ConfigModel
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.vllm.engine import VllmEngine
@@ -26,7 +27,6 @@ from megatron_dppo.tasks.task import Prompt
 from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.accuracy import accuracy_metrics
 from megatron_dppo.trainer.answers import Answer, AnswerFile
-from megatron_dppo.trainer.config import EvaluationConfig
 from megatron_dppo.trainer.evaluation import answer, evaluation_law
 from megatron_dppo.trainer.examiner import EvaluationSet, build_sets
 

@@ -9,13 +9,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.batch import RolloutBatch
+from megatron_dppo.config.trainer import EvaluationConfig
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import RolloutEngine, SamplingLaw
 from megatron_dppo.rollout.seeds import EVALUATION
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.task import Prompt, Rewards
 from megatron_dppo.trainer.accuracy import accuracy_metrics
-from megatron_dppo.trainer.config import EvaluationConfig
 from megatron_dppo.trainer.episodes import play
 from megatron_dppo.trainer.examiner import Examiner, Scorer, judge
 from megatron_dppo.trainer.requests import requests_for

@@ -9,6 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.trainer import EvaluationConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.config import TaskConfig
@@ -17,7 +18,6 @@ from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.rewards.grader import Grader
 from megatron_dppo.tasks.rewards.pool import JudgePool, MakeJudges
 from megatron_dppo.tasks.task import Prompt, Rewards, Task
-from megatron_dppo.trainer.config import EvaluationConfig
 from megatron_dppo.trainer.ray_judges import RayJudges
 
 Scorer = Task | Grader

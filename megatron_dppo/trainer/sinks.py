@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_dppo.config.trainer import TrackingConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.secrets import redact
-from megatron_dppo.trainer.config import TrackingConfig
 
 
 class Sink(Protocol):

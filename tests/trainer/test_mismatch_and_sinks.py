@@ -12,9 +12,9 @@ from PIL import Image
 
 from examples.tiny_moe_dppo.model import byte_tokenizer
 from megatron_dppo.cli import main
+from megatron_dppo.config.trainer import TrackingConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.task import Prompt, Rewards
-from megatron_dppo.trainer.config import TrackingConfig
 from megatron_dppo.trainer.history import History, Series
 from megatron_dppo.trainer.mismatch import Mismatch
 from megatron_dppo.trainer.plots import PANELS, panels_for, plot_runs

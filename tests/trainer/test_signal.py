@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from megatron_dppo.config.algorithm import AlgorithmConfig
+from megatron_dppo.config.trainer import TrainerConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.stored import columns_of
-from megatron_dppo.trainer.config import TrainerConfig
 from megatron_dppo.trainer.rollouts import Experience
 from tests.batch.rollouts import random_batch
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from megatron_dppo.config.base import ConfigModel
+from megatron_dppo.config_base import ConfigModel
 
 Target = Literal["qkv", "o", "mlp", "experts"]
 TARGETS: tuple[Target, ...] = ("qkv", "o", "mlp", "experts")

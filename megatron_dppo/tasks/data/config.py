@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from megatron_dppo.config.base import ConfigModel
+from megatron_dppo.config_base import ConfigModel
 
 
 class FieldMap(ConfigModel):

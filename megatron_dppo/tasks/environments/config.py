@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from megatron_dppo.config.base import ConfigModel
+from megatron_dppo.config_base import ConfigModel
 
 
 class EnvironmentConfig(ConfigModel):

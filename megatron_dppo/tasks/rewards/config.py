@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from megatron_dppo.config.base import ConfigModel
+from megatron_dppo.config_base import ConfigModel
 
 
 class _Reward(ConfigModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from megatron_dppo.config.base import ConfigModel
+from megatron_dppo.config_base import ConfigModel
 from megatron_dppo.tasks.data.config import DataConfig
 from megatron_dppo.tasks.template import PromptTemplate
 
