@@ -15,6 +15,7 @@ from megatron_dppo.planner.plan import COMFORTABLE, Plan, memory_problem
 from megatron_dppo.planner.report import memory_parts
 from megatron_dppo.planner.run import Run, engine_gpus, planned_run
 from megatron_dppo.preflight.finding import Finding, error, ok, warning
+from megatron_dppo.preflight.rules import check_model
 
 
 def card_here() -> Gpu | None:
@@ -52,9 +53,7 @@ def check_memory(config: Config, model: HFConfig, *, ranks: int | None, gpu: Gpu
     engines = engine_gpus(config)
     fewest = math.lcm(config.parallel.fewest_ranks, 1 if engines else config.rollout.tensor_parallel)
     world = ranks or max(fewest, (_cards_here() - engines) // fewest * fewest)
-    try:
-        config.parallel.check_fits(model, world)
-    except UserError:
+    if {finding.check for finding in check_model(config, model, world)} & {"layout", "engines"}:
         return
     try:
         run = planned_run(config, model, gpu, world + engines)
