@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
+import inspect
+import logging
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.family import Family, families
 from megatron_dppo.models.names import Shape, Transform, Vocabulary
+from megatron_dppo.models.rope import check_rope
+
+_log = logging.getLogger(__name__)
 
 VOCAB_MULTIPLE = 128
 """The vocabulary is padded to a multiple of this (and of the tensor-parallel size, where that is no divisor of it)."""
@@ -28,32 +37,30 @@ _READ = _words(
     """
         model_type architectures hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
         intermediate_size vocab_size tie_word_embeddings rms_norm_eps max_position_embeddings hidden_act
-        rope_theta rope_scaling rope_parameters use_sliding_window sliding_window max_window_layers layer_types
+        rope_theta rope_scaling rope_parameters partial_rotary_factor original_max_position_embeddings
+        use_sliding_window sliding_window max_window_layers layer_types
     """
 )
 _FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_dropout": 0.0,
-    "is_decoder": False,
     "is_encoder_decoder": False,
-    "use_mrope": False,
+    "is_causal": True,
 }
+_LOADER = ("quantization_config", "per_layer_config", "text_config")
+"""What transformers reads whatever the class: a model with one of them is another model."""
 _READ_MOE = _words(
     """
         num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step
         mlp_only_layers
     """
 )
-# names, files, generation and training settings: none of them changes the forward pass
+# transformers reads these: names, files, generation and training settings; none of them changes the forward pass
 _WITHOUT_EFFECT = _words(
     """
-        _name_or_path transformers_version dtype torch_dtype initializer_range use_cache bos_token_id eos_token_id
-        pad_token_id sep_token_id decoder_start_token_id output_router_logits router_aux_loss_coef torchscript
-        return_dict output_attentions output_hidden_states use_bfloat16 id2label label2id problem_type
-        finetuning_task task_specific_params tokenizer_class prefix
-        _attn_implementation attn_implementation _attn_implementation_autoset chunk_size_feed_forward
-        keys_to_ignore_at_inference temperature top_k top_p do_sample max_length min_length
-        repetition_penalty num_return_sequences unsloth_version unsloth_fixed
+        transformers_version dtype torch_dtype initializer_range use_cache bos_token_id eos_token_id pad_token_id
+        output_router_logits router_aux_loss_coef return_dict output_attentions output_hidden_states id2label label2id
+        problem_type _attn_implementation attn_implementation chunk_size_feed_forward pretraining_tp
     """
 )
 _LARGEST = {
@@ -107,6 +114,8 @@ class HFConfig:
     moe: MoE | None
     config: PreTrainedConfig
     """The same as transformers has it (rotary scaling, generation settings, saving)."""
+    ignored: tuple[str, ...] = ()
+    """Fields of config.json that transformers' class for the model type does not read."""
 
     @cached_property
     def dims(self) -> dict[str, int]:
@@ -192,26 +201,56 @@ def load_hf_config(path: str | Path) -> HFConfig:
         raise UserError(f"model folder {folder} does not exist")
     if not file.is_file():
         raise UserError(f"{folder} is no Hugging Face model: it has no config.json")
-    return resolve_hf_config(read_json_object(file), path=folder)
+    model = resolve_hf_config(read_json_object(file), path=folder)
+    if "auto_map" in model.ignored:
+        _say_code_is_not_run(file, model.family.architecture)
+    return model
+
+
+@cache
+def _say_code_is_not_run(file: Path, architecture: str) -> None:
+    _log.warning("%s: auto_map names code, which is not run: the model is transformers' own %s", file, architecture)
 
 
 def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig:
-    """`load_hf_config` of the content of a config.json."""
+    """`load_hf_config` of the content of a config.json.
+
+    transformers' own class for the model type is the reference. A field that it does not read cannot change the
+    mathematics and is left out (`ignored`); one that it reads is read here too, or has to be at its neutral value. All
+    is decided by the configuration that transformers resolves: defaults are in force where a field is absent.
+    """
     where = f"{path}/config.json" if path else "model config"
     known = families()
-    family = known.get(raw.get("model_type", ""))
+    kind = raw.get("model_type")
+    family = known.get(kind) if isinstance(kind, str) else None
     if family is None:
-        raise UserError(f"{where}: model_type {raw.get('model_type')!r} is not supported; there are {sorted(known)}")
-    _refuse_unknown(raw, family, where)
+        raise UserError(f"{where}: model_type {kind!r} is not supported; there are {sorted(known)}")
+    architectures = raw.get("architectures") or [family.architecture]
+    if architectures != [family.architecture]:
+        raise UserError(f"{where}: architectures is {architectures}, only {family.architecture} is supported")
     _refuse_absurd_sizes(raw, where)
+    for name in _LOADER:
+        if raw.get(name):
+            raise UserError(f"{where}: {name} is set, which is not supported")
+    raw = {name: value for name, value in raw.items() if name not in _LOADER}
+    ours = _READ | _WITHOUT_EFFECT | set(_FIXED) | set(family.fixed) | (_READ_MOE if family.moe else set())
+    ignored = tuple(name for name in raw if name not in ours and not _transformers_reads(family.model_type, name))
     try:
-        settings = {k: v for k, v in raw.items() if k != "model_type"}
+        # a copy: transformers writes into nested settings
+        settings = copy.deepcopy({k: v for k, v in raw.items() if k != "model_type" and k not in ignored})
         config = AutoConfig.for_model(family.model_type, **settings)
+        usual = type(config)()
     except Exception as error:  # transformers validates with several exception types of its own
-        raise UserError(f"{where}: {error}") from None
+        raise UserError(f"{where}: {' '.join(str(error).split())}") from None
+    for name in settings:
+        if name not in ours and raw[name] != getattr(usual, name, None):
+            raise UserError(
+                f"{where}: {name} is {raw[name]!r}, which transformers' {family.architecture} reads and this "
+                "model does not support; remove it if it does not change the mathematics"
+            )
+    _check_values(config, family, where)
 
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         raise UserError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     return HFConfig(
@@ -229,30 +268,59 @@ def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig
         max_position_embeddings=config.max_position_embeddings,
         moe=_moe(config, where) if family.moe else None,
         config=config,
+        ignored=ignored,
     )
 
 
-def _refuse_unknown(raw: dict[str, Any], family: Family, where: str) -> None:
-    """Every field is either read, known to have no effect, or an error."""
-    architectures = raw.get("architectures") or [family.architecture]
-    if architectures != [family.architecture]:
-        raise UserError(f"{where}: architectures is {architectures}, only {family.architecture} is supported")
-    read = _READ | (_READ_MOE if family.moe else frozenset()) | set(_FIXED) | set(family.fixed)
-    unknown = sorted(set(raw) - read - _WITHOUT_EFFECT)
-    if unknown:
+@cache
+def _sources(model_type: str) -> str:
+    """transformers' code of the model type and of what it hands its configuration to."""
+    config_class = type(AutoConfig.for_model(model_type))
+    names = [config_class.__module__, config_class.__module__.replace(".configuration_", ".modeling_")]
+    names += [f"{transformers.__name__}.{name}" for name in ("masking_utils", "modeling_rope_utils", "cache_utils")]
+    return "\n".join(inspect.getsource(importlib.import_module(name)) for name in names)
+
+
+@cache
+def _transformers_reads(model_type: str, name: str) -> bool:
+    """Whether the code names a field, as an attribute or as a string."""
+    field = re.escape(name)
+    return re.search(rf"""\b(config|self)\.{field}\b|["']{field}["']""", _sources(model_type)) is not None
+
+
+def _check_values(config: PreTrainedConfig, family: Family, where: str) -> None:
+    """What transformers resolved: numbers that are some, no value but the supported one, no sliding window."""
+    for name, neutral in (_FIXED | dict(family.fixed)).items():
+        value = getattr(config, name, neutral)
+        if value != neutral and (value or neutral):
+            raise UserError(f"{where}: {name} is {value!r}, only {neutral!r} is supported")
+    sizes = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"]
+    sizes += ["vocab_size", "max_position_embeddings"]
+    if family.moe and config.num_experts:
+        sizes += ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"]
+    for name in sizes:
+        value = getattr(config, name, None)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UserError(f"{where}: {name} is {value!r}, it must be a whole number above 0")
+    head_dim, eps = getattr(config, "head_dim", None), config.rms_norm_eps
+    if head_dim is not None and (isinstance(head_dim, bool) or not isinstance(head_dim, int) or head_dim < 2):
+        raise UserError(f"{where}: head_dim is {head_dim!r}, it must be a whole number above 1")
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
+        raise UserError(f"{where}: rms_norm_eps is {eps!r}, it must be a number from 0 on")
+    kinds = getattr(config, "layer_types", None)
+    if set(kinds or []) - {"full_attention"}:
+        cause = "use_sliding_window is true and so " if getattr(config, "sliding_window", None) else ""
         raise UserError(
-            f"{where}: field {unknown[0]!r} is not known for model_type {family.model_type} and may change the "
-            "mathematics; remove it if it does not" + (f" (also {', '.join(unknown[1:])})" if unknown[1:] else "")
+            f"{where}: {cause}layer_types has {sorted(set(kinds) - {'full_attention'})}, only full_attention is "
+            "supported"
         )
-    fixed = {**_FIXED, **family.fixed}
-    for name, value in fixed.items():
-        if raw.get(name, value) != value:
-            raise UserError(f"{where}: {name} is {raw[name]!r}, only {value!r} is supported")
-    if raw.get("use_sliding_window") and raw.get("sliding_window"):
-        raise UserError(f"{where}: use_sliding_window is true; sliding-window attention is not supported")
-    kinds = set(raw.get("layer_types") or []) - {"full_attention"}
-    if kinds:
-        raise UserError(f"{where}: layer_types has {sorted(kinds)}, only full_attention is supported")
+    if not kinds and getattr(config, "sliding_window", None) is not None:
+        flag = "use_sliding_window is true" if getattr(config, "use_sliding_window", False) else "sliding_window is set"
+        raise UserError(
+            f"{where}: {flag}: attention would reach back {config.sliding_window} tokens only; sliding-window "
+            "attention is not supported"
+        )
+    check_rope(config, where)
 
 
 def _refuse_absurd_sizes(raw: dict[str, Any], where: str) -> None:

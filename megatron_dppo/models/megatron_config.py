@@ -92,8 +92,9 @@ def transformer_config(
             "moe_ffn_hidden_size": model.moe.intermediate_size,
             "moe_layer_freq": [int(is_moe) for is_moe in model.moe.layers],
             "moe_router_topk": model.moe.topk,
-            # Renormalised top-k probabilities are the softmax of the top-k logits alone.
-            "moe_router_pre_softmax": not model.moe.normalise,
+            # Renormalised top-k probabilities are the softmax of the top-k logits alone. Megatron-Core's check wants
+            # the other order for one expert a token, whose weight would not be 1: it is put right below.
+            "moe_router_pre_softmax": not model.moe.normalise or model.moe.topk == 1,
             "moe_router_load_balancing_type": "aux_loss" if load_balancing_loss else "none",
             "moe_aux_loss_coeff": load_balancing_loss,
             "moe_z_loss_coeff": router_z_loss or None,
@@ -102,7 +103,10 @@ def transformer_config(
             "moe_grouped_gemm": gpu,
             "moe_permute_fusion": gpu,
         }
-    return TransformerConfig(**(fields | overrides))
+    config = TransformerConfig(**(fields | overrides))
+    if model.moe:
+        config.moe_router_pre_softmax = not model.moe.normalise
+    return config
 
 
 def _recompute(recompute: Recompute) -> dict[str, Any]:

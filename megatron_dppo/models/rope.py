@@ -2,13 +2,50 @@
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 import torch
+from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.hf_config import HFConfig
+
+if TYPE_CHECKING:
+    from megatron_dppo.models.hf_config import HFConfig
 
 SUPPORTED = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
+def check_rope(config: PreTrainedConfig, where: str) -> None:
+    """`UserError` where the rotary settings of a configuration are not supported or give no frequencies."""
+    rope = dict(config.rope_parameters or {})
+    kind = rope.get("rope_type", "default")
+    if kind not in SUPPORTED:
+        raise UserError(f"{where}: rope_type {kind!r} is not supported; there are {', '.join(SUPPORTED)}")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UserError(f"{where}: partial_rotary_factor is not supported; every head dimension is rotated")
+    theta = rope.get("rope_theta")
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
+        raise UserError(f"{where}: rope_theta is {theta!r}, it must be a number above 0")
+    try:
+        frequencies, factor = _frequencies(config, kind, theta)
+    except Exception as error:  # what a missing or odd field of the scaling gives there
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{where}: rope_parameters {rope} give no frequencies ({reason})") from None
+    if not (frequencies.isfinite().all() and math.isfinite(factor)):
+        raise UserError(f"{where}: rope_parameters {rope} give frequencies that are not finite")
+
+
+def _frequencies(config: PreTrainedConfig, kind: str, theta: float) -> tuple[torch.Tensor, float]:
+    cpu = torch.device("cpu")
+    if kind in ("default", "dynamic"):
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=cpu) / head_dim
+        return 1.0 / (theta**exponents), 1.0
+    with cpu:  # whatever torch's default device is
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, cpu)
+    return frequencies.to(torch.float32), float(factor)
 
 
 def rope_frequencies(model: HFConfig, max_sequence_length: int) -> tuple[torch.Tensor, float]:
@@ -17,22 +54,11 @@ def rope_frequencies(model: HFConfig, max_sequence_length: int) -> tuple[torch.T
     `dynamic` (NTK) scaling keeps the plain frequencies up to `max_position_embeddings`. Beyond it they depend on the
     length of each sequence, and a pack of sequences has no single length: longer ones are refused.
     """
-    rope = dict(model.config.rope_parameters or {})
-    kind = rope.get("rope_type", "default")
-    if kind not in SUPPORTED:
-        raise UserError(f"config.json: rope_type {kind!r} is not supported; there are {', '.join(SUPPORTED)}")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UserError("config.json: partial_rotary_factor is not supported; every head dimension is rotated")
-    cpu = torch.device("cpu")
-    if kind == "dynamic" and max_sequence_length > model.max_position_embeddings:
+    rope = model.config.rope_parameters
+    if rope["rope_type"] == "dynamic" and max_sequence_length > model.max_position_embeddings:
         raise UserError(
             f"config.json: dynamic rope scaling beyond max_position_embeddings {model.max_position_embeddings} depends "
             f"on each sequence's length and is not supported; {max_sequence_length} tokens were asked for. Shorten the "
             "sequences or use yarn"
         )
-    if kind in ("default", "dynamic"):
-        exponents = torch.arange(0, model.head_dim, 2, dtype=torch.float32, device=cpu) / model.head_dim
-        return 1.0 / (rope["rope_theta"] ** exponents), 1.0
-    with cpu:  # whatever torch's default device is
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](model.config, cpu)
-    return frequencies.to(torch.float32), float(factor)
+    return _frequencies(model.config, rope["rope_type"], rope["rope_theta"])

@@ -62,8 +62,13 @@ def test_padded_vocabulary_is_the_least_multiple(tensor: int, padded: int) -> No
         ({"attention_bias": True}, "attention_bias"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
         ({"use_sliding_window": True, "sliding_window": 128}, "use_sliding_window"),
+        ({"use_sliding_window": True}, "use_sliding_window"),  # over transformers' default of 4096 tokens
+        ({"sliding_window": 128, "use_sliding_window": True, "layer_types": None}, "use_sliding_window"),
         ({"layer_types": ["sliding_attention"] * 6}, "sliding_attention"),
-        ({"n_shared_experts": 1}, "n_shared_experts"),
+        ({"is_causal": False}, "is_causal"),
+        ({"attention_chunk_size": 64}, "attention_chunk_size"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"per_layer_config": {"0": {"hidden_size": 32}}}, "per_layer_config"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
@@ -71,8 +76,72 @@ def test_padded_vocabulary_is_the_least_multiple(tensor: int, padded: int) -> No
     ],
 )
 def test_what_changes_the_mathematics_is_refused_by_name(change: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError, match=named):
+    with pytest.raises(UserError, match=named) as refusal:
         resolve_hf_config(MOE | change)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_the_window_that_transformers_resolves_decides(model_type: str) -> None:
+    architecture = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[model_type]
+    dense = {k: v for k, v in MOE.items() if "experts" not in k and k != "moe_intermediate_size"}
+    config = dense | {"model_type": model_type, "architectures": [architecture], "use_sliding_window": True}
+    assert resolve_hf_config(config).layers == 6  # of which none slides: max_window_layers is 28
+    assert resolve_hf_config(config | {"max_window_layers": 0, "sliding_window": None}).layers == 6
+    for window in ({}, {"sliding_window": 64}):
+        with pytest.raises(UserError, match="use_sliding_window is true"):
+            resolve_hf_config(config | window | {"max_window_layers": 3})
+
+
+def test_fields_that_transformers_does_not_read_have_no_effect() -> None:
+    strange = {"n_shared_experts": 1, "_model_name_or_path": "x", "unk_token_id": 3, "to_dict": 1, "mlp_bias": True}
+    model = resolve_hf_config(MOE | strange)
+    assert set(model.ignored) == set(strange)
+    assert model.tensors == resolve_hf_config(MOE).tensors
+    scaling = {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    resolve_hf_config(MOE | scaling)
+    assert scaling == {"rope_scaling": {"type": "linear", "factor": 2.0}}, "transformers wrote into it"
+
+
+def test_code_that_a_config_brings_is_named_and_not_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    content = MOE | {"auto_map": {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    (tmp_path / "modeling_x.py").write_text("raise SystemExit('it ran')")
+    assert load_hf_config(tmp_path).ignored == ("auto_map",)
+    assert "auto_map names code, which is not run" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"hidden_size": -64}, "hidden_size is -64"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"vocab_size": None}, "vocab_size"),
+        ({"head_dim": "32"}, "head_dim"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
+        ({"rope_theta": None}, "rope_theta is None"),
+        ({"rope_theta": "1e6"}, "rope_theta is '1e6'"),
+        ({"rope_theta": 0}, "rope_theta is 0"),
+        ({"rope_scaling": "yarn"}, "rope_parameters"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "not finite"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, "rope_type"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers"),
+        ({"model_type": ["qwen3_moe"]}, "model_type"),
+        ({"architectures": "Qwen3MoeForCausalLM"}, "architectures"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_one_line(tmp_path: Path, change: dict[str, Any], named: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MOE | change))
+    with pytest.raises(UserError, match=named) as refusal:
+        load_hf_config(tmp_path)
+    assert "\n" not in str(refusal.value)
+    assert f"{tmp_path}/config.json" in str(refusal.value)
 
 
 def test_unused_sliding_window_is_accepted() -> None:

@@ -7,5 +7,5 @@ FAMILY = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     table={**EMBEDDINGS, **ATTENTION, **DENSE_MLP},
-    fixed={"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
+    fixed={"attention_bias": False, "mlp_bias": False},
 )

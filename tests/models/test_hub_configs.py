@@ -1,0 +1,140 @@
+"""Models as people publish them: what transformers computes from such a config.json is computed here, or the field that
+would change it is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.hf_config import resolve_hf_config
+from megatron_dppo.models.packed_logits import packed_logits
+from tests.distributed import run_ranks
+from tests.megatron import build_from
+from tests.models.hub_configs import LOADED, REFUSED
+
+_MOE, _DENSE = LOADED["Qwen/Qwen3-30B-A3B"], LOADED["Qwen/Qwen3-8B"]
+UNPUBLISHED: dict[str, dict[str, Any]] = {
+    "one expert a token, whose weight is 1": _MOE | {"num_experts_per_tok": 1, "norm_topk_prob": True},
+    "one expert a token, with the weight it has": _MOE | {"num_experts_per_tok": 1, "norm_topk_prob": False},
+    "no layer slides": _DENSE | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+    "nothing to slide over": _MOE | {"use_sliding_window": True, "sliding_window": None},
+    "a window that is off": _DENSE | {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0},
+    "neutral values": _DENSE | {"is_causal": True, "quantization_config": None, "partial_rotary_factor": 1.0},
+}
+"""What transformers makes of fields that no file above has."""
+LENGTHS = [40, 5, 19]
+VOCAB = 160
+
+
+def cut(config: dict[str, Any]) -> dict[str, Any]:
+    """The same with tiny sizes; every other field is as published."""
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4 if heads == kv_heads else 2,
+        "vocab_size": VOCAB,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    }
+    if config.get("num_experts_per_tok") == 1:
+        sizes["num_experts_per_tok"] = 1
+    small = config | {name: size for name, size in sizes.items() if name in config}
+    if (config.get("pad_token_id") or 0) >= VOCAB:
+        small["pad_token_id"] = VOCAB - 1
+    return small
+
+
+def publish(folder: Path, config: dict[str, Any], seed: int) -> None:
+    """Random weights by transformers, from the file alone, and what they give."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            centre = 1.0 if parameter.ndim == 1 and parameter.abs().max() > 0 else 0.0
+            parameter.copy_(centre + (0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5) * noise)
+        model.tie_weights()
+        ids = torch.randint(0, VOCAB, (sum(LENGTHS),), generator=generator)
+        logits = torch.cat([model(part[None]).logits[0] for part in ids.split(LENGTHS)])
+    model.save_pretrained(folder)
+    torch.save({"ids": ids, "logits": logits}, folder / "reference.pt")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def logit_errors(rank: int, folders: dict[str, Path]) -> dict[str, float | str]:
+    errors: dict[str, float | str] = {}
+    for name, folder in folders.items():
+        reference = torch.load(folder / "reference.pt", weights_only=True)
+        try:
+            chunks, _, _ = build_from(folder, {})
+        except UserError as error:
+            errors[name] = str(error)
+            continue
+        (logits,) = packed_logits(chunks, [(reference["ids"], LENGTHS)])
+        errors[name] = (logits[:, :VOCAB] - reference["logits"]).abs().max().item()
+    return errors
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(LOADED) >= 50
+    assert len(LOADED) + len(REFUSED) >= 60
+
+
+def test_logits_equal_transformers(tmp_path: Path) -> None:
+    configs = LOADED | UNPUBLISHED
+    folders = {name: tmp_path / str(number) for number, name in enumerate(configs)}
+    for number, (name, folder) in enumerate(folders.items()):
+        publish(folder, cut(configs[name]), number)
+    errors = run_ranks(logit_errors, 1, folders)[0]
+    wrong = {name: error for name, error in errors.items() if isinstance(error, str) or not error < 1e-4}
+    assert not wrong
+    assert len(errors) == len(configs)
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_sizes_are_read_as_published(name: str) -> None:
+    config = LOADED[name]
+    model = resolve_hf_config(config)
+    sizes = (model.hidden_size, model.layers, model.heads, model.kv_heads, model.vocab_size)
+    assert sizes == tuple(
+        config[field]
+        for field in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    )
+    assert model.head_dim == config.get("head_dim", model.hidden_size // model.heads)
+    assert model.tied == config["tie_word_embeddings"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_transformers_would_compute_otherwise_is_refused_by_its_field(name: str) -> None:
+    config, field = REFUSED[name]
+    with pytest.raises(UserError, match=field) as refusal:
+        resolve_hf_config(config)
+    assert "\n" not in str(refusal.value)
+
+
+def test_fields_that_transformers_does_not_read_are_named() -> None:
+    ignored = {name: set(resolve_hf_config(config).ignored) for name, config in LOADED.items()}
+    assert ignored["Qwen/Qwen3-Coder-30B-A3B-Instruct"] == {
+        "qkv_bias",
+        "shared_expert_intermediate_size",
+        "use_qk_norm",
+    }
+    assert ignored["HuggingFaceTB/SmolLM2-135M-Instruct"] == {
+        "is_llama_config",
+        "rope_interleaved",
+        "transformers.js_config",
+    }
+    assert ignored["NousResearch/Yarn-Llama-2-7b-64k"] == {"_name_or_path", "auto_map"}
