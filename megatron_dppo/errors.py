@@ -3,7 +3,18 @@ traceback."""
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 
 class UserError(Exception):
     """Something in a config, a file or the machine must change. The message names the field or file, what is wrong
     and what to do."""
+
+
+def raise_cause(error: Exception) -> NoReturn:
+    """Raise what a remote call raised there (`cause` of Ray's RayTaskError) from `error`; `error` itself where no
+    exception came over: it could not be pickled, or is none."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, Exception) and cause is not error:
+        raise cause from error
+    raise error

@@ -58,7 +58,8 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """One line per finding on standard output; where all is well none, but for the memory that a configuration needs.
+    """One line per finding on standard output; where all is well none, but for the sandbox that the machine has and the
+    memory that a configuration needs.
     0: no error; 1: at least one."""
     if arguments.ranks is not None and arguments.ranks < 1:
         raise UserError(f"--ranks {arguments.ranks}: must be 1 or more")
@@ -108,6 +109,7 @@ def _all(arguments: argparse.Namespace) -> Iterator[Finding]:
     yield from machine.check_files()
     yield from machine.check_shared_memory()
     yield from machine.check_locked_memory()
+    yield from machine.check_sandbox()
     yield from machine.check_interfaces()
     yield from machine.check_rendezvous()
     yield from machine.check_ray()

@@ -9,7 +9,8 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megatron_dppo.preflight.finding import Finding, error, warning
+from megatron_dppo.preflight.finding import Finding, error, ok, warning
+from megatron_dppo.tasks.workers import sandbox
 
 MIB = 1 << 20
 OPEN_FILES = 4096
@@ -49,6 +50,21 @@ def check_locked_memory() -> Iterator[Finding]:
             f"InfiniBand is there, but a process may lock only {soft // 1024} KiB: NCCL falls back to sockets or fails",
             "ulimit -l unlimited (docker: --ulimit memlock=-1; Kubernetes: the capability IPC_LOCK)",
         )
+
+
+def check_sandbox() -> Iterator[Finding]:
+    """Rewards and environments that evaluate what a model writes do so in a sandbox."""
+    found = sandbox.rung()
+    if found == "none":
+        yield warning(
+            "sandbox",
+            "nothing holds processes that evaluate a model's answers: no Landlock",
+            "use Linux 5.13 or newer and a container whose filter allows Landlock (Docker's and Podman's do); datasets "
+            "and functions that evaluate answers are refused here, but for those with sandbox: none",
+        )
+    else:
+        names = {"landlock": "Landlock and seccomp", "bubblewrap": "bubblewrap, Landlock and seccomp"}
+        yield ok("sandbox", f"answers are evaluated under {names[found]}")
 
 
 def check_interfaces(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:

@@ -12,9 +12,10 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megatron_dppo.errors import UserError
-from megatron_dppo.tasks.rewards.pool import START_TIMEOUT_S, JudgePool, TimedJudge
+from megatron_dppo.errors import UserError, raise_cause
+from megatron_dppo.tasks.rewards.pool import JudgePool, TimedJudge
 from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
+from megatron_dppo.tasks.workers.workers import START_TIMEOUT_S
 
 _LOST = (
     ray.exceptions.RayActorError,
@@ -28,8 +29,8 @@ class JudgeActor:
     """Runs on a node: a `JudgePool` of that machine, so that what hangs, crashes or leaks is ended there."""
 
     def __init__(self, judges: Mapping[str, TimedJudge], folder: str, workers: int, memory_mib: int) -> None:
-        self._folder = folder
-        self._pool = JudgePool(judges, workers=workers, memory_mib=memory_mib)
+        self._folder, self._judges, self._workers, self._memory_mib = folder, judges, workers, memory_mib
+        self._pool: JudgePool | None = None
 
     def judge(self, tasks: list[tuple[str, Answered]]) -> list[Verdict]:
         try:
@@ -39,6 +40,8 @@ class JudgeActor:
                 f"task.reward_placement=ray: {self._folder}, where the run was started, is not there on "
                 f"{socket.gethostname()} ({error.strerror}); start it in a shared folder, or judge locally"
             ) from None
+        if self._pool is None:  # here, because of an actor's constructor only the traceback comes back
+            self._pool = JudgePool(self._judges, workers=self._workers, memory_mib=self._memory_mib)
         return self._pool.judge(tasks)
 
 
@@ -85,7 +88,7 @@ class RayJudges:
                     self._end(share.node)
                 except ray.exceptions.RayTaskError as error:
                     self.close()  # what is under way elsewhere is of no use any more
-                    raise error.cause from error if isinstance(error.cause, Exception) else None
+                    raise_cause(error)
                 else:
                     verdicts |= zip(share.numbers, answers, strict=True)
         return [verdicts[number] for number in range(len(tasks))]

@@ -39,11 +39,17 @@ def judges(made: Grader) -> RayJudges:
     return made.pool
 
 
+def supervises(process: psutil.Process | None) -> bool:
+    command = [] if process is None else process.cmdline()
+    return "megatron_dppo.tasks.workers.supervisor" in command and "bwrap" not in command[0]
+
+
 def workers() -> list[psutil.Process]:
+    """Without the processes that they fork."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # or ended and not waited for by its parent: a zombie
-            if "megatron_dppo.tasks.rewards.worker" in process.cmdline():
+            if supervises(process) and not supervises(process.parent()):
                 found.append(process)
     return found
 

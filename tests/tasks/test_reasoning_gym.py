@@ -163,8 +163,8 @@ def test_a_verifier_that_fails_is_counted(tokenizer):
 
 
 def test_what_a_verifier_makes_of_an_answer_is_ended_in_time(tokenizer):
-    """countdown's verifier gives an answer to sympy's parser, which evaluates any Python: it may never end, and must
-    not do what it does in this process."""
+    """countdown's verifier gives an answer to sympy's parser, which evaluates any Python: what calls something never
+    gets there, and what does not end is ended."""
     config = TaskConfig(
         dataset="countdown", train_size=4, held_out_size=2, rewards=[{"kind": "verifier", "timeout_s": 2}]
     )
@@ -174,7 +174,7 @@ def test_what_a_verifier_makes_of_an_answer_is_ended_in_time(tokenizer):
     verdict = task.score([prompt] * 3, ["9**9**9**9", "__import__('time').sleep(1000)", prompt.answer])
     task.close()
     assert time.monotonic() - start < 300
-    assert verdict.timeouts == {"verifier": 2}
+    assert verdict.timeouts == {"verifier": 1}
     assert verdict.correct.tolist() == [False, False, True]
 
 

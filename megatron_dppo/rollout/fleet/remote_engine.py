@@ -10,6 +10,7 @@ from typing import Any, Literal
 import ray
 
 from megatron_dppo.batch import RolloutBatch
+from megatron_dppo.errors import raise_cause
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import EngineDead, GenerationRequest, SamplingLaw
 from megatron_dppo.rollout.fleet.host import CONCURRENCY_GROUPS, EngineActor
@@ -62,7 +63,7 @@ class RayRolloutEngine:
         try:
             return ray.get(reference, timeout=timeout)
         except ray.exceptions.RayTaskError as error:
-            raise error.cause from error if isinstance(error.cause, Exception) else None
+            raise_cause(error)
         except ray.exceptions.RayActorError as error:
             raise EngineDead(f"the rollout engine's process is gone: {error}") from error
 

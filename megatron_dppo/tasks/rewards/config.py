@@ -21,11 +21,18 @@ class _Reward(ConfigModel):
         return self.name or self.kind  # type: ignore[attr-defined]  # every subclass has a kind
 
 
+Sandbox = Literal["full", "none"]
+
+
 class VerifierReward(_Reward):
     """The task's own verdict: a reasoning-gym dataset's verifier. Runs in worker processes: some evaluate what the
     policy wrote."""
 
     kind: Literal["verifier"] = "verifier"
+    sandbox: Sandbox = "full"
+    """`full`: an answer is evaluated in a process of its own without network, children, files but its own folder, or a
+    view of other processes; datasets that evaluate answers are refused where nothing can hold it (`megatron-dppo
+    doctor` says). `none`: with the rights of the run's user, in an environment without secrets."""
     timeout_s: float = Field(default=10.0, gt=0)
     """After this the verifier is killed, and the answer earns 0."""
 
@@ -90,6 +97,23 @@ class PythonReward(_Reward):
     match), and returns a finite number."""
     timeout_s: float = Field(default=10.0, gt=0)
     """After this the call is killed, and the answer earns 0."""
+    bounds: tuple[float, float] = (-100.0, 100.0)
+    """Least and greatest score. A score outside counts as an error and earns 0."""
+    sandbox: Sandbox = "full"
+    """`full`: each answer is judged in a process of its own, forked after the import, that can compute and read code
+    and the folder the run was started in, and nothing else: no network, no processes or threads, no GPU, no secrets;
+    what it prints is dropped, and what it keeps in variables is gone with it. `none`: for functions that need any of
+    that, and do not evaluate what they are given: a process for many answers, with the rights of the run's user."""
+    environment: tuple[str, ...] = ()
+    """Names of environment variables that the function sees besides those that programs need to run (PATH, HOME,
+    PYTHONPATH, LANG, HF_HOME, CUDA_VISIBLE_DEVICES, ...): `[OPENAI_API_KEY]`, with `sandbox: none`."""
+
+    @field_validator("bounds")
+    @classmethod
+    def _ordered(cls, bounds: tuple[float, float]) -> tuple[float, float]:
+        if not -3e38 < bounds[0] < bounds[1] < 3e38:
+            raise ValueError("needs two finite numbers, the smaller first")
+        return bounds
 
 
 RewardConfig = Annotated[

@@ -6,8 +6,10 @@ import importlib
 import importlib.util
 import math
 import numbers
+import os
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,33 @@ from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
 
 @dataclass(frozen=True)
 class CustomJudge:
-    """`path` is `package.module:callable` or `file.py:callable`, see `PythonReward`."""
+    """`path` is `package.module:callable` or `file.py:callable`, see `PythonReward`; modules and files are looked for
+    in `folder` first."""
 
     path: str
+    folder: str = field(default_factory=os.getcwd)
+
+    evaluates = True
+    """For all that is known of it."""
+
+    @property
+    def file(self) -> Path | None:
+        name, _, _ = self.path.rpartition(":")
+        return Path(self.folder, name).resolve() if name.endswith(".py") else None
 
     def prepare(self) -> None:
         """Raises UserError where there is no such callable."""
-        load_callable(self.path)
+        if self.folder not in sys.path:
+            sys.path.insert(0, self.folder)
+        self._function()
+
+    def _function(self) -> Callable[..., Any]:
+        return load_callable(self.path, self.file)
 
     def __call__(self, item: Answered) -> Verdict:
-        """A function that raises or gives no finite number has not judged; the response may be to blame, so that is
-        counted. What is no number at all is the function's own fault, and a UserError."""
-        function = load_callable(self.path)
+        """A function that raises or returns no finite number has not judged; the response may be to blame, so that is
+        counted."""
+        function = self._function()
         try:
             score = function(
                 question=item.question,
@@ -40,10 +57,8 @@ class CustomJudge:
         except Exception as error:
             return Verdict(score=0.0, error=f"{self.path} raised {type(error).__name__}: {error}")
         if not isinstance(score, numbers.Real):
-            raise UserError(
-                f"the reward {self.path} returned {score!r:.60} ({type(score).__name__}) for the question "
-                f"{item.question!r:.60}; it must return a number"
-            )
+            said = f"{self.path} returned {score!r:.60} ({type(score).__name__}) for the question {item.question!r:.60}"
+            return Verdict(score=0.0, error=f"{said}; it must return a number")
         if not math.isfinite(score):
             return Verdict(score=0.0, error=f"{self.path} returned {float(score)}")
         return Verdict(score=float(score))
@@ -52,14 +67,14 @@ class CustomJudge:
 _loaded: dict[str, Callable[..., Any]] = {}
 
 
-def load_callable(path: str) -> Callable[..., Any]:
-    """The callable that `path` names. Raises UserError with the reason where it cannot be had."""
+def load_callable(path: str, file: Path | None) -> Callable[..., Any]:
+    """The callable that `path` names, of a module or of `file`. Raises UserError with the reason where it cannot be
+    had."""
     if path in _loaded:
         return _loaded[path]
     module_name, _, name = path.rpartition(":")
     try:
-        if module_name.endswith(".py"):
-            file = Path(module_name).resolve()
+        if file is not None:
             spec = importlib.util.spec_from_file_location(f"reward_{file.stem}", file)
             assert spec is not None
             assert spec.loader is not None

@@ -156,12 +156,20 @@ def build_grader(
 def _judge(config: RewardConfig, verifier: Judge | None) -> TimedJudge | None:
     """What runs in worker processes; None for rewards that run here."""
     if isinstance(config, VerifierReward) and verifier is not None:
-        return TimedJudge(verifier, config.timeout_s)
+        return TimedJudge(verifier, config.timeout_s, sandboxed=config.sandbox == "full")
     if isinstance(config, MathVerifyReward):
         judge = MathJudge(config.boxed_only, config.precision, config.timeout_s)
         return TimedJudge(judge, 3.0 * config.timeout_s + 1.0)
     if isinstance(config, PythonReward):
-        return TimedJudge(CustomJudge(config.path), config.timeout_s)
+        custom = CustomJudge(config.path)
+        return TimedJudge(
+            custom,
+            config.timeout_s,
+            config.bounds,
+            sandboxed=config.sandbox == "full",
+            environment=config.environment,
+            readable=(custom.folder, *([] if custom.file is None else [str(custom.file.parent)])),
+        )
     return None
 
 

@@ -1,30 +1,27 @@
-"""Worker processes for rewards that may hang, crash or leak: each answer has its time, and no more."""
+"""Rewards judged in worker processes: each answer has its time, its limits, and no more."""
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
-import threading
-import time
-import weakref
-from collections import deque
+import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
-
-START_TIMEOUT_S = 300.0
-"""For a worker's imports, on a machine under load."""
+from megatron_dppo.tasks.workers.calls import Call, Handler, Hosted, Outcome
+from megatron_dppo.tasks.workers.sandbox import rung
+from megatron_dppo.tasks.workers.workers import Workers, printable
 
 
 class Judge(Protocol):
     """What a worker runs: plain data that can be pickled, with the code beside it."""
+
+    @property
+    def evaluates(self) -> bool:
+        """It may run what a model wrote as code: such a judge works in a process for each answer, and nowhere where no
+        sandbox holds."""
+        ...
 
     def prepare(self) -> None: ...
 
@@ -33,10 +30,19 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class TimedJudge:
-    """A judge, and the seconds after which its worker is killed."""
+    """A judge, and how it is held."""
 
     judge: Judge
     timeout_s: float
+    """Seconds after which its process is killed."""
+    bounds: tuple[float, float] = (0.0, 1.0)
+    """A score outside is none."""
+    sandboxed: bool = True
+    """See `workers.sandbox`."""
+    environment: tuple[str, ...] = ()
+    """Variables that it sees besides those of `sandbox.ENVIRONMENT`."""
+    readable: tuple[str, ...] = ()
+    """Files and folders that it reads, besides code."""
 
 
 class Judges(Protocol):
@@ -53,125 +59,78 @@ class MakeJudges(Protocol):
     def __call__(self, judges: Mapping[str, TimedJudge], *, workers: int, memory_mib: int) -> Judges: ...
 
 
-class JudgePool:
-    """Runs judges in `workers` processes. A process that takes too long for one answer is killed and replaced; the
-    others go on meanwhile, so `judge` takes at most the time limits divided among the workers.
+@dataclass(frozen=True)
+class _JudgeService:
+    """A judge as a service of the workers; its verdicts as JSON."""
 
-    Processes start with the first call, see the current folder first on their path, and are limited to `memory_mib`
-    of address space each. They end with `close`, when the pool is garbage, and with this process. Calls of `judge` may
-    come from several threads (steps that are sampled ahead, an evaluation meanwhile); they take turns.
+    judge: Judge
+
+    def prepare(self) -> None:
+        self.judge.prepare()
+
+    def open(self, opening: Any) -> Handler:
+        return lambda item: vars(self.judge(item))
+
+
+class JudgePool:
+    """Runs judges in `workers` workers. What takes too long for one answer is killed; the others go on meanwhile, so
+    `judge` takes at most the time limits divided among the workers. Judges in the sandbox and judges outside it, and
+    those that see different variables, have workers of their own, which start with the first answer for them.
     """
 
     def __init__(self, judges: Mapping[str, TimedJudge], *, workers: int, memory_mib: int) -> None:
-        self._judges, self._size, self._memory = dict(judges), workers, memory_mib << 20
-        self._workers: list[_Worker] = []
-        self._turn = threading.Lock()
-        self._finalizer = weakref.finalize(self, _kill_all, self._workers)
+        """Raises UserError where a judge needs a sandbox and the machine has none."""
+        self._judges = dict(judges)
+        kinds: dict[tuple[bool, tuple[str, ...]], dict[str, Hosted]] = {}
+        for name, timed in judges.items():
+            if timed.sandboxed and timed.judge.evaluates and rung() == "none":
+                raise UserError(
+                    f"task.rewards: {name} evaluates what the model writes, and nothing holds that on this machine: it "
+                    "has no Landlock (Linux 5.13 or newer, allowed by the container); set sandbox: none in the entry "
+                    "to run it with this user's rights all the same"
+                )
+            single = timed.sandboxed and timed.judge.evaluates
+            sandboxed = timed.sandboxed and rung() != "none"
+            hosted = Hosted(_JudgeService(timed.judge), sandboxed, single, timed.readable)
+            kinds.setdefault((timed.sandboxed, timed.environment), {})[name] = hosted
+        self._workers = {
+            name: made
+            for (_, environment), services in kinds.items()
+            for made in [Workers(services, size=workers, memory_mib=memory_mib, environment=environment)]
+            for name in services
+        }
 
     def judge(self, tasks: Sequence[tuple[str, Answered]]) -> list[Verdict]:
         """The verdicts on `(name of the judge, item)`, in order.
 
-        Raises UserError where a judge cannot be loaded or has broken its contract, RuntimeError where workers do not
-        start.
+        Raises UserError where a judge cannot be loaded, RuntimeError where workers do not start.
         """
-        verdicts: list[Verdict | None] = [None] * len(tasks)
-        waiting = deque(range(len(tasks)))
-        with self._turn:
-            try:
-                while waiting or any(worker.task is not None for worker in self._workers):
-                    self._hand_out(tasks, waiting)
-                    self._take_in(verdicts)
-            except BaseException:
-                self.close()  # what is under way would answer the next call
-                raise
-        return [verdict for verdict in verdicts if verdict is not None]
+        verdicts: dict[int, Verdict] = {}
+        for workers in dict.fromkeys(self._workers[name] for name, _ in tasks):
+            mine = [number for number, (name, _) in enumerate(tasks) if self._workers[name] is workers]
+            calls = [Call(name, name, item, self._judges[name].timeout_s) for name, item in (tasks[n] for n in mine)]
+            for number, outcome in zip(mine, workers.run(calls), strict=True):
+                verdicts[number] = read_verdict(outcome, self._judges[tasks[number][0]].bounds)
+        return [verdicts[number] for number in range(len(tasks))]
 
     def close(self) -> None:
         """End all workers. The pool starts new ones if it is used again."""
-        _kill_all(self._workers)
-
-    def _hand_out(self, tasks: Sequence[tuple[str, Answered]], waiting: deque[int]) -> None:
-        while len(self._workers) < min(self._size, len(waiting)):
-            judges = {name: timed.judge for name, timed in self._judges.items()}
-            self._workers.append(_Worker(judges, self._memory))
-        for worker in self._workers:
-            if waiting and worker.ready and worker.task is None:
-                number = waiting.popleft()
-                worker.give(number, tasks[number], self._judges[tasks[number][0]].timeout_s)
-
-    def _take_in(self, verdicts: list[Verdict | None]) -> None:
-        """Wait for the next answer or deadline, and deal with everything that has come."""
-        busy = {worker.connection: worker for worker in self._workers if not worker.ready or worker.task is not None}
-        if not busy:
-            return
-        first = min(worker.deadline for worker in busy.values())
-        for connection in wait(list(busy), timeout=max(0.0, first - time.monotonic())):
-            worker = busy[connection]  # type: ignore[index]
-            try:
-                answer = worker.connection.recv()
-            except (EOFError, OSError):
-                status = worker.process.wait()
-                if worker.task is None:
-                    raise RuntimeError(f"a reward worker ended with status {status} while it started") from None
-                verdicts[worker.task] = Verdict(score=0.0, error=f"its worker process ended with status {status}")
-                self._discard(worker)
-                continue
-            if isinstance(answer, UserError):
-                raise answer
-            if worker.ready:
-                assert worker.task is not None
-                verdicts[worker.task] = answer
-                worker.task = None
-            worker.ready = True
-        now = time.monotonic()
-        for worker in [w for w in busy.values() if w in self._workers and w.deadline <= now]:
-            if not worker.ready:
-                raise RuntimeError(f"a reward worker did not start within {START_TIMEOUT_S:.0f} s")
-            if worker.task is not None:
-                limit = worker.limit
-                verdicts[worker.task] = Verdict(score=0.0, error=f"killed after {limit:g} s", timed_out=True)
-                self._discard(worker)
-
-    def _discard(self, worker: _Worker) -> None:
-        worker.kill()
-        self._workers.remove(worker)
+        for workers in dict.fromkeys(self._workers.values()):
+            workers.close()
 
 
-_STARTER = ThreadPoolExecutor(1, thread_name_prefix="reward-workers")
-"""Starts the workers. They ask Linux to end them with their parent, which to Linux is the thread that started them; a
-caller's thread may end long before the process does."""
-
-
-class _Worker:
-    """One process and the connection to it."""
-
-    def __init__(self, judges: Mapping[str, Judge], memory_bytes: int) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            number = theirs.fileno()
-            command = [sys.executable, "-m", "megatron_dppo.tasks.rewards.worker", str(number)]
-            self.process = _STARTER.submit(
-                lambda: subprocess.Popen(command, pass_fds=[number], stdin=subprocess.DEVNULL)
-            ).result()
-        self.connection = Connection(ours.detach())
-        self.ready = False
-        self.task: int | None = None
-        self.limit = START_TIMEOUT_S
-        self.deadline = time.monotonic() + START_TIMEOUT_S
-        self.connection.send((dict(judges), memory_bytes))
-
-    def give(self, number: int, task: tuple[str, Answered], limit: float) -> None:
-        self.task, self.limit = number, limit
-        self.deadline = time.monotonic() + limit
-        with suppress(BrokenPipeError, ConnectionResetError):  # the answer will be the end of the connection
-            self.connection.send(task)
-
-    def kill(self) -> None:
-        self.connection.close()
-        self.process.kill()
-        self.process.wait()
-
-
-def _kill_all(workers: list[_Worker]) -> None:
-    while workers:
-        workers.pop().kill()
+def read_verdict(outcome: Outcome, bounds: tuple[float, float]) -> Verdict:
+    """What a process said as a verdict, or as an error where it is none: a stranger may have said it."""
+    if outcome.reply is None:
+        return Verdict(score=0.0, error=outcome.error, timed_out=outcome.timed_out)
+    reply, (low, high) = outcome.reply, bounds
+    kinds = {"score": float, "well_formed": bool, "error": str, "timed_out": bool}
+    if {name: type(value) for name, value in reply.items()} != kinds:
+        return Verdict(score=0.0, error="what its process answered is no verdict")
+    if reply["error"]:
+        error = printable(reply["error"])
+        return Verdict(score=0.0, well_formed=reply["well_formed"], error=error, timed_out=reply["timed_out"])
+    score = reply["score"]
+    if not math.isfinite(score) or not low <= score <= high:
+        return Verdict(score=0.0, error=f"the score {score:g} is outside of its bounds [{low:g}, {high:g}]")
+    return Verdict(score=score, well_formed=reply["well_formed"])

@@ -1,0 +1,1 @@
+"""Processes for what may hang, crash, leak or turn against the run: rewards, and environments."""

@@ -1,0 +1,251 @@
+"""The trainer's side of the workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.tasks.workers.calls import Asked, Call, Hosted, Outcome, Start
+from megatron_dppo.tasks.workers.channel import LARGEST_REPLY, Channel, Closed
+from megatron_dppo.tasks.workers.sandbox import bubblewrapped, clean_environment, code_folders, rung
+
+START_TIMEOUT_S = 300.0
+"""For a worker's imports, on a machine under load."""
+GRACE_S = 10.0
+"""The worker itself keeps the time of a call; one that has not answered so long afterwards is killed."""
+
+
+class Workers:
+    """Runs calls of `services` in `size` workers, each of which keeps warm processes ready for work.
+
+    Workers start with the first call and end with `close`, when this is garbage, and with this process. Calls of `run`
+    may come from several threads (steps that are sampled ahead, an evaluation meanwhile); they take turns.
+    """
+
+    def __init__(
+        self,
+        services: Mapping[str, Hosted],
+        *,
+        size: int,
+        memory_mib: int,
+        environment: Sequence[str] = (),
+        at_once: int | None = 1,
+    ) -> None:
+        """
+        memory_mib   address space of each process
+        environment  variables that workers get besides `sandbox.ENVIRONMENT`
+        at_once      calls that one worker runs at the same time; None for all
+        """
+        self._services, self._size, self._memory = dict(services), size, memory_mib << 20
+        self._environment, self._at_once = tuple(environment), at_once
+        self._workers: list[_Worker] = []
+        self._homes: dict[str, _Worker] = {}
+        self._turn = threading.Lock()
+        self._finalizer = weakref.finalize(self, _close_all, self._workers)
+
+    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+        """What became of `calls`, in order. Those of one process go to the worker that has it.
+
+        Raises UserError where a service cannot be prepared, RuntimeError where workers do not start.
+        """
+        outcomes: dict[int, Outcome] = {}
+        waiting = deque(range(len(calls)))
+        with self._turn:
+            try:
+                while len(outcomes) < len(calls):
+                    self._hand_out(calls, waiting)
+                    for worker in _wait(self._workers):
+                        outcomes |= worker.answers()
+                        if worker.over:
+                            worker.close()
+                            self._workers.remove(worker)
+            except BaseException:
+                self.close()  # what is under way would answer the next call
+                raise
+        return [outcomes[number] for number in range(len(calls))]
+
+    def end(self, processes: Iterable[str]) -> None:
+        """End these processes, if there are such; nobody waits for it."""
+        with self._turn:
+            for process in processes:
+                worker = self._homes.pop(process, None)
+                if worker is not None and not worker.over:
+                    worker.end(process)
+
+    def close(self) -> None:
+        """End all workers. New ones are started if this is used again."""
+        _close_all(self._workers)
+        self._homes.clear()
+
+    def _hand_out(self, calls: Sequence[Call], waiting: deque[int]) -> None:
+        while len(self._workers) < min(self._size, len(calls)) and waiting:
+            self._workers.append(self._start())
+        for _ in range(len(waiting)):
+            number = waiting.popleft()
+            call = calls[number]
+            home = self._homes.get(call.process) if call.pinned else None
+            if home is not None and home.over:
+                home = None
+            free = [worker for worker in self._workers if worker.ready and not worker.over]
+            if self._at_once is not None:
+                free = [worker for worker in free if len(worker.asked) < self._at_once]
+            worker = home or min(free, key=lambda one: one.load, default=None)
+            if worker is None:
+                waiting.append(number)
+                continue
+            if call.pinned:
+                self._homes[call.process] = worker
+            worker.ask(number, call)
+
+    def _start(self) -> _Worker:
+        return _Worker(Start(self._services, self._memory), clean_environment(self._environment))
+
+
+_STARTER = ThreadPoolExecutor(1, thread_name_prefix="workers")
+"""Starts the workers. They ask Linux to end them with their parent, which to Linux is the thread that started them; a
+caller's thread may end long before the process does."""
+
+
+class _Worker:
+    """One supervisor and the connection to it."""
+
+    def __init__(self, start: Start, environment: dict[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            number = theirs.fileno()
+            command = [sys.executable, "-P", "-m", "megatron_dppo.tasks.workers.supervisor", str(number)]
+            if rung() == "bubblewrap" and all(hosted.sandboxed for hosted in start.services.values()):
+                readable = [path for hosted in start.services.values() for path in hosted.readable]
+                command = bubblewrapped(command, [*code_folders(), *readable])
+            self._process = _STARTER.submit(
+                lambda: subprocess.Popen(
+                    command, pass_fds=[number], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+                )
+            ).result()
+        self.channel = Channel(ours, LARGEST_REPLY + 4096)
+        self.ready = self.over = False
+        self.asked: dict[int, Asked] = {}
+        self.load = 0
+        self._deadlines: dict[int, float] = {}
+        self._starts_until = time.monotonic() + START_TIMEOUT_S
+        self.channel.queue(pickle.dumps(start))
+
+    @property
+    def deadline(self) -> float:
+        return min(self._deadlines.values(), default=time.monotonic() + 3600) if self.ready else self._starts_until
+
+    def ask(self, number: int, call: Call) -> None:
+        asked = Asked(number, secrets.token_hex(16), call)
+        self.asked[number] = asked
+        self.load += 1
+        self._deadlines[number] = time.monotonic() + call.timeout_s + GRACE_S
+        self.channel.queue(pickle.dumps(asked))
+
+    def end(self, process: str) -> None:
+        self.channel.queue(pickle.dumps(process))
+
+    def answers(self) -> dict[int, Outcome]:
+        """What has come, or what to say instead: `over` afterwards means that this worker is of no use any more."""
+        self.channel.flush()
+        found: dict[int, Outcome] = {}
+        try:
+            for frame in self.channel.receive():
+                if not self.ready:
+                    self._started(frame)
+                    continue
+                asked, outcome = self._read(frame)
+                found[asked.number] = outcome
+                del self.asked[asked.number], self._deadlines[asked.number]
+        except (Closed, ValueError, KeyError, TypeError) as error:
+            self.over = True
+            status = self._stop(GRACE_S if isinstance(error, Closed) else 0.0)
+            if not self.ready:
+                raise RuntimeError(f"a worker ended with status {status} while it started") from None
+            why = (
+                f"its worker ended with status {status}"
+                if isinstance(error, Closed)
+                else "its worker answered what was not asked"
+            )
+            return found | {number: Outcome(error=why) for number in self.asked}
+        if time.monotonic() >= self.deadline:
+            if not self.ready:
+                raise RuntimeError(f"a worker did not start within {START_TIMEOUT_S:.0f} s")
+            self.over = True
+            late = {number: Outcome(error="its worker did not answer in time", timed_out=True) for number in self.asked}
+            return found | late
+        return found
+
+    def _started(self, frame: bytes) -> None:
+        if reason := json.loads(frame)["error"]:
+            raise UserError(str(reason))
+        self.ready = True
+
+    def _read(self, frame: bytes) -> tuple[Asked, Outcome]:
+        """Raises ValueError, KeyError or TypeError for an answer to what was not asked. What the process itself said is
+        taken for what it is: bytes of a stranger."""
+        head, _, said = frame.partition(b"\n")
+        answer = json.loads(head)
+        asked = self.asked[answer["number"]]
+        if not secrets.compare_digest(answer["secret"], asked.secret):
+            raise ValueError("another call's answer")
+        if answer["error"]:
+            return asked, Outcome(error=str(answer["error"]), timed_out=answer["timed_out"] is True)
+        try:
+            reply = json.loads(said)
+        except (ValueError, RecursionError):
+            reply = None
+        if not isinstance(reply, dict):
+            return asked, Outcome(error="what its process answered cannot be read")
+        if "raised" in reply:
+            return asked, Outcome(error=printable(str(reply["raised"])))
+        return asked, Outcome(reply=reply)
+
+    def close(self) -> None:
+        """The supervisor removes what it started when it finds the connection closed; otherwise its group is killed."""
+        self._stop(GRACE_S if self.ready and not self.over else 0.0)
+
+    def _stop(self, patience: float) -> int:
+        self.channel.close()
+        with suppress(subprocess.TimeoutExpired):
+            if patience:
+                self._process.wait(patience)
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
+
+
+def printable(text: str, most: int = 500) -> str:
+    """`text` as it may stand in a log: no control characters, no half of a character, and not long."""
+    text = text[:most].encode(errors="backslashreplace").decode()
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def _wait(workers: Sequence[_Worker]) -> list[_Worker]:
+    """Those that have something to say, or whose time is up."""
+    poll = select.poll()
+    for worker in workers:
+        poll.register(worker.channel, select.POLLIN | (select.POLLOUT if worker.channel.unsent else 0))
+    first = min(worker.deadline for worker in workers)
+    poll.poll(max(0.0, first - time.monotonic()) * 1000 + 1)
+    return list(workers)
+
+
+def _close_all(workers: list[_Worker]) -> None:
+    while workers:
+        workers.pop().close()

@@ -1,0 +1,185 @@
+"""Processes outside the sandbox, frames, and answers that nobody asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_dppo.errors import UserError, raise_cause
+from megatron_dppo.tasks.rewards import pool as pools
+from megatron_dppo.tasks.rewards.config import PythonReward, VerifierReward
+from megatron_dppo.tasks.rewards.custom import CustomJudge
+from megatron_dppo.tasks.rewards.gym import GymJudge
+from megatron_dppo.tasks.rewards.math import MathJudge
+from megatron_dppo.tasks.rewards.pool import JudgePool, TimedJudge, read_verdict
+from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
+from megatron_dppo.tasks.workers.calls import Asked, Call, Hosted, Outcome
+from megatron_dppo.tasks.workers.channel import Channel, Closed
+from megatron_dppo.tasks.workers.sandbox import clean_environment
+from megatron_dppo.tasks.workers.workers import Workers
+
+HERE = "tests.tasks.workers.test_workers"
+_calls: list[str] = []
+
+
+def rights(*, answer: str, **_: Any) -> float:
+    """Does what only a function outside of the sandbox can."""
+    if answer == "count":
+        _calls.append(answer)
+        return len(_calls)
+    if answer == "child":
+        return len(subprocess.run(["echo", "four"], capture_output=True).stdout)
+    if answer == "named":
+        return float(os.environ["MY_KEY"])
+    if answer == "others":
+        return float("MY_TOKEN" in os.environ)
+    if answer == "daemon":
+        code = "import os, sys, time; os.setsid(); os.fork() and os._exit(0); time.sleep(3600)"
+        subprocess.Popen([sys.executable, "-c", code, "of test_workers"], start_new_session=True)
+        time.sleep(3600)
+    return socket.create_server(("127.0.0.1", 0)).getsockname()[1]
+
+
+def asked(*answers: str) -> list[tuple[str, Answered]]:
+    return [("it", Answered(question="", reference="", response=answer, answer=answer)) for answer in answers]
+
+
+def daemons() -> list[int]:
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if "of test_workers" in (p.info["cmdline"] or [])]
+
+
+def test_outside_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "42")
+    monkeypatch.setenv("MY_TOKEN", "secret")
+    judge = TimedJudge(CustomJudge(f"{HERE}:rights"), 5, (0, 1e5), sandboxed=False, environment=("MY_KEY",))
+    pool = JudgePool({"it": judge}, workers=1, memory_mib=8192)
+    verdicts = pool.judge(asked("count", "child", "named", "others", "port", "count", "daemon", "count"))
+    assert [v.score for v in verdicts[:4]] == [1, 5, 42, 0]
+    assert verdicts[4].score > 0
+    assert verdicts[5].score == 2  # what it keeps stays
+    assert verdicts[6] == Verdict(score=0.0, error="killed after 5 s", timed_out=True)
+    assert verdicts[7].score == 1
+    assert not daemons()
+    pool.close()
+
+
+def test_a_machine_without_a_sandbox_refuses_what_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "rung", lambda: "none")
+    for judge in (CustomJudge(f"{HERE}:rights"), GymJudge("countdown", {"size": 1})):
+        with pytest.raises(UserError, match=r"task.rewards: it evaluates .* no Landlock .* set sandbox: none"):
+            JudgePool({"it": TimedJudge(judge, 5)}, workers=1, memory_mib=4096)
+        JudgePool({"it": TimedJudge(judge, 5, sandboxed=False)}, workers=1, memory_mib=4096).close()
+    for judge in (MathJudge(), GymJudge("chain_sum", {"size": 1})):
+        JudgePool({"it": TimedJudge(judge, 5)}, workers=1, memory_mib=4096).close()
+
+
+def test_an_answer_that_is_not_to_the_question() -> None:
+    services = {"it": Hosted(pools._JudgeService(MathJudge()), sandboxed=True, single=False)}
+    workers = Workers(services, size=1, memory_mib=4096)
+    item = Answered(question="", reference="4", response="4", answer="4")
+    (outcome,) = workers.run([Call("it", "it", item, 30)])
+    assert outcome.reply == {"score": 1.0, "well_formed": True, "error": "", "timed_out": False}
+    (worker,) = workers._workers
+    worker.asked[7] = Asked(7, "secret", Call("it", "it", item, 30))
+    good = {"number": 7, "secret": "secret", "error": "", "timed_out": False}
+    assert worker._read(json.dumps(good).encode() + b"\n{}")[1] == Outcome(reply={})
+    for wrong in ({"secret": "other"}, {"secret": 3}, {"number": 8}, {"number": [7]}):
+        with pytest.raises((ValueError, KeyError, TypeError)):
+            worker._read(json.dumps(good | wrong).encode() + b"\n{}")
+    del worker.asked[7]
+    workers.close()
+
+
+@pytest.mark.parametrize(
+    ("reply", "score", "error"),
+    [
+        ({"score": 0.5}, 0.5, ""),
+        ({"score": 1.5}, 0, "outside"),
+        ({"score": -1e-9}, 0, "outside"),
+        ({"score": 1e39}, 0, "outside"),
+        ({"score": float("nan")}, 0, "outside"),
+        ({"score": True}, 0, "no verdict"),
+        ({"score": 1}, 0, "no verdict"),
+        ({"score": "1"}, 0, "no verdict"),
+        ({"well_formed": 1}, 0, "no verdict"),
+        ({"more": 1}, 0, "no verdict"),
+        ({"error": "\x1b[2J\ud83d" + "x" * 10_000}, 0, r"\x1b[2J\ud83dxxx"),
+    ],
+)
+def test_verdicts_of_strangers(reply: dict[str, Any], score: float, error: str) -> None:
+    verdict = read_verdict(
+        Outcome(reply={"score": 1.0, "well_formed": True, "error": "", "timed_out": False} | reply), (0.0, 1.0)
+    )
+    assert verdict.score == score
+    assert error in verdict.error
+    assert len(verdict.error) < 600
+    verdict.error.encode()
+
+
+def test_frames_in_pieces_too_long_and_from_nobody() -> None:
+    left, right = socket.socketpair()
+    channel = Channel(left, largest=100)
+    start = time.monotonic()
+    right.sendall(b"\0\0\0\3ab")
+    assert channel.receive() == []
+    assert channel.partial
+    right.sendall(b"c\0\0\0\0")
+    assert channel.receive() == [b"abc", b""]
+    right.sendall(b"\0\0\0\x65")
+    with pytest.raises(Closed, match="101 bytes"):
+        channel.receive()
+    right.close()
+    channel.queue(b"x")  # nobody is there
+    with pytest.raises(Closed):
+        channel.receive()
+    assert time.monotonic() - start < 10
+
+
+def test_the_clean_environment() -> None:
+    given = {"HOME": "/h", "LC_ALL": "C", "HF_TOKEN": "a", "WANDB_API_KEY": "b", "RAY_AUTH_TOKEN": "c", "NAMED": "d"}
+    clean = clean_environment(["NAMED"], {**given, "AWS_SECRET_ACCESS_KEY": "e", "OMP_NUM_THREADS": "8"})
+    assert {name: clean[name] for name in clean if name in given} == {"HOME": "/h", "LC_ALL": "C", "NAMED": "d"}
+    assert "AWS_SECRET_ACCESS_KEY" not in clean
+    assert clean["OMP_NUM_THREADS"] == "1"
+
+
+def test_settings() -> None:
+    with pytest.raises(ValueError, match="the smaller first"):
+        PythonReward(path="a:b", bounds=(1, 0))
+    with pytest.raises(ValueError, match="two finite numbers"):
+        PythonReward(path="a:b", bounds=(0, float("inf")))
+    with pytest.raises(ValueError, match="'full' or 'none'"):
+        VerifierReward(sandbox="off")
+    assert PythonReward(path="a:b").sandbox == VerifierReward().sandbox == "full"
+
+
+class _Remote(Exception):
+    def __init__(self, cause: object) -> None:
+        super().__init__("remote")
+        self.cause = cause
+
+
+@pytest.mark.parametrize("cause", [None, "text", 3, SystemExit(1)])
+def test_a_cause_that_is_no_exception(cause: object) -> None:
+    with pytest.raises(_Remote, match="remote"):
+        raise_cause(_Remote(cause))
+
+
+def test_a_cause() -> None:
+    with pytest.raises(UserError, match="here") as found:
+        raise_cause(_Remote(UserError("here")))
+    assert isinstance(found.value.__cause__, _Remote)
+
+
+def test_paths_that_are_relative_to_where_the_trainer_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert clean_environment([], {"PYTHONPATH": f"a{os.pathsep}/b"})["PYTHONPATH"] == f"{tmp_path}/a{os.pathsep}/b"
