@@ -228,7 +228,7 @@ def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig
     architectures = raw.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         raise UserError(f"{where}: architectures is {architectures}, only {family.architecture} is supported")
-    refuse_absurd_sizes(raw, where)
+    _refuse_absurd_sizes(raw, where)
     for name in _LOADER:
         if raw.get(name):
             raise UserError(f"{where}: {name} is set, which is not supported")
@@ -311,7 +311,7 @@ def _check_values(config: PreTrainedConfig, family: Family, where: str) -> None:
     if set(kinds or []) - {"full_attention"}:
         cause = "use_sliding_window is true and so " if getattr(config, "sliding_window", None) else ""
         raise UserError(
-            f"{where}: {cause}layer_types has {sorted(set(kinds or []) - {'full_attention'})}, only full_attention is "
+            f"{where}: {cause}layer_types has {sorted(set(kinds) - {'full_attention'})}, only full_attention is "
             "supported"
         )
     if not kinds and getattr(config, "sliding_window", None) is not None:
@@ -323,7 +323,7 @@ def _check_values(config: PreTrainedConfig, family: Family, where: str) -> None:
     check_rope(config, where)
 
 
-def refuse_absurd_sizes(raw: dict[str, Any], where: str) -> None:
+def _refuse_absurd_sizes(raw: dict[str, Any], where: str) -> None:
     """Sizes far beyond any model's, for which transformers and the table of tensors would take all memory."""
     for name, limit in _LARGEST.items():
         size = raw.get(name)

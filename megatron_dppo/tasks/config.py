@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -11,6 +10,7 @@ from megatron_dppo.config_base import ConfigModel
 from megatron_dppo.tasks.data.config import DataConfig
 from megatron_dppo.tasks.environments.config import EnvironmentConfig
 from megatron_dppo.tasks.rewards.config import RewardConfig
+from megatron_dppo.tasks.rewards.patterns import compile_pattern
 from megatron_dppo.tasks.template import PromptTemplate
 
 
@@ -81,10 +81,6 @@ class TaskConfig(ConfigModel):
     @field_validator("answer_pattern")
     @classmethod
     def _has_answer_group(cls, pattern: str) -> str:
-        try:
-            groups = re.compile(pattern).groupindex
-        except re.error as error:
-            raise ValueError(f"not a regular expression: {error}") from error
-        if "answer" not in groups:
+        if "answer" not in compile_pattern(pattern).groupindex:
             raise ValueError("needs a group (?P<answer>...) around the answer")
         return pattern

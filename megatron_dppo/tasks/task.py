@@ -92,8 +92,13 @@ class Task(Prompts, Protocol):
     """Prompts whose responses are judged by themselves."""
 
     def score(
-        self, prompts: Sequence[Prompt], responses: Sequence[str], lengths: Sequence[int] | np.ndarray | None = None
+        self,
+        prompts: Sequence[Prompt],
+        responses: Sequence[str],
+        lengths: Sequence[int] | np.ndarray | None = None,
+        finish_reasons: Sequence[str] | None = None,
     ) -> Rewards:
         """Judge `responses[i]`, of `lengths[i]` tokens, as a response to `prompts[i]`; the text has no special tokens.
-        Rewards that look at lengths need them."""
+        Rewards that look at lengths need them. Where `finish_reasons[i]` is "length" the response was cut off, and has
+        no answer."""
         ...

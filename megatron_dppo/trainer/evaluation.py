@@ -98,7 +98,7 @@ def answer(
     requests = requests_for(prompts, samples, run_seed=run_seed, step=step, stream=EVALUATION)
     batch = engine.generate(requests, law, training=False)
     responses = [batch.response_ids(i) for i in range(len(batch))]
-    return batch, judge(scorer, tokenizer, prompts, samples, responses)
+    return batch, judge(scorer, tokenizer, prompts, samples, responses, batch.finish_reasons)
 
 
 def _metrics(prefix: str, batch: RolloutBatch, rewards: Rewards, samples: int) -> dict[str, float]:

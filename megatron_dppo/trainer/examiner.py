@@ -57,11 +57,12 @@ def judge(
     prompts: Sequence[Prompt],
     samples: int,
     responses: Sequence[np.ndarray],
+    finish_reasons: Sequence[str],
 ) -> Rewards:
-    """The verdicts on `responses`, the token ids of `samples` answers to each prompt in turn."""
+    """The verdicts on `responses`, the token ids of `samples` answers to each prompt in turn, and why each ended."""
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     asked = [prompt for prompt in prompts for _ in range(samples)]
-    return scorer.score(asked, texts, [len(ids) for ids in responses])
+    return scorer.score(asked, texts, [len(ids) for ids in responses], finish_reasons)
 
 
 def build_examiner(config: Config, tokenizer: PreTrainedTokenizerBase) -> Examiner:

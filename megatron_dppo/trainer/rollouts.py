@@ -187,7 +187,7 @@ class RolloutCollector:
             # Only token ids come to the controller; laws and routes go to the ranks that train on them.
             tokens = RolloutSource(handle).token_ids()
             responses = [ids[n:] for ids, n in zip(tokens, handle.prompt_lengths, strict=True)]
-            rewards = judge(examiner.task, examiner.tokenizer, prompts, samples, responses)
+            rewards = judge(examiner.task, examiner.tokenizer, prompts, samples, responses, handle.finish_reasons)
         looked_at = choose_samples(
             self._config.tracking.samples,
             examiner.tokenizer,

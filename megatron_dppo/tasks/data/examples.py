@@ -12,6 +12,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.data.config import DataConfig, FieldMap
 from megatron_dppo.tasks.data.layouts import ABSENT, LAYOUTS, detect_layout, look_up
 from megatron_dppo.tasks.data.rows import Row, read_rows
+from megatron_dppo.tasks.rewards.final_answer import boxed_answer
 
 _NAMED = 3
 """Places that a report names of each kind."""
@@ -117,24 +118,6 @@ def examples_of(rows: Iterable[Row], config: DataConfig) -> tuple[list[Example],
         raise UserError(f"{config.path}: holds no question with an answer in {report.rows} rows")
     report.kept = len(examples)
     return examples, report
-
-
-def boxed_answer(solution: str) -> str | None:
-    """What the last `\\boxed{...}` (or `\\fbox{...}`, `\\boxed 7`) of a solution holds, braces matched; None where
-    there is none or its brace is not closed."""
-    start, command = max((solution.rfind(name), name) for name in ("\\boxed", "\\fbox"))
-    if start < 0:
-        return None
-    rest = solution[start + len(command) :].lstrip()
-    if not rest.startswith("{"):
-        return rest.split("$")[0].split()[0] if rest.split("$")[0].split() else None
-    depth = 0
-    for place, character in enumerate(rest):
-        escaped = place > 0 and rest[place - 1] == "\\"
-        depth += 0 if escaped else (character == "{") - (character == "}")
-        if depth == 0:
-            return rest[1:place]
-    return None
 
 
 def _example(where: str, row: Mapping[str, Any], fields: FieldMap) -> Example:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from megatron_dppo.config_base import ConfigModel
+from megatron_dppo.tasks.rewards.patterns import compile_pattern
 
 
 class _Reward(ConfigModel):
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]+$")
     """Under which it is logged (`reward/part/NAME`); the kind when absent. Names are distinct."""
-    weight: float = 1.0
+    weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Factor in the sum that is trained on."""
 
     @property
@@ -38,17 +38,18 @@ class VerifierReward(_Reward):
 
 
 class MathVerifyReward(_Reward):
-    """1 where math-verify finds the answer equal to the reference, else 0. Runs in worker processes."""
+    """1 where the final answer equals the reference, else 0; see docs/data.md for what is an answer and what is equal.
+    Runs in worker processes."""
 
     kind: Literal["math-verify"] = "math-verify"
     boxed_only: bool = False
-    """Accept answers in `\\boxed{...}` only. Otherwise math-verify looks for a box first, then for other LaTeX and
-    plain numbers, the last ones first; a response that was cut off may then be right by an intermediate result."""
-    precision: int = Field(default=6, ge=0)
-    """Decimal places to which numbers are compared."""
+    """Accept answers in `\\boxed{...}` only. Otherwise a response without a box gives what follows its last "answer
+    is" or "Answer:", or else its last formula or number."""
+    precision: int = Field(default=6, ge=1)
+    """Significant digits that a decimal must have to stand for a number that it only rounds."""
     timeout_s: int = Field(default=5, ge=1)
-    """For each of parsing the reference, parsing the answer and comparing them; what does not stop by itself is killed
-    after three times that and one second more. An answer that runs out of time earns 0."""
+    """For one answer; what does not stop by itself is killed two seconds later. An answer that runs out of time
+    earns 0."""
 
 
 class ExactMatchReward(_Reward):
@@ -69,10 +70,7 @@ class FormatReward(_Reward):
     @field_validator("pattern")
     @classmethod
     def _compiles(cls, pattern: str) -> str:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"not a regular expression: {error}") from error
+        compile_pattern(pattern)
         return pattern
 
 

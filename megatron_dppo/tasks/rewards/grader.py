@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import regex
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.rewards.config import (
@@ -20,7 +20,9 @@ from megatron_dppo.tasks.rewards.config import (
     VerifierReward,
 )
 from megatron_dppo.tasks.rewards.custom import CustomJudge
+from megatron_dppo.tasks.rewards.final_answer import end_of_thinking, is_thinking
 from megatron_dppo.tasks.rewards.math import MathJudge
+from megatron_dppo.tasks.rewards.patterns import compile_pattern, match_all
 from megatron_dppo.tasks.rewards.pool import Judge, JudgePool, Judges, MakeJudges, TimedJudge
 from megatron_dppo.tasks.rewards.simple import ExactMatch, Format, Overlong
 from megatron_dppo.tasks.rewards.verdict import Answered, Reward, Verdict
@@ -51,27 +53,33 @@ class Grader:
     """Scores responses by all rewards of a task. The reward that is trained on is the weighted sum; the first reward of
     the list decides what is correct (a full score of 1) and well-formed.
 
-    A response that a reward could not judge (an exception, no finite number, out of time, a dead worker) has 0 from it
-    and is counted; the first reason of each call is logged as a warning. Where a function of the user's fails on
-    every response of a call there is nothing to learn from, and UserError says why.
+    A response that was cut off by the length, or that ends inside its thinking, has no answer. One that a reward could
+    not judge (an exception, no number inside its bounds, out of time, a dead worker) has 0 from it and is counted;
+    the first reason of each call is logged as a warning. Where a function of the user's fails on every response of a
+    call there is nothing to learn from, and UserError says why.
     """
 
     parts: Sequence[_Part]
-    answer_pattern: re.Pattern[str]
+    answer_pattern: regex.Pattern[str]
     pool: Judges | None = field(default=None)
 
     def score(
-        self, prompts: Sequence[Prompt], responses: Sequence[str], lengths: Sequence[int] | np.ndarray | None = None
+        self,
+        prompts: Sequence[Prompt],
+        responses: Sequence[str],
+        lengths: Sequence[int] | np.ndarray | None = None,
+        finish_reasons: Sequence[str] | None = None,
     ) -> Rewards:
-        """`responses[i]` as a response to `prompts[i]`, of `lengths[i]` tokens."""
+        """See `Task.score`."""
         if len(prompts) != len(responses):
             raise ValueError(f"{len(prompts)} prompts but {len(responses)} responses")
+        answers, undecided = self._answers(prompts, responses, finish_reasons)
         items = [
             Answered(
                 question=prompt.question,
                 reference=prompt.answer,
                 response=response,
-                answer=self._answer(response),
+                answer=answers[i],
                 tokens=None if lengths is None else int(lengths[i]),
                 metadata=prompt.metadata,
             )
@@ -95,11 +103,15 @@ class Grader:
             total += part.weight * scores[part.name]
             if number == 0:
                 well_formed = np.array([verdict.well_formed for verdict in verdicts], dtype=bool)
+        with np.errstate(over="ignore"):
+            reward = total.astype(np.float32)
+        if not np.isfinite(reward).all():
+            raise UserError("task.rewards: the weighted sum is beyond the range of float32; lower the weights")
         return Rewards(
-            reward=total.astype(np.float32),
+            reward=reward,
             correct=scores[self.parts[0].name] >= 1,
             well_formed=well_formed,
-            verifier_errors=sum(errors.values()),
+            verifier_errors=sum(errors.values()) + undecided,
             parts=scores,
             errors=errors,
             timeouts=timeouts,
@@ -110,9 +122,24 @@ class Grader:
         if self.pool is not None:
             self.pool.close()
 
-    def _answer(self, response: str) -> str | None:
-        match = self.answer_pattern.fullmatch(response)
-        return None if match is None else match["answer"]
+    def _answers(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], finish_reasons: Sequence[str] | None
+    ) -> tuple[list[str | None], int]:
+        """What `answer_pattern` finds in each response, and how many it could not decide. A chat template may open the
+        thinking, so the prompt counts as its begin."""
+        matches = match_all(self.answer_pattern, responses, field="task.answer_pattern")
+        answers: list[str | None] = []
+        for i, match in enumerate(matches):
+            begun = prompts[i].text[-40:]
+            cut = finish_reasons is not None and finish_reasons[i] == "length"
+            if match is None or isinstance(match, TimeoutError) or cut or is_thinking(begun + responses[i]):
+                answers.append(None)
+            else:  # an answer inside the thinking is none
+                answers.append(match["answer"] if match.end("answer") > end_of_thinking(responses[i]) else None)
+        late = [match for match in matches if isinstance(match, TimeoutError)]
+        if late:
+            logger.warning("%s, on %d of %d responses", late[0], len(late), len(matches))
+        return answers, len(late)
 
 
 def build_grader(
@@ -150,7 +177,7 @@ def build_grader(
             assert isinstance(config, OverlongReward)  # all others are judges
             reward = _overlong(config, max_response_tokens)
         parts.append(_Part(config.label, config.weight, reward, isinstance(config, PythonReward)))
-    return Grader(parts, re.compile(answer_pattern, re.DOTALL), pool)
+    return Grader(parts, compile_pattern(answer_pattern), pool)
 
 
 def _judge(config: RewardConfig, verifier: Judge | None) -> TimedJudge | None:
@@ -159,7 +186,7 @@ def _judge(config: RewardConfig, verifier: Judge | None) -> TimedJudge | None:
         return TimedJudge(verifier, config.timeout_s, sandboxed=config.sandbox == "full")
     if isinstance(config, MathVerifyReward):
         judge = MathJudge(config.boxed_only, config.precision, config.timeout_s)
-        return TimedJudge(judge, 3.0 * config.timeout_s + 1.0)
+        return TimedJudge(judge, config.timeout_s + 2.0)
     if isinstance(config, PythonReward):
         custom = CustomJudge(config.path)
         return TimedJudge(

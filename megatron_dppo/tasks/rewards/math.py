@@ -1,20 +1,19 @@
-"""Mathematical equality by math-verify, for a worker process."""
+"""Mathematical equality, for a worker process."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import Any
 
+from megatron_dppo.tasks.rewards.canonical import canonical
+from megatron_dppo.tasks.rewards.equality import LONGEST, equal, is_words, readable, reference_text
+from megatron_dppo.tasks.rewards.final_answer import final_answer
 from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
-
-_DELIMITERS = ("$", "\\boxed", "\\fbox", "\\(", "\\[", "\\begin")
 
 
 @dataclass(frozen=True)
 class MathJudge:
-    """1 where the answer equals the reference. math-verify's own limits use SIGALRM, so this runs in the main thread
-    of a worker process; the pool kills what ignores the signal (a power of huge numbers inside GMP)."""
+    """1 where the final answer equals the reference: see `final_answer` and `equality`. The time limit uses SIGALRM, so
+    this runs in the main thread of a worker process; the pool kills what ignores the signal."""
 
     boxed_only: bool = False
     precision: int = 6
@@ -25,64 +24,33 @@ class MathJudge:
 
     def prepare(self) -> None:
         """Import what takes seconds, before the clock of the first answer runs."""
-        self(Answered(question="", reference="1", response="$1$", answer="$1$"))
+        self(Answered(question="", reference="x+1", response="", answer="$\\frac{2x+2}{2}$"))
 
     def __call__(self, item: Answered) -> Verdict:
-        from math_verify import verify
         from math_verify.errors import TimeoutException
+        from math_verify.utils import timeout
 
-        if item.answer is None:
+        if not item.reference.strip():
+            return Verdict(score=0.0, error="the reference answer is empty")
+        answer = None if item.answer is None else final_answer(item.answer, boxed_only=self.boxed_only)
+        if answer is None or len(answer) > LONGEST:
             return Verdict(score=0.0, well_formed=False)
         try:
-            reference = _parse_reference(item.reference, self.timeout_s)
-            if not reference:
-                return Verdict(score=0.0, error=f"the reference answer {item.reference!r} is no mathematics")
-            answer = self._parse(item.answer)
-            if not answer:
-                return Verdict(score=0.0, well_formed=False)
-            equal = verify(
-                reference,
-                answer,
-                float_rounding=self.precision,
-                timeout_seconds=self.timeout_s,
-                raise_on_error=True,
-            )
+            limited = timeout(timeout_seconds=self.timeout_s)(equal)
+            if limited(item.reference, answer, precision=self.precision):
+                return Verdict(score=1.0)
         except TimeoutException:
             return Verdict(score=0.0, error=f"not decided within {self.timeout_s} s", timed_out=True)
         # What a policy writes can make sympy raise nearly anything.
         except Exception as error:
-            return Verdict(score=0.0, error=f"math-verify raised {type(error).__name__}: {error}")
-        return Verdict(score=float(equal))
-
-    def _parse(self, answer: str) -> list[Any]:
-        from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
-
-        if self.boxed_only and "\\boxed" not in answer:
-            return []
-        targets: list[Any] = [LatexExtractionConfig(boxed_match_priority=0)]
-        if not self.boxed_only:
-            targets.append(ExprExtractionConfig())
-        if _is_bare_latex(answer):
-            parsed = parse(_boxed(answer), targets, parsing_timeout=self.timeout_s)
-            if parsed:
-                return parsed
-        return parse(answer, targets, parsing_timeout=self.timeout_s)
+            return Verdict(score=0.0, error=f"math-verify raised {type(error).__name__}: {error}"[:500])
+        words_for_mathematics = is_words(canonical(answer)) and not is_words(canonical(reference_text(item.reference)))
+        return Verdict(score=0.0, well_formed=not words_for_mathematics)
 
 
-@functools.lru_cache(maxsize=1024)  # all samples of a prompt share their reference
-def _parse_reference(reference: str, timeout_s: int) -> list[Any]:
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
-
-    delimited = any(sign in reference for sign in _DELIMITERS)
-    targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    parsed = parse(reference if delimited else _boxed(reference), targets, parsing_timeout=timeout_s)
-    return parsed or parse(reference, targets, parsing_timeout=timeout_s)
-
-
-def _is_bare_latex(answer: str) -> bool:
-    """One line of LaTeX that is not marked as such: `\\frac{1}{2}` after "Answer:"."""
-    return "\\" in answer and "\n" not in answer.strip() and not any(sign in answer for sign in _DELIMITERS)
-
-
-def _boxed(text: str) -> str:
-    return f"\\boxed{{{text.strip()}}}"
+def meets_itself(reference: str) -> bool:
+    """Whether an answer that is the reference, in a box, would earn the point. Takes microseconds: the same text needs
+    no mathematics."""
+    expected = readable(reference)
+    answer = final_answer(f"\\boxed{{{reference_text(reference)}}}")
+    return expected is not None and answer is not None and expected == canonical(answer)

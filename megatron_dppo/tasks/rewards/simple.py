@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_dppo.tasks.rewards.patterns import compile_pattern, match_all
 from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
 
 
@@ -35,9 +35,14 @@ class Format:
     pattern: str
 
     def judge(self, items: Sequence[Answered]) -> list[Verdict]:
-        wanted = re.compile(self.pattern, re.DOTALL)
-        fits = [wanted.fullmatch(item.response) is not None for item in items]
-        return [Verdict(score=float(fit), well_formed=fit) for fit in fits]
+        responses = [item.response for item in items]
+        matches = match_all(compile_pattern(self.pattern), responses, field="task.rewards: pattern")
+        return [
+            Verdict(score=0.0, well_formed=False, error=str(match), timed_out=True)
+            if isinstance(match, TimeoutError)
+            else Verdict(score=float(match is not None), well_formed=match is not None)
+            for match in matches
+        ]
 
 
 @dataclass(frozen=True)

@@ -44,3 +44,8 @@ not_callable = 3
 
 def even_length(*, response: str, **_: Any) -> bool:
     return len(response) % 2 == 0
+
+
+def huge(*, response, **_):
+    """A float that float32 does not hold, if the response says so."""
+    return float(response)

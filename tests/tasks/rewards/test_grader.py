@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from pydantic import ValidationError
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.config import TaskConfig
@@ -215,12 +216,18 @@ def test_the_functions_file_is_where_the_tests_say():
     assert Path(*HERE.split(".")).with_suffix(".py").exists()
 
 
+def found(response: str, reason: str = "stop", *, pattern: str = DEFAULT_PATTERN, asked: str = "") -> str | None:
+    """The answer that is handed to rewards."""
+    put = Prompt(index=0, prompt_ids=np.zeros(1, np.int32), text=asked, question="?", answer="")
+    return grader(ExactMatchReward(), pattern=pattern)._answers([put], [response], [reason])[0][0]
+
+
 @pytest.mark.parametrize(
     ("response", "answer"),
     [("14", "14"), (" \n7 + 7\n= 14 \n\n", "7 + 7\n= 14"), ("x", "x"), (" \n\t", None), ("", None), ("a b ", "a b")],
 )
 def test_the_default_pattern_takes_what_is_not_blank_around(response: str, answer: str | None):
-    assert grader(ExactMatchReward())._answer(response) == answer
+    assert found(response) == answer
 
 
 def test_the_default_pattern_is_linear_in_a_run_of_blanks():
@@ -228,5 +235,83 @@ def test_the_default_pattern_is_linear_in_a_run_of_blanks():
     minutes, on the controller."""
     response = "x" + " " * 200_000 + "14"
     start = time.monotonic()
-    assert grader(ExactMatchReward())._answer(response) == response
+    assert found(response) == response
     assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize(
+    ("response", "reason", "asked", "answer"),
+    [
+        ("Answer: 12", "stop", "", "12"),
+        ("Answer: 12", "length", "", None),  # cut off: what came may be any part of an answer
+        ("<think>Answer: 12", "stop", "", None),
+        ("Answer: 12", "stop", "<|assistant|>\n<think>\n", None),  # the chat template opened the thinking
+        ("Hm.</think>Answer: 12", "stop", "<|assistant|>\n<think>\n", "12"),
+        ("Answer: 12", "stop", "<think>\n\n</think>\n\n", "12"),
+        ("<think>Answer: 13</think>Answer: 12", "stop", "", "12"),
+        ("<think>Answer: 12</think>I do not know", "stop", "", None),
+        ("<think>a</think>Answer: 12 <think>or", "stop", "", None),
+    ],
+)
+def test_an_answer_is_given_after_the_thinking_and_before_the_end(response, reason, asked, answer):
+    assert found(response, reason, pattern=r".*Answer: (?P<answer>[^\n<]+).*", asked=asked) == answer
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("Thus 34.\n\nAnswer: 34", "34"),
+        ("Thus 34.\n\nAnswer:\n34", "34"),
+        ("**Answer:**\n34\n\nDone.", "34"),
+        ("Answer: 1\nanswer : 2\n", "2"),
+        ("Thus 34.", None),
+    ],
+)
+def test_the_pattern_of_the_documentation(response, answer):
+    text = Path("docs/data.md").read_text(encoding="utf-8")
+    pattern = text.split("answer_pattern: '")[1].split("'")[0]
+    assert found(response, pattern=pattern) == answer
+
+
+BACKTRACKING = r"(?:a|aa)*</answer>"
+NEVER_DECIDED = "a" * 60 + "</answer>!"
+
+
+def test_a_nested_repeat_that_a_library_can_decide_takes_no_time():
+    made = grader(FormatReward(pattern=r"(?:\s*\w+\s*)*</answer>"))
+    rewards = made.score([prompt()] * 2, ["a" * 40, "a b </answer>"])
+    assert (rewards.correct.tolist(), rewards.verifier_errors) == ([False, True], 0)
+
+
+def test_a_pattern_that_backtracks_is_ended_and_counted(caplog, monkeypatch):
+    monkeypatch.setattr("megatron_dppo.tasks.rewards.patterns.MATCH_TIMEOUT_S", 0.1)
+    made = grader(FormatReward(pattern=BACKTRACKING), ExactMatchReward(), pattern=f"(?P<answer>{BACKTRACKING})")
+    rewards = made.score([prompt("a</answer>")] * 3, [NEVER_DECIDED, "a</answer>", NEVER_DECIDED])
+    assert rewards.correct.tolist() == [False, True, False]
+    assert rewards.parts["exact-match"].tolist() == [0, 1, 0]
+    assert rewards.errors == {"format": 2, "exact-match": 0}
+    assert rewards.timeouts == {"format": 2, "exact-match": 0}
+    assert rewards.verifier_errors == 4
+    assert "task.answer_pattern took more than 0.1 s to match, on 2 of 3 responses" in caplog.text
+
+
+def test_a_pattern_that_backtracks_on_everything_stops_the_run(monkeypatch):
+    monkeypatch.setattr("megatron_dppo.tasks.rewards.patterns.MATCH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("megatron_dppo.tasks.rewards.patterns._CALL_TIMEOUT_S", 0.3)
+    made = grader(ExactMatchReward(), pattern=f"(?P<answer>{BACKTRACKING})")
+    with pytest.raises(
+        UserError, match=r"^task.answer_pattern='.*' takes too long: .* on each of \d+ responses; write"
+    ):
+        made.score([prompt()] * 500, [NEVER_DECIDED] * 500)
+
+
+def test_a_reward_that_float32_cannot_hold_is_an_error():
+    made = grader(PythonReward(path=f"{HERE}:huge"), FormatReward(pattern=".*"), workers=1)
+    try:
+        rewards = made.score([prompt()] * 2, ["1e39", "-3"])
+    finally:
+        made.close()
+    assert rewards.reward.tolist() == [1.0, -2.0]
+    assert rewards.errors["python"] == 1
+    with pytest.raises(ValidationError, match="less than or equal to 1000000"):
+        FormatReward(pattern="a", weight=1e39)

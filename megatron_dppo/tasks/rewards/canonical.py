@@ -1,0 +1,164 @@
+"""One spelling for the many of the same answer: Unicode signs, spacing and fonts of LaTeX, delimiters, words around."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_SIGNS = {
+    "−": "-", "–": "-", "—": "-", "‐": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ",
+    "÷": "/", "⁄": "/", "∕": "/", "π": r"\pi ", "∞": r"\infty ", "±": r"\pm ", "∓": r"\mp ", "≤": r"\le ",
+    "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∪": r"\cup ", "∩": r"\cap ",
+    "∈": r"\in ", "∅": r"\emptyset ", "∶": ":", "º": "°", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
+    "γ": r"\gamma ", "λ": r"\lambda ", "μ": r"\mu ", "φ": r"\phi ", "ω": r"\omega ", "ℝ": r"\mathbb{R}",
+    "ℤ": r"\mathbb{Z}", "⟨": "(", "⟩": ")", "°": "°", "√": "√", "“": '"', "”": '"', "’": "'", "′": "'",
+}  # fmt: skip
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
+_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
+_LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
+_VULGAR = re.compile("[¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\w+))")
+_DOLLARS = re.compile(r"\$\$(.+?)\$\$|\$([^$]+)\$(?!\d)", re.DOTALL)
+"""A formula has no digit after its second dollar (Pandoc's rule): `$5 and $7` is money."""
+_TEXT = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textnormal|textsf|texttt|mathrm|mathbf|mathit|mathsf|mbox|hbox|emph|operatorname|"
+    r"boldsymbol|bm|underline|textup)\s*\{([^{}]*)\}"
+)
+_FONT = re.compile(r"\\(?:math(?:bf|rm|it|sf)|boldsymbol|bm|underline|text(?:bf|it|rm|normal)?)\s*(?=\{)")
+_ASIDE = re.compile(r"(?<=\S)\s*\((?:[A-Za-z]{3,}[A-Za-z ,.-]*)\)$")
+"""`9 (nine)`"""
+_SUBSTITUTIONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (
+            r"\\(?:left|right|bigl?|bigr|Bigl?|Bigr|biggl?|biggr|displaystyle|textstyle|limits|!|bf|rm|it)(?![a-zA-Z])",
+            "",
+        ),
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"(?<!\\)\\(?:[,;:> ]|quad(?![a-zA-Z])|qquad(?![a-zA-Z]))|~", " "),
+        (r"(?<!\\)\\[()\[\]]", " "),
+        (r"\{\s*,\s*\}", ","),
+        (r"\\%", "%"),
+        (r"\\(?:leq|leqslant|le)(?![a-zA-Z])", r"\\le "),
+        (r"\\(?:geq|geqslant|ge)(?![a-zA-Z])", r"\\ge "),
+        (r"\\(?:neq|ne)(?![a-zA-Z])", r"\\ne "),
+        (r"\\lt(?![a-zA-Z])", "<"),
+        (r"\\gt(?![a-zA-Z])", ">"),
+        (r"\\(?:colon|mathbin:|ratio)(?![a-zA-Z])", ":"),
+        (r"\\lbrace(?![a-zA-Z])", r"\\{"),
+        (r"\\rbrace(?![a-zA-Z])", r"\\}"),
+        (r"\\(?:langle|lparen)(?![a-zA-Z])", "("),
+        (r"\\(?:rangle|rparen)(?![a-zA-Z])", ")"),
+        (r"\\(?:lbrack)(?![a-zA-Z])", "["),
+        (r"\\(?:rbrack)(?![a-zA-Z])", "]"),
+        (r"\\(?:varnothing)(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
+        (r"\\degree(?![a-zA-Z])|\^\s*\{?\s*\\circ\s*\}?", "°"),
+        (r"\\(?:ldots|dots|cdots)(?![a-zA-Z])", "..."),
+        (r"\+\s*\\infty", r"\\infty"),
+        (r"\\div(?![a-zA-Z])", "/"),
+        (r"\*\*$", ""),
+        (r"\*\*", "^"),
+        (r"\\log\s*_\s*\{?\s*e\s*\}?(?![a-zA-Z])", r"\\ln "),
+        (r"\\sqrt\s*(\[[^\[\]]*\])\s*(\d)", r"\\sqrt\1{\2}"),
+        (r"\s+", " "),
+        (r"^\s*\\\{ ?[a-zA-Z] ?(?:\\mid(?![a-z])|[|:]) ?(.*)\\\}\s*$", r"\1"),  # the condition of a set builder
+        (r"^\s*(\d+) to (\d+)\s*$", r"\1:\2"),
+        (
+            r"^\s*(?:the set of )?(?:all )?reals?(?: numbers?)?\s*$|^\s*\(-\s*\\infty\s*,\s*\\infty\s*\)\s*$",
+            r"\\mathbb{R}",
+        ),
+        (r"(?<![\\a-zA-Z])(sqrt|pi|infty|theta|alpha|beta)(?![a-zA-Z])", r"\\\1 "),
+        (r"(?<![\\a-zA-Z])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
+        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+    )
+)
+_LEAD = re.compile(
+    r"(?:(?:so|thus|hence|therefore|the|final|correct|answer|option|choice|result|total|value|solution|solutions|"
+    r"is|are|equals?)\b(?!\s*=)[\s,:]*)+(?=[^\s,:])",
+    re.IGNORECASE,
+)
+"""Words that lead to an answer and are none."""
+
+
+def canonical(text: str) -> str:
+    """The usual spelling of an answer; the same function is used on references. Idempotent but for cases of no use."""
+    text = _unicode(text.strip("`* \n\t"))
+    text = re.sub(r"(?<!\*)\*\*(?!\*)(.+?)\*\*", r"\1", text) if text.startswith("**") else text
+    text = text.replace("\\$", "¤")
+    text = _DOLLARS.sub(lambda found: f" {found[1] or found[2]} ", text).replace("$", "¤")
+    for pattern, replacement in _SUBSTITUTIONS[:1]:
+        text = pattern.sub(replacement, text)
+    for _ in range(3):
+        text = _TEXT.sub(r" \1", text)
+    text = _FONT.sub("", text)
+    for pattern, replacement in _SUBSTITUTIONS[1:]:
+        text = pattern.sub(replacement, text)
+    return without_lead(_ASIDE.sub("", trimmed(text)))
+
+
+def trimmed(text: str) -> str:
+    """Without blanks and punctuation at the ends, and without braces or parentheses around the whole."""
+    while True:
+        before = text
+        text = text.strip()
+        if not text.endswith("..."):
+            text = text.rstrip(".,;: ")
+        if text.startswith(("{", "(")) and text[-1] in "})" and matching(text, 0) == len(text) - 1:
+            text = text if text[0] == "(" and re.search("[,;]", text) else text[1:-1]
+        if text == before:
+            return text
+
+
+def without_lead(text: str) -> str:
+    """`The answer is 9` is `9`; what consists of such words alone stays."""
+    found = _LEAD.match(text)
+    return text[found.end() :] if found else text
+
+
+def matching(text: str, start: int) -> int:
+    """Where the bracket at `start` is closed, -1 where it is not. Half-open intervals close by either kind."""
+    depth = 0
+    position = start
+    while position < len(text):
+        if text[position] == "\\" and text[position + 1 : position + 2] not in ("{", "}"):
+            position += 2
+            continue
+        if text[position] == "\\":
+            position += 1
+        depth += (text[position] in "([{") - (text[position] in ")]}")
+        if depth == 0:
+            return position
+        position += 1
+    return -1
+
+
+def split_top(text: str, separators: re.Pattern[str]) -> list[str]:
+    """`text` at the separators that stand in no bracket and in no LaTeX environment."""
+    parts, depth, begin, position = [], 0, 0, 0
+    while position < len(text):
+        if text.startswith(("\\begin", "\\end"), position):
+            depth += 1 if text.startswith("\\begin", position) else -1
+            position += 4
+            continue
+        if depth == 0 and (found := separators.match(text, position)) and found.end() > position:
+            parts.append(text[begin:position])
+            begin = position = found.end()
+            continue
+        if text[position] == "\\" and text[position + 1 : position + 2] not in ("{", "}"):
+            position += 2
+            continue
+        if text[position] == "\\":
+            position += 1
+        depth += (text[position] in "([{") - (text[position] in ")]}")
+        position += 1
+    return [*parts, text[begin:]]
+
+
+def _unicode(text: str) -> str:
+    text = _RAISED.sub(lambda found: "^{" + found[0].translate(_SUPERSCRIPTS) + "}", text)
+    text = _LOWERED.sub(lambda found: "_{" + found[0].translate(_SUBSCRIPTS) + "}", text)
+    text = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)
+    text = "".join(_SIGNS.get(sign, sign) for sign in text)
+    text = "".join(_SIGNS.get(sign, sign) for sign in unicodedata.normalize("NFKC", text))
+    return _ROOT.sub(lambda found: "\\sqrt{" + next(filter(None, found.groups()), "") + "}", text)

@@ -1,0 +1,130 @@
+"""Which part of a response is its final answer.
+
+In this order: nothing, where the response is still thinking; what the last `\\boxed{...}` after the thinking holds;
+what follows the last "answer:", "answer is" or "####"; a response of one line and hardly a word; the last formula;
+the last number. A response that began another box and did not close or fill it took the earlier ones back: it has no
+answer. Every step is linear in the length of the response.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_THINKING = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>|\[(/?)THINK\]", re.IGNORECASE)
+_BOX_OR_BRACE = re.compile(r"\\+(?:boxed|fbox)(?![a-zA-Z])\s*(?P<open>\{)?|\\.|[{}]", re.DOTALL)
+_BETWEEN_PARTS = re.compile(
+    r"(?:[\s$]|\\[()\[\]]|\\text)*[{\s]*(?:[,;&]|\band\b|\bor\b)+(?:[\s$,}]|\\[()\[\]]|\band\b|\bor\b)*"
+)
+"""Between two boxes that make up one answer: `\\boxed{1}$ and $\\boxed{2}`."""
+_MARK = re.compile(r"(?:####|\banswers?\b[^.:=\n]{0,60}?(?::|=|\bis\b|\bare\b)[*_\s]*:?)[*_\s]*", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"[.!]\**\s+(?=[A-Z])")
+_PROSE_AFTER_FORMULA = re.compile(r"\$[^$]+\$([,.;] [a-z]+ [a-z]+[^$]*)$")
+_FORMULA = re.compile(
+    r"\$\$(?P<a>[^$]+)\$\$|(?<!\\)\$(?P<b>[^$\n]+)(?<!\\)\$(?!\d)|\\\((?P<c>.+?)\\\)|\\\[(?P<d>.+?)\\\]", re.DOTALL
+)
+_NUMBER = re.compile(
+    r"(?<![\w.])[-+]?[$€£]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+(?![\w.]))?(?:\s*(?:%|percent\b))?|"
+    r"(?<![\w.])[-+]?\.\d+"
+)
+_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
+
+
+def is_thinking(response: str) -> bool:
+    """Whether the response ends inside its thinking: no answer can have been given."""
+    marks = list(_THINKING.finditer(response))
+    return bool(marks) and not (marks[-1][1] or marks[-1][2])
+
+
+def end_of_thinking(response: str) -> int:
+    """Where the last thinking ends; 0 where there is none."""
+    return max((mark.end() for mark in _THINKING.finditer(response) if mark[1] or mark[2]), default=0)
+
+
+def final_answer(response: str, *, boxed_only: bool = False) -> str | None:
+    """The final answer of `response`, None where it has none. See the head of this file for the rules."""
+    if is_thinking(response):
+        return None
+    text = response[end_of_thinking(response) :].strip()
+    boxes = _boxes(text)
+    if boxes:
+        return _last_group(text, boxes)
+    if boxed_only or not text:
+        return None
+    marks = list(_MARK.finditer(text))
+    if marks:
+        return _sentence(text[marks[-1].end() :])
+    if "\n" not in text and len(_WORD.findall(text)) <= 2:
+        return text
+    formulas = _FORMULA.findall(text)
+    if formulas:
+        return next(filter(None, formulas[-1]), "").strip() or None
+    if "\\" in text and "\n" not in text:
+        return text
+    numbers = _NUMBER.findall(text)
+    return numbers[-1].strip() if numbers else None
+
+
+def boxed_answer(text: str) -> str | None:
+    """What the last box of `text` holds, or the last boxes where several make up one answer; None where there is none
+    or it is not closed."""
+    return _last_group(text, _boxes(text))
+
+
+@dataclass(frozen=True)
+class _Box:
+    """`text[start:stop]` is the command with its braces; `content` is None where they are not closed."""
+
+    start: int
+    stop: int
+    content: str | None
+
+
+def _boxes(text: str) -> list[_Box]:
+    """The boxes of `text` in the order of their starts, those inside another one left out."""
+    found: list[_Box] = []
+    open_braces: list[tuple[int, int] | None] = []
+    """Start of the command and of the content of each open box; None for a plain brace."""
+    for part in _BOX_OR_BRACE.finditer(text):
+        if part["open"]:
+            open_braces.append((part.start(), part.end()))
+        elif part[0] == "{":
+            open_braces.append(None)
+        elif part[0] == "}":
+            begun = open_braces.pop() if open_braces else None
+            if begun is not None:
+                found.append(_Box(begun[0], part.end(), text[begun[1] : part.start()]))
+        elif "box" in part[0]:  # `\boxed 7` takes what follows
+            word = re.compile(r"[^\s$]*").match(text, part.end())
+            assert word is not None  # the pattern takes the empty string
+            found.append(_Box(part.start(), word.end(), word[0] or None))
+    found += [_Box(begun[0], len(text), None) for begun in open_braces if begun is not None]
+    outer: list[_Box] = []
+    for box in sorted(found, key=lambda box: (box.start, -box.stop)):
+        if not outer or outer[-1].content is None or box.start >= outer[-1].stop:
+            outer.append(box)
+    return outer
+
+
+def _last_group(text: str, boxes: list[_Box]) -> str | None:
+    parts: list[str] = []
+    for number in range(len(boxes) - 1, -1, -1):
+        content = boxes[number].content
+        if content is None or not content.strip():
+            return None if not parts else _joined(parts)
+        if parts and not _BETWEEN_PARTS.fullmatch(text, boxes[number].stop, boxes[number + 1].start):
+            break
+        parts.append(content)
+    return _joined(parts) if parts else None
+
+
+def _joined(parts: list[str]) -> str:
+    """In the order of the text, inner boxes opened."""
+    return re.sub(r"\\+(?:boxed|fbox)(?=\s*\{)", "", ", ".join(reversed(parts))).strip()
+
+
+def _sentence(text: str) -> str | None:
+    """The first sentence of the first line."""
+    line = text.split("\n", 1)[0]
+    end = _SENTENCE_END.search(line) or _PROSE_AFTER_FORMULA.match(line)
+    return (line if end is None else line[: end.start(end.lastindex or 0)]).strip(" *.\t") or None
