@@ -15,8 +15,12 @@ from megatron_dppo.tasks.prompt_set import PromptSet
 from megatron_dppo.tasks.prompting import encode_prompt, user_message
 from megatron_dppo.tasks.rewards.config import MathVerifyReward
 from megatron_dppo.tasks.rewards.grader import Grader, build_grader
+from megatron_dppo.tasks.rewards.math import meets_itself
 from megatron_dppo.tasks.rewards.pool import JudgePool, MakeJudges
 from megatron_dppo.tasks.task import Prompt
+
+_MOST_CHARACTERS = 1_000_000
+"""Of a question that is put to the tokenizer, where `max_prompt_tokens` is no larger."""
 
 
 class DataTask:
@@ -65,12 +69,22 @@ def load_prompts(
     `max_prompt_tokens` are left out and counted. Raises UserError where none is left, and for rows that are broken."""
     examples, report = read_examples(data)
     prompts: list[Prompt] = []
+    by_mathematics = not config.rewards or any(isinstance(one, MathVerifyReward) for one in config.rewards)
     for example in examples:
-        message = user_message(config, example.question, example.metadata)
-        ids, text = encode_prompt(config, tokenizer, [*example.messages[:-1], {"role": "user", "content": message}])
+        characters = sum(len(message["content"]) for message in example.messages)
+        if characters > max(_MOST_CHARACTERS, 32 * max_prompt_tokens):  # to tokenize it would take minutes
+            report.too_long.append(f"{example.where} ({characters:,} characters)")
+            continue
+        try:
+            message = user_message(config, example.question, example.metadata)
+            ids, text = encode_prompt(config, tokenizer, [*example.messages[:-1], {"role": "user", "content": message}])
+        except UserError as error:
+            raise UserError(f"{example.where}: {error}") from error
         if len(ids) > max_prompt_tokens:
             report.too_long.append(f"{example.where} ({len(ids)} tokens)")
             continue
+        if by_mathematics and not meets_itself(example.answer):
+            report.unmeetable.append(f"{example.where} ({example.answer[:40]!r})")
         prompts.append(
             Prompt(
                 index=len(prompts) + len(report.too_long),

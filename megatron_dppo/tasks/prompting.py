@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,17 +39,94 @@ def encode_prompt(
     config: TaskConfig, tokenizer: PreTrainedTokenizerBase, messages: str | Messages
 ) -> tuple[np.ndarray, str]:
     """`(ids [tokens] int32, the text they spell)` of a user message, or of messages that end with the user's, up to
-    where the response starts. Without chat template the contents are lines of plain text."""
+    where the response starts. Without chat template the contents are lines of plain text. What spells a special token
+    in a message stays text.
+
+    Raises UserError for a chat template that is missing, raises, or leaves out the opening of the assistant's turn, and
+    for text that is no Unicode.
+    """
     given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    complete = with_system_prompt(config, given)
+    complete = [
+        {"role": message["role"], "content": split_special(tokenizer, message["content"])}
+        for message in with_system_prompt(config, given)
+    ]
     if not config.chat_template:
         text = "\n".join(message["content"] for message in complete)
-        return np.asarray(tokenizer.encode(text), dtype=np.int32), text
+        return encode_text(tokenizer, text, in_front=True), text.replace(_SPLIT, "")
     if tokenizer.chat_template is None:
         raise UserError(
             f"task.chat_template is true, but the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat "
             "template; set task.chat_template=false or use a model that has one"
         )
-    text = tokenizer.apply_chat_template(complete, tokenize=False, add_generation_prompt=True)
+    _check_opening(tokenizer)
+    text = render(tokenizer, complete)
     # The template writes whatever special tokens belong in front, so the tokenizer must not add its own.
-    return np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32), text
+    return encode_text(tokenizer, text), text.replace(_SPLIT, "")
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, opening: bool = True) -> str:
+    """The chat template on `messages`, `opening` the assistant's turn. Raises UserError with the template's reason."""
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opening))  # type: ignore[arg-type]
+    except Exception as error:  # a template is a program: it raises what it likes
+        roles = ", ".join(message["role"] for message in messages)
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"the tokenizer's chat template refuses messages of {roles}: {reason}; change them, set "
+            "task.chat_template=false or use another template"
+        ) from error
+
+
+_SPLIT = "\ue5ca"
+"""A character for private use, put where the text of a special token is to be cut."""
+
+
+def split_special(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
+    """`content` with a mark inside of everything that spells a special token; `encode_text` cuts there."""
+    content = content.replace(_SPLIT, "")
+    for token in _special_tokens(tokenizer):
+        if len(token) > 1 and token in content:
+            content = content.replace(token, token[0] + _SPLIT + token[1:])
+    return content
+
+
+@functools.lru_cache(maxsize=8)
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    return tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, in_front: bool = False) -> np.ndarray:
+    """Token ids int32 of `text`, cut where `split_special` marked it; `in_front` after what the tokenizer puts before a
+    text of its own accord. Raises UserError for text that is no Unicode."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UserError("the prompt holds half of a surrogate pair; write the whole character") from None
+    first, *rest = text.split(_SPLIT)
+    begin = tokenizer.encode(first, add_special_tokens=in_front)
+    # The response goes on where the text ends: a tokenizer that closes every text would end it there.
+    if in_front and begin and begin[-1] == tokenizer.eos_token_id and not first.endswith(str(tokenizer.eos_token)):
+        begin = begin[:-1]
+    parts = [begin, *(tokenizer.encode(part, add_special_tokens=False) for part in rest)]
+    return np.concatenate([np.asarray(part, dtype=np.int32) for part in parts])
+
+
+_SAID = "THE ASSISTANT SAID THIS"
+
+
+@functools.lru_cache(maxsize=8)
+def _check_opening(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Some templates know no `add_generation_prompt`. That is right where nothing stands between the user's turn and
+    the assistant's words, as in `[INST] ... [/INST]`; elsewhere the model would go on with the user's turn."""
+    asked = [{"role": "user", "content": "?"}]
+    try:
+        opened, closed = render(tokenizer, asked), render(tokenizer, asked, opening=False)
+        answered = render(tokenizer, [*asked, {"role": "assistant", "content": _SAID}], opening=False)
+    except UserError:
+        return  # a template that takes no such conversation; the rows will say what it refuses
+    opening = answered.partition(_SAID)[0].removeprefix(opened)
+    if opened == closed and _SAID in answered and opening.strip() and answered.startswith(opened):
+        raise UserError(
+            f"the tokenizer's chat template ignores add_generation_prompt: {opening!r}, which begins the assistant's "
+            "turn, would be missing from every prompt; add it to the template, or set task.chat_template=false"
+        )

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.data.config import DataConfig, FieldMap
-from megatron_dppo.tasks.data.layouts import ABSENT, LAYOUTS, detect_layout, look_up
+from megatron_dppo.tasks.data.layouts import ABSENT, LAYOUTS, asks_nothing, detect_layout, has_null, look_up
 from megatron_dppo.tasks.data.rows import Row, read_rows
 from megatron_dppo.tasks.rewards.final_answer import boxed_answer
 
@@ -49,6 +49,8 @@ class DataReport:
     """Rows that ask what an earlier row asks but give another answer; the first is kept."""
     too_long: list[str] = field(default_factory=list)
     """Prompts of more tokens than `rollout.max_prompt_tokens`."""
+    unmeetable: list[str] = field(default_factory=list)
+    """Rows that are kept, but whose reference no answer can equal."""
 
     def lines(self) -> list[str]:
         """For people: one line, and one more per kind of row that deserves a look."""
@@ -67,6 +69,7 @@ class DataReport:
             ("empty", self.empty),
             ("contradicting an earlier row", self.conflicting),
             ("longer than rollout.max_prompt_tokens", self.too_long),
+            (f"{len(self.unmeetable):,} references that no answer can meet", self.unmeetable),
         ):
             if places:
                 more = f" and {len(places) - _NAMED:,} more" if len(places) > _NAMED else ""
@@ -95,6 +98,9 @@ def examples_of(rows: Iterable[Row], config: DataConfig) -> tuple[list[Example],
             continue
         if fields is None:
             name = detect_layout(row.values) if config.layout == "auto" else config.layout
+            if name is None and asks_nothing(row.values):
+                report.empty.append(row.where)
+                continue
             if name is None:
                 raise UserError(
                     f"{row.where}: has the fields {', '.join(row.values)}, which no known layout fits "
@@ -147,7 +153,7 @@ def _required(row: Mapping[str, Any], path: str, where: str, blank: Any = None) 
     value = look_up(row, path)
     if value is not ABSENT:
         return value
-    if blank is not None and any(alternative.split(".")[0] in row for alternative in path.split("|")):
+    if blank is not None and has_null(row, path):
         return blank
     raise UserError(f"{where}: has no field {path}; it has {', '.join(row)}")
 
@@ -163,7 +169,7 @@ def _messages(value: Any, where: str) -> tuple[Mapping[str, str], ...]:
         raise UserError(f"{where}: must be messages [{{role, content}}, ...], not {value!r:.80}")
     if value[-1]["role"] != "user":
         raise UserError(f"{where}: the last message must be the user's, not {value[-1]['role']!r}")
-    return tuple({"role": m["role"], "content": m["content"]} for m in value)
+    return tuple({"role": _encodable(m["role"], where), "content": _encodable(m["content"], where)} for m in value)
 
 
 def _text(value: Any, where: str) -> str:
@@ -173,4 +179,19 @@ def _text(value: Any, where: str) -> str:
         raise UserError(f"{where}: must be text or a number, not {value} (a blank cell of a table?)")
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    return str(value)
+    try:
+        text = str(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        raise UserError(f"{where}: is a number of too many digits; write it as text") from None
+    return _encodable(text, where)
+
+
+def _encodable(text: str, where: str) -> str:
+    """Half of a surrogate pair (`"\\ud83d"` in JSON) is no character: no tokenizer takes it, no file holds it."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where}: holds half of a surrogate pair at character {error.start + 1}; write the whole character"
+        ) from None
+    return text

@@ -27,9 +27,20 @@ def detect_layout(row: Mapping[str, Any]) -> str | None:
         reference = [path for path in (fields.answer, fields.solution) if path is not None]
         value = look_up(row, prompt)
         fits = value is not ABSENT and isinstance(value, str) == (fields.messages is None)
-        if fits and any(look_up(row, path) is not ABSENT for path in reference):
+        if fits and any(look_up(row, path) is not ABSENT or has_null(row, path) for path in reference):
             return name
     return None
+
+
+def asks_nothing(row: Mapping[str, Any]) -> bool:
+    """Whether the field of some layout's question is there, and null."""
+    prompts = [fields.question or fields.messages or "" for fields in LAYOUTS.values()]
+    return any(has_null(row, path) and look_up(row, path) is ABSENT for path in prompts)
+
+
+def has_null(row: Mapping[str, Any], path: str) -> bool:
+    """Whether `row` has the field at the beginning of `path`, though nothing is in it."""
+    return any(alternative.split(".")[0] in row for alternative in path.split("|"))
 
 
 def look_up(row: Mapping[str, Any], path: str) -> Any:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.data.config import DataConfig
 
-_SUFFIXES = (".jsonl", ".json", ".parquet")
+_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst", ".parquet")
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Words in the names of files and folders that say what they hold, as `datasets` reads them."""
 _SAVED = ("dataset_info.json", "dataset_dict.json")
 """One of these is in a folder that `datasets` saved."""
 
@@ -34,32 +42,72 @@ def read_rows(config: DataConfig) -> Iterator[Row]:
     if path.is_dir() and any((path / name).exists() for name in _SAVED):
         yield from _saved_dataset(config, path)
     elif path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES)
-        if not files:
-            raise UserError(f"{path}: holds no {', '.join(_SUFFIXES)} file")
-        for file in files:
+        for file in files_of_split(path, config.split):
             yield from _file(file)
     elif path.is_file():
         yield from _file(path)
-    elif path.suffix in _SUFFIXES or path.is_absolute() or config.path.startswith(("./", "../")):
+    elif path.name.endswith(_SUFFIXES) or path.is_absolute() or config.path.startswith(("./", "../")):
         raise UserError(f"{path}: no such file or folder")
     else:
         yield from _hub(config)
 
 
+def files_of_split(folder: Path, split: str) -> list[Path]:
+    """The files under `folder` in the order of their names, hidden ones (`.ipynb_checkpoints`) left out. Where names
+    say what is inside (`train-00000-of-00002.parquet`, `test/1.json`) those of `split`, else all.
+
+    Raises UserError where there is none.
+    """
+    files = sorted(file for file in folder.rglob("*") if file.name.endswith(_SUFFIXES) and file.is_file())
+    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+    if not files:
+        raise UserError(f"{folder}: holds no {', '.join(_SUFFIXES)} file")
+    found = {file: split_of(str(file.relative_to(folder)), split) for file in files}
+    if not any(found.values()):
+        return files
+    chosen = [file for file in files if found[file] == split]
+    if not chosen:
+        there = ", ".join(sorted({name for name in found.values() if name}))
+        raise UserError(f"{folder}: has no file of the split {split!r}, by their names it has {there}; set data.split")
+    return chosen
+
+
+def split_of(name: str, wanted: str) -> str | None:
+    """The split that a file's name tells, in the word `wanted` where that is one for it; None where it tells none. The
+    file's own name goes before those of its folders."""
+    for part in reversed(Path(name).parts):
+        words = re.split(r"[\W_\d]+", part.casefold())
+        if wanted.casefold() in words or wanted in (part, part.split(".")[0]):
+            return wanted
+        for split, synonyms in _SPLITS.items():
+            if any(word in synonyms for word in words):
+                return wanted if wanted == split or wanted in synonyms else split
+    return None
+
+
 def _file(path: Path) -> Iterator[Row]:
-    if path.suffix not in _SUFFIXES:
+    if not path.name.endswith(_SUFFIXES):
         raise UserError(f"{path}: is none of {', '.join(_SUFFIXES)}")
+    kind = path.with_suffix("").suffix if path.suffix in _COMPRESSIONS else path.suffix
     try:
-        yield from {".jsonl": _json_lines, ".json": _json, ".parquet": _parquet}[path.suffix](path)
+        yield from {".jsonl": _json_lines, ".json": _json, ".parquet": _parquet}[kind](path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: is not UTF-8 text: {error}") from error
 
 
+def _open(path: Path) -> IO[bytes]:
+    """The file's bytes, decompressed by its name."""
+    import pyarrow
+
+    return pyarrow.input_stream(str(path), compression=_COMPRESSIONS.get(path.suffix))  # type: ignore[no-any-return]
+
+
 def _json_lines(path: Path) -> Iterator[Row]:
-    with open(path, encoding="utf-8") as lines:
+    import io
+
+    with _open(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig") as lines:  # without a byte-order mark
         for number, line in enumerate(lines, start=1):
             where = f"{path}, line {number}"
             if not line.strip():
@@ -67,17 +115,26 @@ def _json_lines(path: Path) -> Iterator[Row]:
                 continue
             try:
                 value = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{where}: not valid JSON: {error}") from error
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{where}: not valid JSON: {_reason(error)}") from error
             yield Row(where, _object(value, where))
+
+
+def _reason(error: Exception) -> str:
+    return "nested too deep" if isinstance(error, RecursionError) else str(error)
 
 
 def _json(path: Path) -> Iterator[Row]:
     """One object, or a list of objects."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        with _open(path) as stream:
+            value = json.loads(stream.read().decode("utf-8-sig"))
     except json.JSONDecodeError as error:
         raise UserError(f"{path}, line {error.lineno}: not valid JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise
+        raise UserError(f"{path}: not valid JSON: {_reason(error)}") from error
     if not isinstance(value, list):
         yield Row(str(path), _object(value, str(path)))
         return

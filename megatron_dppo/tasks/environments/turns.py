@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.config import TaskConfig
+from megatron_dppo.tasks.prompting import encode_text, render, split_special
 
 _MARK = "THE ASSISTANT SAID THIS"
 
@@ -25,22 +26,20 @@ class TurnEncoder:
         it itself), the observation as the user's turn, and the opening of the assistant's. Without: the observation
         between line breaks.
         """
+        observation = split_special(self._tokenizer, observation)
         if not self._chat:
-            return self._encode(f"\n{observation}\n")
+            return encode_text(self._tokenizer, f"\n{observation}\n")
         messages = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": _MARK},
             {"role": "user", "content": observation},
         ]
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = render(self._tokenizer, messages)
         _, mark, after = text.partition(_MARK)
         if not mark or _MARK in after:
             raise UserError(
                 "the tokenizer's chat template does not show an assistant's message as it is, so a conversation cannot "
                 "be continued; use another template or task.chat_template=false"
             )
-        ids = self._encode(after)
+        ids = encode_text(self._tokenizer, after)
         return ids[1:] if len(ids) and ids[0] == last_sampled else ids
-
-    def _encode(self, text: str) -> np.ndarray:
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)

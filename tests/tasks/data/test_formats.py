@@ -179,6 +179,16 @@ def test_duplicates_and_empty_rows_are_reported(tmp_path):
         ('{"problem": ["x"], "answer": "1"}', r"line 2: problem: must be text or a number, not list"),
         ('{"problem": "x", "answer": NaN}', r"line 2: answer: must be text or a number, not nan"),
         ('{"problem": "x", "answer": {"a": 1}}', r"line 2: answer: must be text or a number, not dict"),
+        (
+            '{"problem": "x", "answer": ' + "[" * 100_000 + "]" * 100_000 + "}",
+            r"line 2: not valid JSON: nested too deep",
+        ),
+        ('{"problem": "x", "answer": ' + "9" * 5000 + "}", r"line 2: not valid JSON: Exceeds the limit"),
+        (
+            '{"problem": "smile \\ud83d", "answer": "1"}',
+            r"line 2: problem: holds half of a surrogate pair at character 7",
+        ),
+        ('{"problem": "x", "answer": "\\udc00"}', r"line 2: answer: holds half of a surrogate pair at character 1"),
         ('{"problem": "x", "solution": "no box"}', r"line 2: the solution holds no \\boxed"),
     ],
 )
@@ -213,7 +223,7 @@ def test_files_that_cannot_be_read(tmp_path):
         ("latin.jsonl", "not UTF-8"),
         ("empty.jsonl", "holds no question with an answer in 0 rows"),
         ("absent.jsonl", "no such file or folder"),
-        ("q.csv", "is none of .jsonl, .json, .parquet"),
+        ("q.csv", "is none of .jsonl, .jsonl.gz, .jsonl.zst, .json,"),
     ):
         with pytest.raises(UserError, match=message):
             read(tmp_path / name)
@@ -239,3 +249,60 @@ def test_a_layout_that_fits_nothing_says_what_there_is(tmp_path):
 )
 def test_boxed_answer(solution, answer):
     assert boxed_answer(solution) == answer
+
+
+@pytest.mark.parametrize("field", ["answer", "problem"])
+def test_a_null_in_the_first_row_is_a_blank_row_as_anywhere(tmp_path, field):
+    rows = [ROWS[0] | {field: None}, ROWS[1], ROWS[2] | {field: None}]
+    examples, report = read(write_jsonl(tmp_path / "q.jsonl", rows))
+    assert [example.answer for example in examples] == ["2"]
+    assert report.empty == [f"{tmp_path / 'q.jsonl'}, line {n}" for n in (1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "chosen"),
+    [
+        (["test-00000-of-00001", "train-00000-of-00002", "train-00001-of-00002"], "train", [1, 2]),
+        (["test-00000-of-00001", "train-00000-of-00002", "train-00001-of-00002"], "test", [0]),
+        (["math_dev", "math_train"], "validation", [0]),
+        (["math_dev", "math_train"], "dev", [0]),
+        (["test/algebra", "train/algebra"], "train", [1]),
+        (["test/train_tracks", "train/latest"], "train", [0, 1]),
+        (["algebra", "geometry"], "train", [0, 1]),
+        (["algebra", "train"], "train", [1]),
+        ([".ipynb_checkpoints/a", "b", ".c"], "train", [1]),
+        (["contest", "trainer"], "test", [0, 1]),
+        (["hard", "train"], "hard", [0]),
+    ],
+)
+def test_files_of_a_folder_by_the_split_in_their_names(tmp_path, names, split, chosen):
+    for number, name in enumerate(names):
+        file = tmp_path / f"{name}.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        write_jsonl(file, [{"problem": str(number), "answer": "1"}])
+    assert [int(example.question) for example in read(tmp_path, split=split)[0]] == chosen
+
+
+def test_a_split_that_no_file_has(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    with pytest.raises(
+        UserError, match=r"has no file of the split 'test', by their names it has train; set data.split"
+    ):
+        read(tmp_path, split="test")
+
+
+@pytest.mark.parametrize("compression", ["gzip", "zstd"])
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_compressed_files_and_a_byte_order_mark(tmp_path, compression, kind):
+    plain = {"jsonl": write_jsonl, "json": write_json}[kind](tmp_path / "plain", ROWS)
+    path = tmp_path / f"q.{kind}.{ {'gzip': 'gz', 'zstd': 'zst'}[compression] }"
+    with pa.output_stream(str(path), compression=compression) as stream:
+        stream.write(b"\xef\xbb\xbf" + plain.read_bytes())
+    assert [example.question for example in read(path)[0]] == [row["problem"] for row in ROWS]
+    assert len(read(tmp_path)[0]) == len(ROWS)  # a folder takes it too
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(UserError, match=rf"^{path}(: cannot be read|, line|: not valid|: holds no)"):
+        read(path)
+    path.write_bytes(b"not compressed")
+    with pytest.raises(UserError, match=rf"^{path}: cannot be read"):
+        read(path)
