@@ -25,8 +25,23 @@ _OVERRIDE = re.compile(r"(seed|(rollout|task|evaluation)\.[^=]+)=")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code; what a user can act on is one line on stderr (`launch.exit_status`)."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     return exit_status(lambda: arguments.run(arguments))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """argparse takes the words that may be any number (`a.b=c`) in one place only; those behind an option belong to
+    them just as well."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest:
+        lists = [name for name in ("overrides", "data", "model") if isinstance(getattr(arguments, name, None), list)]
+        if not lists or any(one.startswith("-") for one in rest):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        if lists[0] == "overrides" and arguments.config is None and "=" not in rest[0]:
+            arguments.config = Path(rest.pop(0))  # `doctor --gpu RUN.yaml`
+        getattr(arguments, lists[0]).extend(rest)
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

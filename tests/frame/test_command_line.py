@@ -1,0 +1,36 @@
+"""Words of a command line may stand before and behind its options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.cli import _parse
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("evaluate M q=q.jsonl -o OUT rollout.x=1", {"data": ["q=q.jsonl", "rollout.x=1"], "out": Path("OUT")}),
+        ("evaluate -o OUT M q.jsonl", {"data": ["q.jsonl"], "model": Path("M")}),
+        ("evaluate M -o OUT q.jsonl seed=1 --config C", {"data": ["q.jsonl", "seed=1"], "config": Path("C")}),
+        ("doctor C --ranks 1 a.b=c", {"config": Path("C"), "overrides": ["a.b=c"], "ranks": 1}),
+        ("doctor --ranks 1 C a.b=c", {"config": Path("C"), "overrides": ["a.b=c"], "ranks": 1}),
+        ("doctor C a.b=c --gpu d=e --strict f=g", {"config": Path("C"), "overrides": ["a.b=c", "d=e", "f=g"]}),
+        ("plan --gpus 8 M", {"model": ["M"], "gpus": 8}),
+        ("plan --config R a.b=c --gpus 8 d.e=f", {"model": ["a.b=c", "d.e=f"], "config": Path("R")}),
+        ("train C a.b=c", {"config": Path("C"), "overrides": ["a.b=c"]}),
+    ],
+)
+def test_words_on_both_sides_of_an_option(line, found):
+    arguments = vars(_parse(line.split()))
+    assert {name: arguments[name] for name in found} == found
+
+
+@pytest.mark.parametrize("line", ["doctor C --rank1 1", "plot a --no-such", "evaluate M q.jsonl -o OUT --x=1 a.b=c"])
+def test_an_option_that_does_not_exist_is_refused(line, capsys):
+    with pytest.raises(SystemExit) as ended:
+        _parse(line.split())
+    assert ended.value.code == 2
+    assert "unrecognized arguments: --" in capsys.readouterr().err
