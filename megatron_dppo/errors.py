@@ -3,12 +3,18 @@ traceback."""
 
 from __future__ import annotations
 
+import re
 from typing import NoReturn
 
 
 class UserError(Exception):
     """Something in a config, a file or the machine must change. The message names the field or file, what is wrong
-    and what to do."""
+    and what to do, in one line: what it quotes of files and of other libraries has line ends as blanks and other
+    characters that do not print (those that a terminal would obey, halves of surrogate pairs) as escapes."""
+
+    def __init__(self, message: str) -> None:
+        joined = re.sub(r"\s*[\n\r]\s*", " ", message)
+        super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in joined))
 
 
 def raise_cause(error: Exception) -> NoReturn:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -138,10 +139,16 @@ def _to_hugging_face(
         raise UserError(
             f"{source} is no Hugging Face folder (no {CONFIG}) and no training state ({reason}); {hint}"
         ) from None
+    state_folder.require_whole(folder, resuming=False)
     described = state_folder.read_description(folder)
     model = load_hf_config(folder / state_folder.HF)
-    held = DTYPES[described["dtype"].removeprefix("torch.")]
-    lora = LoraConfig.model_validate(described["lora"]) if described.get("lora") else None
+    held = DTYPES.get(described["dtype"].removeprefix("torch."))
+    if held is None:
+        raise UserError(f"{folder} holds {described['dtype']}; only {', '.join(DTYPES)} can be converted")
+    try:
+        lora = LoraConfig.model_validate(described["lora"]) if described["lora"] else None
+    except ValidationError as error:
+        raise UserError(f"{folder}/{state_folder.DESCRIPTION}: lora is none of this version: {error}") from None
     if lora and base is None:
         raise UserError(f"{folder} holds adapters only; name the model that they were trained on with --base HF_FOLDER")
     if base and not lora:
@@ -159,7 +166,7 @@ def _to_hugging_face(
         attach_adapters(models, model, groups, lora)
     console.print(f"reading {folder}")
     trainee = Trainee(model=model, models=models, groups=groups, parallel=layout, lora=lora)
-    TrainingStates(folder.parent, trainee).load(folder)
+    TrainingStates(folder.parent, trainee).load(folder, checked=True)
     with _bar(console, "writing") as progress:
         save_hf_checkpoint(
             output,

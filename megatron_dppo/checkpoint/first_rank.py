@@ -1,4 +1,4 @@
-"""What rank 0 does alone and all ranks have to know of."""
+"""What one rank does or finds alone and all ranks have to know of."""
 
 from __future__ import annotations
 
@@ -23,6 +23,20 @@ def on_first_rank[T](call: Callable[[], T]) -> T:
         raise UserError(outcome[1])
     result: T = outcome[0]
     return result
+
+
+def raise_from_any(call: Callable[[], None]) -> None:
+    """`call` on every rank; the UserError of the first rank that has one, on every rank. Collective: an all-gather."""
+    found: list[str | None] = [None] * dist.get_world_size()
+    problem = None
+    try:
+        call()
+    except UserError as error:
+        problem = str(error)
+    dist.all_gather_object(found, problem)
+    for one in found:
+        if one is not None:
+            raise UserError(one)
 
 
 def raise_everywhere(problem: str | None) -> None:

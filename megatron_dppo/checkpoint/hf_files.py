@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megatron_dppo.checkpoint.checksums import CHECKSUMS, check_folder
+from megatron_dppo.checkpoint.hf_side_files import CONFIG
 from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.names import Block, Shape
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+WEIGHTS = ".safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
@@ -26,7 +30,8 @@ class StoredTensor:
 
 
 class HFFiles:
-    """Every tensor of a checkpoint folder by name.
+    """Every tensor of a checkpoint folder by name. Where the folder has checksums (those written here do), the files
+    beside the weights are checked at once.
 
     A file is mapped into memory while it is read, and pages once touched count as this process's memory until it is
     unmapped: a file is therefore reopened after every `REOPEN_BYTES` read from it.
@@ -40,8 +45,14 @@ class HFFiles:
         self._open_file: Path | None = None
         self._handle: Any = None
         self._touched = 0
+        require_unchanged(folder, which=lambda name: not name.endswith(WEIGHTS))
         for file, indexed in _files(folder).items():
             self._add(file, indexed)
+
+    def check_weights(self, share: tuple[int, int] = (0, 1)) -> None:
+        """`UserError` where the folder has checksums and a weight file is not what was written. Reads all of them, or
+        (number, of) a share."""
+        require_unchanged(self.folder, which=lambda name: name.endswith(WEIGHTS), share=share)
 
     def _add(self, file: Path, indexed: set[str] | None) -> None:
         try:
@@ -83,6 +94,18 @@ class HFFiles:
         if self._handle is not None:
             self._handle.__exit__(None, None, None)
         self._handle, self._open_file, self._touched = None, None, 0
+
+
+def require_unchanged(
+    folder: Path, *, mark: str = CONFIG, which: Callable[[str], bool] = lambda _: True, share: tuple[int, int] = (0, 1)
+) -> None:
+    """`check_folder` of a model's or an adapter's folder. Those that others wrote have no checksums."""
+    try:
+        check_folder(folder, mark=mark, which=which, share=share)
+    except UserError as damage:
+        raise UserError(
+            f"{damage}; fetch the folder again, or remove {CHECKSUMS} if you changed a file on purpose"
+        ) from None
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:

@@ -9,8 +9,10 @@ from math import prod
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_dppo.checkpoint.first_rank import raise_from_any
 from megatron_dppo.checkpoint.hf_files import HFFiles
 from megatron_dppo.checkpoint.weight_layout import extent
 from megatron_dppo.errors import UserError
@@ -35,7 +37,8 @@ def load_hf_weights(
 
     Each rank reads only the blocks it holds, so its memory grows by one block beside its shard. Files may hold one
     tensor per expert or transformers 5's stacked ones. Stored fp32, fp16 and bf16 are cast to the parameter's dtype.
-    Rows of the padded vocabulary become zero. No collectives: every rank checks the headers of all files itself.
+    Rows of the padded vocabulary become zero. Every rank checks the headers of all files itself; where the folder has
+    checksums the ranks first read a share of the files each and agree that these hold. Collective over all ranks.
 
     `UserError` lists what is missing, unused or of the wrong shape before anything is read; afterwards every parameter
     of the model and every stored tensor has been used exactly once. `progress(done, of)` counts parameters.
@@ -47,6 +50,7 @@ def load_hf_weights(
     stacked = stores_stacked_experts(files, model)
     check_tensors(files, model, stacked)
     check_tokenizer(folder, model)
+    raise_from_any(lambda: files.check_weights((dist.get_rank(), dist.get_world_size())))
 
     owned = list(owned_parameters(models, model, groups))
     order = sorted(owned, key=lambda o: o.pieces[0].hf_name if o.pieces else "")

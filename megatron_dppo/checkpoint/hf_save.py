@@ -12,10 +12,11 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_dppo.checkpoint.atomic import check_target, whole_folder, write_synced
+from megatron_dppo.checkpoint.checksums import write_checksums
 from megatron_dppo.checkpoint.first_rank import on_first_rank, raise_everywhere
 from megatron_dppo.checkpoint.hf_export import BUCKET_BYTES, ExportedTensor, WeightExporter
 from megatron_dppo.checkpoint.hf_files import INDEX, SINGLE
-from megatron_dppo.checkpoint.hf_side_files import check_side_files, copy_side_files
+from megatron_dppo.checkpoint.hf_side_files import CONFIG, check_side_files, copy_side_files
 from megatron_dppo.checkpoint.safetensors_stream import SafetensorsStream
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig
@@ -36,7 +37,7 @@ def save_hf_checkpoint(
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Write the model as transformers reads it: safetensors (several files and an index beyond `shard_bytes`),
-    config, tokenizer, chat template and generation config, the latter copied from `model.path`.
+    config, tokenizer, chat template and generation config, the latter copied from `model.path`, and checksums of all.
 
     A collective over all ranks; rank 0 writes, with two buckets of memory beside its shard. The same weights always
     give the same bytes. The folder appears whole, by a rename at the end, or not at all; every rank then raises the
@@ -57,8 +58,9 @@ def save_hf_checkpoint(
         try:
             assert model.path is not None
             with whole_folder(target, overwrite=overwrite) as folder:
-                _write_weights(folder, stream, _shards(tensors, shard_bytes), progress)
+                digests = _write_weights(folder, stream, _shards(tensors, shard_bytes), progress)
                 copy_side_files(model.path, folder, tensors[0].dtype)
+                write_checksums(folder, mark=CONFIG, known=digests)
         except OSError as error:
             problem = f"cannot write {target}: {error.strerror or error}; nothing was left there"
             for _ in stream:  # the other ranks are still sending
@@ -91,7 +93,9 @@ def _write_weights(
     stream: object,
     shards: list[list[ExportedTensor]],
     progress: Callable[[int, int], None] | None,
-) -> None:
+) -> dict[str, str]:
+    """The digests of the files, by name."""
+    digests: dict[str, str] = {}
     total, done = sum(t.nbytes for shard in shards for t in shard), 0
     names = (
         [SINGLE]
@@ -106,7 +110,9 @@ def _write_weights(
                 done += tensor.nbytes
                 if progress:
                     progress(done, total)
+        digests[file] = writer.digest
     if len(shards) > 1:
         placed = {tensor.name: file for file, shard in zip(names, shards, strict=True) for tensor in shard}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
         write_synced(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    return digests

@@ -13,8 +13,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from safetensors import SafetensorError, safe_open
 
 from megatron_dppo.checkpoint.atomic import whole_folder, write_synced
+from megatron_dppo.checkpoint.checksums import write_checksums
 from megatron_dppo.checkpoint.first_rank import raise_everywhere
 from megatron_dppo.checkpoint.hf_export import ShardExporter
+from megatron_dppo.checkpoint.hf_files import require_unchanged
 from megatron_dppo.checkpoint.peft_stacked import StackedExperts
 from megatron_dppo.checkpoint.safetensors_stream import SafetensorsStream
 from megatron_dppo.errors import UserError
@@ -94,6 +96,7 @@ def save_peft_adapter(
                         assert tensor is not None
                         writer.write(name, tensor)
                 write_synced(folder / CONFIG, json.dumps(_peft_config(model, config), indent=2) + "\n")
+                write_checksums(folder, mark=CONFIG, known={WEIGHTS: writer.digest})
         except OSError as error:
             problem = f"cannot write {target}: {error.strerror or error}; nothing was left there"
         except UserError as error:
@@ -145,6 +148,7 @@ class _AdapterFile:
 
     def __init__(self, folder: Path, model: HFConfig, config: LoraConfig) -> None:
         self._file = folder / WEIGHTS
+        require_unchanged(folder, mark=CONFIG)
         _check_config(folder / CONFIG, config)
         if not self._file.is_file():
             raise UserError(f"{folder} has no {WEIGHTS}; export the adapter as safetensors")

@@ -6,10 +6,11 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Self
 
 import torch
 
+from megatron_dppo.checkpoint.checksums import ChecksummedFile
 from megatron_dppo.checkpoint.hf_export import ExportedTensor
 
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -24,7 +25,7 @@ class SafetensorsStream:
 
     def __init__(self, path: Path, tensors: Sequence[ExportedTensor]) -> None:
         self._path, self._tensors = path, list(tensors)
-        self._file: BinaryIO | None = None
+        self._file: ChecksummedFile | None = None
         self._next = 0
 
     def __enter__(self) -> Self:
@@ -40,7 +41,7 @@ class SafetensorsStream:
             offset = end
         encoded = json.dumps(header, separators=(",", ":")).encode()
         encoded += b" " * (-len(encoded) % 8)  # readers map the data, which should be aligned
-        self._file = self._path.open("wb")
+        self._file = ChecksummedFile(self._path)
         self._file.write(len(encoded).to_bytes(8, "little") + encoded)
         return self
 
@@ -51,6 +52,12 @@ class SafetensorsStream:
         assert self._file is not None
         self._file.write(memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).reshape(-1).numpy()))
         self._next += 1
+
+    @property
+    def digest(self) -> str:
+        """Checksum of the file, once it is closed."""
+        assert self._file is not None
+        return self._file.digest
 
     def __exit__(self, kind: object, *rest: object) -> None:
         assert self._file is not None

@@ -2,23 +2,45 @@
 
 A state carries its model's config and tokenizer in `hf/`, so that it can be exported wherever it is.
 
-A state is written as `.step_00000008.incomplete-...` and renamed when every file is on the disk; its `state.json`
-lists every file with its size, so that a folder that lost some (an interrupted copy) is noticed before it is read.
+A state is written as `.step_00000008.incomplete-...` and renamed when every file is on the disk. The checksums of all
+are written last, so that a folder that lost a file or a bit, or has a file of another state, is not loaded.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_dppo.checkpoint.atomic import INCOMPLETE, publish, sync, write_synced
+from megatron_dppo.checkpoint.checksums import CHECKSUMS, check_folder, write_checksums
+from megatron_dppo.checkpoint.first_rank import on_first_rank, raise_from_any
 from megatron_dppo.errors import UserError
+from megatron_dppo.json_object import read_json_object
 
 LATEST, DESCRIPTION, HF = "latest", "state.json", "hf"
-FORMAT = 1
+FORMAT = 2
+_DATA = ".distcp"
+"""Ending of the files with the tensors."""
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "step": int,
+    "model": dict,
+    "dtype": str,
+    "layout": dict,
+    "optimizer_step": (int, NoneType),
+    "grad_scaler": dict,
+    "scheduler": (dict, NoneType),
+    "progress": dict,
+    "lora": (dict, NoneType),
+}
+"""What `state.json` says, by its JSON types."""
 _NAME = re.compile(r"step_(\d{8})")
 
 
@@ -40,52 +62,89 @@ def latest_state(root: Path) -> Path:
     """
     if not root.is_dir():
         raise UserError(f"cannot resume: {root} does not exist")
-    pointer = root / LATEST
+    pointer, found_states = root / LATEST, finished_states(root)
     if pointer.is_file():
-        name = pointer.read_text().strip()
-        if not _NAME.fullmatch(name):
+        name = pointer.read_bytes().decode(errors="replace").strip()
+        fault = "is no name of a state" if not _NAME.fullmatch(name) else "is not complete there"
+        if root / name not in found_states:
+            offer = f"; to go on from the newest, type: {go_on_from(found_states[-1])}" if found_states else ""
+            complete = ", ".join(p.name for p in found_states) or "none"
             raise UserError(
-                f"cannot resume: {pointer} says {name!r}, which is no checkpoint; write a step folder there"
+                f"cannot resume: {pointer} names {name[:40]!r}, which {fault} (complete: {complete}){offer}"
             )
-        if not (root / name / DESCRIPTION).is_file():
-            found = ", ".join(p.name for p in finished_states(root)) or "none"
-            raise UserError(f"cannot resume: {pointer} names {name}, which is not complete there (complete: {found})")
         return root / name
-    found_states = finished_states(root)
     if not found_states:
         raise UserError(f"cannot resume: {root} holds no checkpoint (no {LATEST} file, no step_... folder)")
     return found_states[-1]
 
 
-def read_description(folder: Path) -> dict[str, Any]:
-    """`state.json`, after checking that every file it lists is there in full."""
-    file = folder / DESCRIPTION
-    if not file.is_file():
-        raise UserError(f"{folder} is no complete training state: it has no {DESCRIPTION}")
+def go_on_from(state: Path) -> str:
+    """What to type for a run to be resumed from `state`."""
+    return f"echo {state.name} > {shlex.quote(str(state.parent / LATEST))}"
+
+
+def require_whole(folder: Path, *, resuming: bool) -> None:
+    """`UserError`, on every rank, where a file of the state is not what was saved: names it, and the newest older state
+    that is whole with what to type to go on from that (in a run that is `resuming`, else in place of `folder`).
+
+    Collective over all ranks, each of which reads a share of the files with the tensors and all of the small ones.
+    """
+    damage = _damage(folder)
+    if damage is None:
+        return
+    for state in on_first_rank(lambda: _older(folder)):
+        if _damage(state) is None:
+            advice = f"type: {go_on_from(state)} and resume again" if resuming else f"name {state} in its place"
+            raise UserError(f"{damage}; copy the folder again or use the newest older state that is whole: {advice}")
+    raise UserError(f"{damage}; copy the folder again (no older state beside it is whole)")
+
+
+def _damage(folder: Path) -> str | None:
+    """What the first rank with a complaint found. Collective."""
     try:
-        described: dict[str, Any] = json.loads(file.read_text())
-        files: dict[str, int] = described["files"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} cannot be read: {error!r}") from None
+        raise_from_any(lambda: _check_share(folder))
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _older(folder: Path) -> list[Path]:
+    """Complete states of earlier steps beside this one, the newest first."""
+    states = finished_states(folder.parent) if _NAME.fullmatch(folder.name) else []
+    return [state for state in reversed(states) if state.name < folder.name]
+
+
+def _check_share(folder: Path) -> None:
+    """`UserError` names a file that is missing, damaged or of another state. Every rank reads all small files, so that
+    none goes on with another description than the others, and its share of those with the tensors."""
+    if not (folder / DESCRIPTION).is_file():
+        raise UserError(f"{folder} is no complete training state: it has no {DESCRIPTION}")
+    if not check_folder(folder, mark=DESCRIPTION, which=lambda name: not name.endswith(_DATA)):
+        read_description(folder)  # of an older version, which wrote none?
+        raise UserError(f"{folder / CHECKSUMS} is missing")
+    share = dist.get_rank(), dist.get_world_size()
+    check_folder(folder, mark=DESCRIPTION, which=lambda name: name.endswith(_DATA), share=share)
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """`state.json` of a folder whose checksums hold."""
+    file = folder / DESCRIPTION
+    described = read_json_object(file)
     if described.get("format") != FORMAT:
         raise UserError(f"{file} has format {described.get('format')!r}; this version reads format {FORMAT}")
-    for name, size in files.items():
-        part = folder / name
-        if not part.is_file():
-            raise UserError(f"{folder} is incomplete: {name} is missing; copy it again or resume from an older step")
-        if part.stat().st_size != size:
-            raise UserError(
-                f"{folder} is incomplete: {name} has {part.stat().st_size} of {size} bytes; copy it again or resume "
-                "from an older step"
-            )
+    for name, kinds in _FIELDS.items():
+        if not isinstance(described.get(name), kinds):
+            raise UserError(f"{file}: {name} is {described.get(name)!r:.80}; copy the folder again")
     return described
 
 
-def finish_state(partial: Path, root: Path, step: int, described: dict[str, Any], keep: int) -> Path:
-    """Describe, publish, point `latest` at it, remove what is beyond the `keep` newest. One process only."""
-    files = {str(p.relative_to(partial)): p.stat().st_size for p in sorted(partial.rglob("*")) if p.is_file()}
-    write_synced(partial / DESCRIPTION, json.dumps({"format": FORMAT, "files": files, **described}, indent=1))
-    sync(partial)
+def finish_state(
+    partial: Path, root: Path, step: int, described: dict[str, Any], keep: int, digests: Mapping[str, str]
+) -> Path:
+    """Describe, write the checksums (`digests`: of the files that ranks wrote, by name), publish, point `latest` at it,
+    remove what is beyond the `keep` newest. One process only."""
+    write_synced(partial / DESCRIPTION, json.dumps({"format": FORMAT, **described}, indent=1))
+    write_checksums(partial, mark=DESCRIPTION, known=digests)
     folder = root / folder_name(step)
     publish(partial, folder)
     replacement = root / f".{LATEST}.new"

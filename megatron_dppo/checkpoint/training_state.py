@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import multiprocessing
+import os
 import pickle
 import queue
 import secrets
@@ -28,16 +31,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_dppo.checkpoint import optimizer_state, state_folder
 from megatron_dppo.checkpoint.adapter_state import load_adapters, sharded_adapters
 from megatron_dppo.checkpoint.atomic import INCOMPLETE
+from megatron_dppo.checkpoint.checksums import ChecksummedFile
 from megatron_dppo.checkpoint.first_rank import on_first_rank
 from megatron_dppo.checkpoint.hf_side_files import check_side_files, copy_side_files
 from megatron_dppo.checkpoint.rng_state import collect_rng, restore_rng
-from megatron_dppo.checkpoint.safe_dcp import nothing_executed, read_index
+from megatron_dppo.checkpoint.safe_dcp import nothing_executed
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import unwrap
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.lora.sites import adapter_tensors
 from megatron_dppo.models.parallel import ParallelConfig
+
+logger = logging.getLogger(__name__)
 
 
 class Scheduler(Protocol):
@@ -90,7 +96,8 @@ class TrainingStates:
         self._queue = AsyncCallsQueue(persistent=False) if asynchronous else None
         # Where the writer reports what it wrote. The stock queue lives in a fresh Python process of every rank, which
         # imports torch for the first report: seconds and half a gigabyte each.
-        self._reports: Any = multiprocessing.get_context("fork").Manager().Queue() if asynchronous else queue.Queue()
+        make: Any = multiprocessing.get_context("fork").Manager().Queue if asynchronous else queue.Queue
+        self._reports, self._digests = make(), make()
 
     def save(self, step: int, progress: dict[str, Any]) -> None:
         """Write the state after optimizer step `step`. `progress` is JSON: data position, weight version, config, ...
@@ -109,7 +116,10 @@ class TrainingStates:
                 trainee.optimizer, state, trainee.groups, is_loading=False
             )
         state["rng"] = self._rng_slot(collect_rng())
+        _drain(self._digests)  # of a save that failed
         filesystem_async._results_queue = self._reports
+        # The files with the tensors are digested as they are written: reading terabytes again would double a save.
+        filesystem_async.open = lambda path, _: ChecksummedFile(path, self._digests.put)
         try:
             request = dist_checkpointing.save(
                 state, str(partial), async_sharded_save=self._queue is not None, async_strategy="mcore"
@@ -118,7 +128,8 @@ class TrainingStates:
             raise self._cannot_save(error) from None
 
         def finalize() -> None:
-            on_first_rank(lambda: self._publish(partial, step, described))
+            digests = self._written()
+            on_first_rank(lambda: self._publish(partial, step, described, digests))
 
         if self._queue is None:
             finalize()
@@ -134,15 +145,18 @@ class TrainingStates:
         """Wait for an asynchronous save."""
         self._finalize(blocking=True)
 
-    def load(self, folder: Path | str | None = None) -> Resumed:
+    def load(self, folder: Path | str | None = None, *, checked: bool = False) -> Resumed:
         """Load the state in `folder` (default: the latest under `root`) into the trainee, whatever layout saved it.
 
-        Refused with a `UserError`: an empty or incomplete folder, another model, another parameter dtype, tensors
-        that one side lacks. Nothing in the folder is executed.
+        Refused with a `UserError`: an empty or incomplete folder, a file whose checksum is not that of the save (unless
+        the caller has `checked` that by `require_whole`), another model, another parameter dtype, tensors that one side
+        lacks. Nothing in the folder is executed.
         """
         self.trainee.require_present()
         # A shared file system may show nodes different states of its folders.
-        source = Path(folder) if folder is not None else on_first_rank(lambda: state_folder.latest_state(self.root))
+        source = Path(folder) if folder is not None else on_first_rank(self._latest)
+        if not checked:
+            state_folder.require_whole(source, resuming=folder is None)
         described = state_folder.read_description(source)
         trainee = self.trainee
         self._check_same_model(source, described)
@@ -155,8 +169,7 @@ class TrainingStates:
         if same_layout:
             state["rng"] = self._rng_slot(None)
         try:
-            with nothing_executed():
-                read_index(source)  # the loader itself reports a refused one as missing
+            with nothing_executed(source):
                 loaded = dist_checkpointing.load(state, str(source), strict=StrictHandling.RAISE_UNEXPECTED)
         except CheckpointingException as error:
             raise UserError(f"{source} does not fit this run: {error}") from None
@@ -176,6 +189,14 @@ class TrainingStates:
         if same_layout:
             restore_rng(loaded["rng"])
         return Resumed(source, described["step"], described["progress"], same_layout)
+
+    def _latest(self) -> Path:
+        """On rank 0."""
+        state = state_folder.latest_state(self.root)
+        newest = state_folder.finished_states(self.root)[-1]
+        if state != newest:
+            logger.warning("%s says %s; %s is newer and is not used", self.root / "latest", state.name, newest.name)
+        return state
 
     def _model_state(self) -> dict[str, Any]:
         trainee = self.trainee
@@ -260,14 +281,21 @@ class TrainingStates:
             ) from None
         return partial
 
-    def _publish(self, partial: Path, step: int, described: dict[str, Any]) -> None:
+    def _written(self) -> dict[str, str]:
+        """On rank 0 the digests of the files that all ranks wrote, by name. Collective: a gather."""
+        mine = {os.path.basename(path): digest for path, digest in _drain(self._digests)}
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(mine, found if dist.get_rank() == 0 else None)
+        return {name: digest for one in found if one for name, digest in one.items()}
+
+    def _publish(self, partial: Path, step: int, described: dict[str, Any], digests: dict[str, str]) -> None:
         """On rank 0."""
         try:
             hf = partial / state_folder.HF
             hf.mkdir()
             assert self.trainee.model.path is not None
             copy_side_files(self.trainee.model.path, hf, self._dtype())
-            state_folder.finish_state(partial, self.root, step, described, self.keep)
+            state_folder.finish_state(partial, self.root, step, described, self.keep, digests)
         except OSError as error:
             raise UserError(f"cannot finish the checkpoint {partial}: {error.strerror}") from None
 
@@ -296,6 +324,14 @@ class TrainingStates:
 def lora_signature(lora: LoraConfig | None) -> dict[str, Any] | None:
     """What two runs must agree on for the adapters of one to fit the other; None for a run on all weights."""
     return None if lora is None else lora.model_dump(mode="json", exclude={"adapter"})
+
+
+def _drain(reports: Any) -> list[tuple[str, str]]:
+    found = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            found.append(reports.get_nowait())
+    return found
 
 
 def _weights(lora: dict[str, Any] | None) -> str:

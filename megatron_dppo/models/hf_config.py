@@ -228,7 +228,7 @@ def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig
     architectures = raw.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         raise UserError(f"{where}: architectures is {architectures}, only {family.architecture} is supported")
-    _refuse_absurd_sizes(raw, where)
+    refuse_absurd_sizes(raw, where)
     for name in _LOADER:
         if raw.get(name):
             raise UserError(f"{where}: {name} is set, which is not supported")
@@ -323,7 +323,7 @@ def _check_values(config: PreTrainedConfig, family: Family, where: str) -> None:
     check_rope(config, where)
 
 
-def _refuse_absurd_sizes(raw: dict[str, Any], where: str) -> None:
+def refuse_absurd_sizes(raw: dict[str, Any], where: str) -> None:
     """Sizes far beyond any model's, for which transformers and the table of tensors would take all memory."""
     for name, limit in _LARGEST.items():
         size = raw.get(name)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
+from megatron_dppo.models.hf_config import refuse_absurd_sizes
 from megatron_dppo.router_replay.record import RouteSchema
 
 
@@ -31,6 +32,7 @@ class ModelFacts:
         if not path.is_file():
             raise UserError(f"{path}: no such file; model.path must be a folder with a Hugging Face checkpoint")
         config = read_json_object(path)
+        refuse_absurd_sizes(config, str(path))
         if type(vocab_size := config.get("vocab_size")) is not int or vocab_size < 1:
             raise UserError(f"{path}: vocab_size is {vocab_size!r}; it must be a whole number above 0")
         stop = {i for file in (path, generation) if file.is_file() for i in _end_ids(file)}

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
+from megatron_dppo.checkpoint.hf_files import WEIGHTS, require_unchanged
 from megatron_dppo.config.load import build_config, read_tree
 from megatron_dppo.config.trainer import EvaluationConfig
 from megatron_dppo.config_base import ConfigModel
@@ -69,6 +70,7 @@ def evaluate_model(model: Path, config: EvaluateConfig, out: Path) -> int:
     """
     if not (model / "config.json").is_file():
         raise UserError(f"{model}: holds no Hugging Face model (config.json)")
+    require_unchanged(model, which=lambda name: not name.endswith(WEIGHTS))
     tokenizer = load_tokenizer(model)
     sets, report = build_sets(
         config.evaluation,
@@ -92,6 +94,7 @@ def evaluate_model(model: Path, config: EvaluateConfig, out: Path) -> int:
         for one in sets:
             stack.callback(one.scorer.close)
         if any(missing):
+            require_unchanged(model, which=lambda name: name.endswith(WEIGHTS))
             engine = VllmEngine(model, config.rollout)
             stack.callback(engine.close)
             for one, file, prompts in zip(sets, files, missing, strict=True):

@@ -44,6 +44,15 @@ def import_from(rank: int, layout: dict[str, Any], base: Path, others: list[tupl
     return equal
 
 
+def load_refusal(rank: int, layout: dict[str, Any], source: Path) -> str:
+    """Why `source` is not loaded."""
+    try:
+        build_from(source, layout)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def save_with_little_room(rank: int, source: Path, target: Path, limit: int | None) -> str:
     """The error of a save when no file may grow beyond `limit` bytes (or the disk of `target` is small)."""
     models, model, groups = build_from(source, {"tensor": 2, "sequence_parallel": True})

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,20 @@ def test_there_and_back_under_torchrun_layouts(source: Path, tmp_path: Path) -> 
     assert "is not empty" in run_ranks(convert, 1, megatron, back)[0]
     assert run_ranks(convert, 1, megatron, back, "--overwrite", "--dtype", "bfloat16") == [""]
     assert load_file(back / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+
+
+def test_a_damaged_state_is_not_converted_and_an_older_one_is_named(source: Path, tmp_path: Path) -> None:
+    megatron, out = tmp_path / "megatron", tmp_path / "out"
+    assert run_ranks(convert, 1, source, megatron) == [""]
+    shutil.copytree(megatron / "step_00000000", megatron / "step_00000002")
+    data = megatron / "step_00000002" / "__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    refusal = run_ranks(convert, 1, megatron / "step_00000002", out)[0]
+    assert f"{data} is damaged" in refusal
+    assert f"name {megatron / 'step_00000000'} in its place" in refusal
+    assert not out.exists()
 
 
 def test_the_script_runs_in_one_process(source: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from megatron_dppo.checkpoint.hf_files import INDEX, HFFiles
 from megatron_dppo.checkpoint.hf_import import check_tensors, check_tokenizer, stores_stacked_experts
 from megatron_dppo.checkpoint.hf_side_files import check_side_files, copy_side_files
+from megatron_dppo.cli import main
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import load_hf_config
 from megatron_dppo.rollout.model_facts import ModelFacts
@@ -200,6 +201,8 @@ FAULTS: dict[Callable[[Path], None], str] = {
     header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [2**63, 2**63 + 4]}}): r"is no intact",
     header({"a": 5}): r"is no intact",
     header([]): r"is no intact",
+    header({"a": {"dtype": "F\n32", "shape": [1], "data_offsets": [0, 4]}}): r"is no intact.*unknown variant `F 32`",
+    replaced(INDEX, '{"weight_map": {"a": "x\\n\\u001b[2J.safetensors"}}'): r"x \\x1b\[2J\.safetensors is missing",
     is_a_folder: r"is missing, but",
     resized("num_hidden_layers", 10**7): r"num_hidden_layers is 10,000,000, more than 1,024",
     resized("num_experts", 10**9): r"num_experts is 1,000,000,000, more than",
@@ -215,6 +218,29 @@ def test_faults_are_named_in_one_line(fault: Callable[[Path], None], folder: Pat
     with pytest.raises(UserError, match=FAULTS[fault]) as refusal:
         check(folder)
     assert "\n" not in str(refusal.value)
+
+
+ONE_LINE = [
+    resized("num_hidden_layers", 10**7),
+    replaced("config.json", "[]"),
+    replaced("config.json", '{"model_type": "qwen3\\n\\u001b[31m"}'),
+    unreadable_config,
+]
+
+
+@pytest.mark.parametrize("command", [["convert", "MODEL", "OUT"], ["plan", "MODEL", "--gpus", "8"]])
+@pytest.mark.parametrize("fault", ONE_LINE, ids=lambda f: f.__name__)
+def test_a_command_ends_with_one_line_and_status_2(
+    folder: Path, capfd: pytest.CaptureFixture[str], command: list[str], fault: Callable[[Path], None]
+) -> None:
+    fault(folder)
+    words = {"MODEL": str(folder), "OUT": str(folder / "out")}
+    assert main([words.get(word, word) for word in command]) == 2
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1
+    assert "\x1b" not in error
+    assert "config.json" in error
+    assert not (folder / "out").exists()
 
 
 def test_sizes_of_layers_and_experts_are_bounded_together(folder: Path) -> None:
@@ -262,6 +288,11 @@ def test_a_snapshot_of_the_hugging_face_cache_is_exported(folder: Path, tmp_path
     [
         ("config.json", "[]", r"config\.json must hold a JSON object"),
         ("config.json", '{"vocab_size": "many"}', r"config\.json: vocab_size is 'many'"),
+        (
+            "config.json",
+            '{"num_hidden_layers": 1%s}' % ("0" * 30),
+            r"num_hidden_layers is 1,000,0.*, more",
+        ),
         ("config.json", "{}", r"config\.json: vocab_size is None"),
         ("config.json", '{"vocab_size": 9, "num_experts": 4}', r"does not describe its expert layers"),
         (

@@ -11,7 +11,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_dppo.checkpoint.hf_files import INDEX
-from tests.checkpoint.save_ranks import SHARD_BYTES, import_and_save, import_from, save_and_die, save_with_little_room
+from tests.checkpoint.save_ranks import (
+    SHARD_BYTES,
+    import_and_save,
+    import_from,
+    load_refusal,
+    save_and_die,
+    save_with_little_room,
+)
 from tests.distributed import run_ranks
 from tests.tiny import tiny_qwen3_moe
 
@@ -133,3 +140,23 @@ def test_a_killed_export_leaves_no_folder_that_looks_whole(source: Path, tmp_pat
     assert not (leftover / "config.json").exists()
     run_ranks(import_and_save, 1, {}, source, [tmp_path / "out"])  # and does not stand in the way
     assert tensors_of(tmp_path / "out").keys() == tensors_of(source).keys()
+
+
+def test_an_export_that_changed_is_refused_by_file_on_every_rank(source: Path, tmp_path: Path) -> None:
+    """Whichever rank read the file; without its checksums the folder is as any other's."""
+    export = tmp_path / "export"
+    run_ranks(import_and_save, 2, TP2_EP2, source, [export])
+    assert run_ranks(load_refusal, 2, TP2_EP2, export) == ["", ""]
+    weights = sorted(export.glob("*.safetensors"))
+    for file in (*weights[:2], export / "config.json", export / "tokenizer.json", export / INDEX):
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+        refusals = run_ranks(load_refusal, 2, TP2_EP2, export)
+        file.write_bytes(whole)
+        assert refusals[0] == refusals[1]
+        assert str(file) in refusals[0]
+    (export / "chat_template.jinja").write_text("{{ messages }}")
+    assert "chat_template.jinja is damaged" in run_ranks(load_refusal, 1, {}, export)[0]
+    assert "remove checksums.xxh128 if you changed a file" in run_ranks(load_refusal, 1, {}, export)[0]
+    (export / "checksums.xxh128").unlink()
+    assert run_ranks(load_refusal, 1, {}, export) == [""]

@@ -3,18 +3,26 @@
 import json
 import os
 import pickle
+import re
 import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import xxhash
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
-from megatron_dppo.checkpoint.safe_dcp import nothing_executed
+from megatron_dppo.checkpoint.checksums import write_checksums
+from megatron_dppo.checkpoint.safe_dcp import read_index
 from megatron_dppo.checkpoint.state_folder import latest_state, read_description
 from megatron_dppo.errors import UserError
 from tests.checkpoint.training_ranks import (
     generators_after,
     load_only,
     load_views,
+    save_and_list_flushed,
     save_into,
     save_several,
     save_until_killed,
@@ -102,10 +110,10 @@ def test_nothing_to_resume_is_said_plainly(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no checkpoint"):
         latest_state(tmp_path)
     (tmp_path / "latest").write_text("step_00000009\n")
-    with pytest.raises(UserError, match="names step_00000009, which is not complete"):
+    with pytest.raises(UserError, match="names 'step_00000009', which is not complete"):
         latest_state(tmp_path)
     (tmp_path / "latest").write_text("../../elsewhere")
-    with pytest.raises(UserError, match="no checkpoint"):
+    with pytest.raises(UserError, match="no name of a state"):
         latest_state(tmp_path)
 
 
@@ -118,18 +126,154 @@ def test_without_the_pointer_the_highest_complete_state_is_taken(
     assert latest_state(states).name == "step_00000004"
 
 
-def test_a_state_that_lost_a_file_or_part_of_one_is_refused(root: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+def cut(folder: Path) -> str:
+    file = folder / "__1_0.distcp"
+    file.write_bytes(file.read_bytes()[:-100])
+    return "__1_0.distcp is damaged, or of another folder"
+
+
+def lost(folder: Path) -> str:
+    (folder / "__1_0.distcp").unlink()
+    return "__1_0.distcp is missing"
+
+
+def flipped(folder: Path) -> str:
+    file = folder / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    return "__1_0.distcp is damaged, or of another folder"
+
+
+def of_another_step(folder: Path) -> str:
+    shutil.copyfile(folder.with_name("step_00000003") / "__1_0.distcp", folder / "__1_0.distcp")
+    return "__1_0.distcp is damaged, or of another folder"
+
+
+def emptied(folder: Path) -> str:
+    (folder / "state.json").write_text("{")
+    return "state.json is damaged, or of another folder"
+
+
+def other_tokenizer(folder: Path) -> str:
+    (folder / "hf" / "tokenizer.json").write_text("{}")
+    return "hf/tokenizer.json is damaged, or of another folder"
+
+
+def without_checksums(folder: Path) -> str:
+    (folder / "checksums.xxh128").unlink()
+    return "checksums.xxh128 is missing"
+
+
+def fewer_checksums(folder: Path) -> str:
+    """As a copy that was cut off leaves it."""
+    file = folder / "checksums.xxh128"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    return "checksums.xxh128 is damaged: it does not end with the line of state.json"
+
+
+def escaping_checksums(folder: Path) -> str:
+    file = folder / "checksums.xxh128"
+    file.write_text(f"{'0' * 32}  ../latest\n" + file.read_text())
+    return "checksums.xxh128 is damaged: line 1 is no digest and path of a file"
+
+
+def without_description(folder: Path) -> str:
+    (folder / "state.json").unlink()
+    return "has no state.json"
+
+
+@pytest.mark.parametrize("fault", [cut, lost, flipped, of_another_step, emptied, other_tokenizer, without_checksums,
+                                   fewer_checksums, escaping_checksums], ids=lambda f: f.__name__)  # fmt: skip
+def test_a_damaged_state_is_refused_by_file_and_an_older_one_offered(
+    fault: Callable[[Path], str], model: Path, root: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    """On every rank the same, also where only one has read the file; what is offered works as it is typed."""
     states = copied(root, tmp_path)
-    data = sorted((states / "step_00000004").glob("*.distcp"))[0]
-    data.write_bytes(data.read_bytes()[:-100])
-    with pytest.raises(UserError, match=rf"incomplete: {data.name} has"):
-        read_description(states / "step_00000004")
-    data.unlink()
-    with pytest.raises(UserError, match=rf"incomplete: {data.name} is missing"):
-        read_description(states / "step_00000004")
-    (states / "step_00000003" / "state.json").write_text("{")
-    with pytest.raises(UserError, match="cannot be read"):
-        read_description(states / "step_00000003")
+    reason = fault(states / "step_00000004")
+    refusals = run_ranks(load_only, 2, model, states, EP2, {})
+    assert refusals[0] == refusals[1]
+    assert reason in refusals[0]
+    assert "\n" not in refusals[0]
+    typed = re.search(r"newest older state that is whole: type: (.+) and resume again", refusals[0])
+    assert typed
+    subprocess.run(typed[1], shell=True, check=True)
+    assert run_ranks(load_only, 2, model, states, EP2, {})[0][1] == 3
+
+
+def test_what_is_offered_is_whole_itself(model: Path, root: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    states = copied(root, tmp_path)
+    shutil.copytree(states / "step_00000003", states / "step_00000002")
+    flipped(states / "step_00000004")
+    flipped(states / "step_00000003")
+    assert "echo step_00000002 > " in run_ranks(load_only, 1, model, states, {}, {})[0]
+    flipped(states / "step_00000002")
+    assert "no older state beside it is whole" in run_ranks(load_only, 1, model, states, {}, {})[0]
+
+
+def test_a_pointer_to_what_is_not_complete_offers_what_is(root: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    states = copied(root, tmp_path)
+    without_description(states / "step_00000004")
+    with pytest.raises(UserError, match=r"'step_00000004', which is not complete there .*echo step_00000003 > "):
+        latest_state(states)
+    (states / "latest").write_bytes(b"step_0000\xff004")
+    with pytest.raises(UserError, match=r"which is no name of a state .*echo step_00000003 > "):
+        latest_state(states)
+
+
+def test_states_of_the_format_without_checksums_are_named(
+    model: Path, root: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    states = copied(root, tmp_path)
+    for folder in states.glob("step_*"):
+        (folder / "checksums.xxh128").unlink()
+        described = json.loads((folder / "state.json").read_text())
+        (folder / "state.json").write_text(json.dumps(described | {"format": 1}))
+    assert "state.json has format 1; this version reads format 2" in run_ranks(load_only, 1, model, states, {}, {})[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step", "4"),
+        ("model", []),
+        ("dtype", None),
+        ("layout", 1),
+        ("scheduler", 0.5),
+        ("progress", None),
+        ("lora", []),
+    ],
+)
+def test_a_description_of_other_types_is_refused_by_field(
+    root: tuple[Path, dict[str, str]], tmp_path: Path, name: str, value: object
+) -> None:
+    described = json.loads((root[0] / "step_00000004" / "state.json").read_text())
+    (tmp_path / "state.json").write_text(json.dumps(described))
+    assert read_description(tmp_path)["step"] == 4
+    (tmp_path / "state.json").write_text(json.dumps(described | {name: value}))
+    with pytest.raises(UserError, match=rf"state\.json: {name} is .*copy the folder again"):
+        read_description(tmp_path)
+
+
+def test_every_file_of_a_state_has_a_checksum_that_other_programs_read(root: tuple[Path, dict[str, str]]) -> None:
+    folder = root[0] / "step_00000004"
+    lines = (folder / "checksums.xxh128").read_text().splitlines()
+    files = [file for file in folder.rglob("*") if file.is_file() and file.name != "checksums.xxh128"]
+    assert lines == [
+        f"{xxhash.xxh3_128(file.read_bytes()).hexdigest()}  {file.relative_to(folder).as_posix()}"
+        for file in sorted(files, key=lambda file: (file.name == "state.json", file.relative_to(folder).as_posix()))
+    ]
+
+
+def test_everything_is_flushed_before_a_state_is_published(model: Path, tmp_path: Path) -> None:
+    root, folder = tmp_path / "states", tmp_path / "states" / "step_00000001"
+    flushed = run_ranks(save_and_list_flushed, 1, model, root)[0]
+    at = next(i for i, entry in enumerate(flushed) if entry.endswith(f"-> {folder}"))
+    partial = Path(flushed[at].partition(" -> ")[0])
+    for path in [folder, *folder.rglob("*")]:
+        assert str(partial / path.relative_to(folder)) in flushed[:at]
+    assert flushed[at - 2 : at] == [str(partial / "checksums.xxh128"), str(partial)]
+    assert flushed[at + 1 :] == [str(root), str(root / ".latest.new"), str(root)]
 
 
 def test_another_model_or_dtype_is_refused_by_name(root: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
@@ -154,16 +298,81 @@ class Payload:
         return os.system, (f"touch {self.mark}",)
 
 
-def test_nothing_in_a_state_is_executed(model: Path, root: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+def sealed(folder: Path, index: bytes) -> None:
+    """The folder with that index, and checksums as its maker would write them."""
+    (folder / ".metadata").write_bytes(index)
+    write_checksums(folder, mark="state.json")
 
+
+def test_nothing_in_a_state_is_executed(model: Path, root: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     states = copied(root, tmp_path)
     folder, mark = states / "step_00000004", tmp_path / "executed"
-    (folder / ".metadata").write_bytes(pickle.dumps(Payload(mark)))
-    described = json.loads((folder / "state.json").read_text())
-    described["files"][".metadata"] = (folder / ".metadata").stat().st_size
-    (folder / "state.json").write_text(json.dumps(described))
-    with nothing_executed(), pytest.raises(pickle.UnpicklingError, match="system has no place"):
-        FileSystemReader(folder).read_metadata()
+    sealed(folder, pickle.dumps(Payload(mark)))
+    with pytest.raises(pickle.UnpicklingError, match="system has no place"):
+        read_index(folder)
     assert "has no place in a checkpoint" in run_ranks(load_only, 1, model, states, {}, {})[0]
     assert not mark.exists()
+
+
+CLASSES = [
+    b"ctorch.distributed.checkpoint.metadata\nMetadata\n",
+    b"ctorch.distributed.checkpoint.metadata\nTensorProperties\n",
+    b"ctorch.serialization\n_get_layout\n",
+    b"ccollections\nOrderedDict\n)R",
+]
+
+
+@pytest.mark.parametrize("target", CLASSES)
+@pytest.mark.parametrize("state", [b"N}S'planted'\nI1\ns\x86", b"}S'planted'\nI1\ns"])
+def test_an_index_sets_no_attributes_of_classes(folder_with_index: Path, target: bytes, state: bytes) -> None:
+    (folder_with_index / ".metadata").write_bytes(target + state + b"b.")
+    with pytest.raises(pickle.UnpicklingError, match="sets what is no field"):
+        read_index(folder_with_index)
+    assert not hasattr(Metadata, "planted")
+    assert not hasattr(TensorProperties, "planted")
+
+
+@pytest.fixture
+def folder_with_index(root: tuple[Path, dict[str, str]], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(root[0] / "step_00000004", tmp_path / "state"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is damaged"),
+        (b"\x80\x04]\x94.", "is damaged"),
+        (b"\x80\x04\x8d" + (2**62).to_bytes(8, "little") + b"a.", "is damaged"),
+        (b"r" + (2**31).to_bytes(4, "little") + b".", "is damaged"),
+        (b"ctorch.distributed.checkpoint.filesystem\nFileSystemWriter\n.", "FileSystemWriter has no place"),
+        (b"ctorch.distributed.checkpoint.filesystem\nPath\n.", "Path has no place"),
+    ],
+)
+def test_an_index_that_is_none_is_refused(folder_with_index: Path, content: bytes, message: str) -> None:
+    (folder_with_index / ".metadata").write_bytes(content)
+    with pytest.raises(pickle.UnpicklingError, match=message):
+        read_index(folder_with_index)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"relative_path": "../../secret"}, "a file outside the folder"),
+        ({"relative_path": "/etc/hostname"}, "a file outside the folder"),
+        ({"relative_path": "__9_9.distcp"}, "is damaged .*No such file"),
+        ({"offset": -1}, "places .* outside of __"),
+        ({"length": 2**60}, "places .* outside of __"),
+        ({"length": "1"}, "is damaged"),
+        ({"transform_descriptors": ["zstd"]}, "has no description"),
+    ],
+)
+def test_an_index_reads_nothing_outside_its_files(
+    folder_with_index: Path, change: dict[str, Any], message: str
+) -> None:
+    index = read_index(folder_with_index)
+    first = next(iter(index.storage_data.values()))
+    for field, value in change.items():
+        setattr(first, field, value)
+    (folder_with_index / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(pickle.UnpicklingError, match=message):
+        read_index(folder_with_index)

@@ -127,6 +127,26 @@ def save_until_killed(rank: int, path: Path, root: Path) -> None:
     states.save(2, {})
 
 
+def save_and_list_flushed(rank: int, path: Path, root: Path) -> list[str]:
+    """What a save flushes to the disk, and `FROM -> TO` for each renaming of a folder."""
+    trainee = trainee_from(path, {})
+    flushed: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def recorded_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    def recorded_rename(self: Path, target: Path) -> Path:
+        if self.is_dir():
+            flushed.append(f"{self} -> {target}")
+        return rename(self, target)
+
+    os.fsync, Path.rename = recorded_fsync, recorded_rename  # type: ignore[assignment, method-assign]
+    TrainingStates(root, trainee).save(1, {})
+    return flushed
+
+
 def save_into(rank: int, path: Path, root: Path, limit: int | None) -> str:
     """The refusal of a save into `root`, with files limited to `limit` bytes."""
     trainee = trainee_from(path, {"expert": 2})

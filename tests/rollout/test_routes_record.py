@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,9 @@ def test_what_is_no_frame_is_refused() -> None:
         ResponseRecord.from_frame(frame[:-1])
     with pytest.raises(BadFrame, match="not a record"):
         ResponseRecord.from_frame(np.zeros(100, dtype=np.uint8))
+    header = np.frombuffer(struct.pack("<8s6I", b"RECORD\x00\x01", 1, 0, 0, 2**32 - 1, 2**32 - 1, 1), dtype=np.uint8)
+    with pytest.raises(BadFrame, match="no such sizes"):
+        ResponseRecord.from_frame(header)
 
 
 def collect(engine: VllmEngine, count: int, *, hold: bool, n: int = 1, abort: tuple[int, ...] = ()) -> list[Any]:

@@ -63,9 +63,12 @@ class ResponseRecord:
                 f"a record of {tokens} tokens takes {_HEADER.size + 2 * cells + choices} bytes, {len(frame)} came"
             )
         body = frame[_HEADER.size :]
-        experts = body[2 * cells :].view(_EXPERT_TYPES[itemsize]).reshape(rows, layers, topk)
-        return ResponseRecord(
-            ids=body[:cells].view("<i4").reshape(tokens, columns),
-            logp=body[cells : 2 * cells].view("<f4").reshape(tokens, columns),
-            experts=experts if rows and layers else None,
-        )
+        try:
+            experts = body[2 * cells :].view(_EXPERT_TYPES[itemsize]).reshape(rows, layers, topk)
+            return ResponseRecord(
+                ids=body[:cells].view("<i4").reshape(tokens, columns),
+                logp=body[cells : 2 * cells].view("<f4").reshape(tokens, columns),
+                experts=experts if rows and layers else None,
+            )
+        except ValueError as error:  # sizes beyond what an array may have, times zero
+            raise BadFrame(f"a record has no such sizes: {error}") from None
