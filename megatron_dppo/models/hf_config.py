@@ -311,7 +311,7 @@ def _check_values(config: PreTrainedConfig, family: Family, where: str) -> None:
     if set(kinds or []) - {"full_attention"}:
         cause = "use_sliding_window is true and so " if getattr(config, "sliding_window", None) else ""
         raise UserError(
-            f"{where}: {cause}layer_types has {sorted(set(kinds) - {'full_attention'})}, only full_attention is "
+            f"{where}: {cause}layer_types has {sorted(set(kinds or []) - {'full_attention'})}, only full_attention is "
             "supported"
         )
     if not kinds and getattr(config, "sliding_window", None) is not None:
