@@ -10,6 +10,9 @@ from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.hf_config import refuse_absurd_sizes
 from megatron_dppo.router_replay.record import RouteSchema
 
+_SIZES = ("vocab_size", "num_hidden_layers", "num_experts", "num_local_experts", "num_experts_per_tok",
+          "decoder_sparse_step")  # fmt: skip
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -32,14 +35,15 @@ class ModelFacts:
         if not path.is_file():
             raise UserError(f"{path}: no such file; model.path must be a folder with a Hugging Face checkpoint")
         config = read_json_object(path)
+        for name in _SIZES:
+            if (size := config.get(name)) is not None and type(size) is not int:
+                raise UserError(f"{path}: {name} is {size!r:.80}; it must be a whole number")
         refuse_absurd_sizes(config, str(path))
-        if type(vocab_size := config.get("vocab_size")) is not int or vocab_size < 1:
-            raise UserError(f"{path}: vocab_size is {vocab_size!r}; it must be a whole number above 0")
+        if (vocab_size := config.get("vocab_size") or 0) < 1:
+            raise UserError(f"{path}: vocab_size is {vocab_size}; it must be above 0")
         stop = {i for file in (path, generation) if file.is_file() for i in _end_ids(file)}
         try:
             routes = RouteSchema.from_hf_config(config) if router_replay else None
-            experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
-            experts_per_token = int(config.get("num_experts_per_tok") or 0)
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise UserError(f"{path} does not describe its expert layers: {error!r}; correct it") from None
         return ModelFacts(
@@ -48,8 +52,8 @@ class ModelFacts:
             stop_token_ids=tuple(sorted(stop)),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             routes=routes,
-            experts=experts,
-            experts_per_token=experts_per_token,
+            experts=config.get("num_experts") or config.get("num_local_experts") or 0,
+            experts_per_token=config.get("num_experts_per_tok") or 0,
         )
 
 

@@ -76,7 +76,7 @@ class AnswerFile:
         whole = 0
         with open(self.path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if not line.endswith(b"\n"):
+                if not line.endswith(b"\n") or b"\0" in line:  # cut off, or blocks that a power cut kept from the disk
                     break
                 try:
                     row = json.loads(line)
@@ -85,7 +85,7 @@ class AnswerFile:
                     else:
                         answer = Answer(**row)
                         self._answers[answer.prompt, answer.sample] = answer
-                except (ValueError, TypeError, KeyError) as error:
+                except (ValueError, TypeError, KeyError, RecursionError) as error:
                     raise UserError(f"{self.path}, line {number}: not an answer of an evaluation: {error!r}") from error
                 whole += len(line)
         return whole

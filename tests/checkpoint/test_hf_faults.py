@@ -293,7 +293,10 @@ def test_a_snapshot_of_the_hugging_face_cache_is_exported(folder: Path, tmp_path
             '{"num_hidden_layers": 1%s}' % ("0" * 30),
             r"num_hidden_layers is 1,000,0.*, more",
         ),
-        ("config.json", "{}", r"config\.json: vocab_size is None"),
+        ("config.json", "{}", r"config\.json: vocab_size is 0; it must be above 0"),
+        ("config.json", '{"num_hidden_layers": "1%s"}' % ("0" * 9), r"num_hidden_layers is '10.*; it must be a whole"),
+        ("config.json", '{"num_hidden_layers": 1e308}', r"num_hidden_layers is 1e\+308; it must be a whole number"),
+        ("config.json", '{"decoder_sparse_step": [1]}', r"decoder_sparse_step is \[1\]; it must be a whole number"),
         ("config.json", '{"vocab_size": 9, "num_experts": 4}', r"does not describe its expert layers"),
         (
             "config.json",

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from examples.tiny_moe_dppo.model import byte_tokenizer, random_tiny_qwen3_moe, write_checkpoint
+from megatron_dppo.checkpoint.checksums import write_checksums
 from megatron_dppo.cli import main
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.accuracy import pass_at_k
 from megatron_dppo.trainer.answers import Answer, AnswerFile
-from megatron_dppo.trainer.evaluate_model import evaluate_config
+from megatron_dppo.trainer.evaluate_model import evaluate_config, evaluate_model
 
 AIME = [{"id": i, "problem": f"Find {i}.", "answer": str(i)} for i in range(5)]
 CONFIG = """
@@ -93,6 +94,23 @@ def test_a_torn_line_is_dropped_and_written_again(tmp_path):
         file.add([answer(1, 1)])
         assert file.answers(1, 2) == [answer(1, 0), answer(1, 1)]
     assert path.read_bytes() == whole
+    path.write_bytes(whole + bytes(4096) + b'"tokens": 3}\n')  # as a power cut may leave the next answers
+    with AnswerFile(path, {"seed": 0}) as file:
+        assert file.has(1, 2)
+    assert path.read_bytes() == whole
+
+
+def test_a_model_that_changed_since_its_export_is_not_evaluated(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (model / name).write_text("{}")
+    write_checksums(model, mark="config.json")
+    (model / "tokenizer.json").write_text("[]")
+    config = evaluate_config(["q.jsonl"], None, [])
+    with pytest.raises(UserError, match=r"tokenizer\.json is damaged, or of another folder"):
+        evaluate_model(model, config, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_files_that_are_something_else(tmp_path):
