@@ -102,7 +102,7 @@ def record(model: Path, folder: Path, *, prompts: int, tokens: int, rollout_dtyp
     from transformers import AutoModelForCausalLM
 
     from megatron_dppo.rollout.config import RolloutConfig
-    from megatron_dppo.rollout.engine import GenerationRequest, SamplingLaw
+    from megatron_dppo.rollout.engine import GenerationRequest, SamplingConfig
     from megatron_dppo.rollout.vllm.engine import VllmEngine
 
     config = RolloutConfig(max_prompt_tokens=16, max_response_tokens=tokens, dtype=rollout_dtype)
@@ -119,7 +119,7 @@ def record(model: Path, folder: Path, *, prompts: int, tokens: int, rollout_dtyp
             )
             for i in range(prompts)
         ]
-        batch = engine.generate(requests, SamplingLaw(max_tokens=tokens), training=True)
+        batch = engine.generate(requests, SamplingConfig(max_tokens=tokens), training=True)
     finally:
         engine.close()
     rollout = batch.routes

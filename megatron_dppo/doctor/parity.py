@@ -24,14 +24,15 @@ from megatron_dppo.config.load import build_config, read_tree
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import load_hf_config
+from megatron_dppo.rollout.engine import RolloutEngine, update_weights
 from megatron_dppo.rollout.seeds import TRAINING
-from megatron_dppo.rollout.vllm.engine import VllmEngine
+from megatron_dppo.rollout.start import open_engine
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.examiner import build_examiner
 from megatron_dppo.trainer.mismatch import Mismatch
 from megatron_dppo.trainer.requests import requests_for
-from megatron_dppo.trainer.rollouts import training_law
+from megatron_dppo.trainer.rollouts import training_sampling
 from megatron_dppo.trainer.train import build_actor
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -162,19 +163,20 @@ def _roll_out(config: Config, dtype: str) -> RolloutBatch:
     if config.model.random_weights:
         rollout = rollout.model_copy(update={"load_format": "dummy"})
     with _no_rank():
-        engine = VllmEngine(config.model.path, rollout)
+        engine = open_engine(config.model.path, rollout)
         try:
             if config.model.random_weights:
                 _give_random_weights(engine, config)
-            return engine.generate(requests, training_law(config.rollout), training=True)
+            return engine.generate(requests, training_sampling(config.rollout), training=True)
         finally:
             engine.close()
 
 
-def _give_random_weights(engine: VllmEngine, config: Config) -> None:
+def _give_random_weights(engine: RolloutEngine, config: Config) -> None:
     """Those that `build_actor` draws."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    engine.update_weights(1, random_tensors(load_hf_config(config.model.path), config.run.seed, device))
+    tensors = random_tensors(load_hf_config(config.model.path), config.run.seed, device)
+    update_weights(engine, 1, tensors, bucket_mib=config.rollout.weight_sync_bucket_mib)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the next engine wants its share of the card
 

@@ -20,7 +20,6 @@ import ray
 
 from megatron_dppo.compat.ray_daemons import fewer_daemons
 from megatron_dppo.errors import UserError
-from megatron_dppo.launch.nodes import ranks_in_all_and_here
 
 _START_ATTEMPTS = 4
 
@@ -130,16 +129,6 @@ class RaySession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def require_cluster() -> None:
-    """UserError where ranks are on several nodes and no Ray is: one that a rank starts is its node's alone."""
-    ranks, here = ranks_in_all_and_here()
-    if here < ranks and not os.environ.get("RAY_ADDRESS"):
-        raise UserError(
-            f"torchrun started {here} of {ranks} ranks here; those of several nodes meet in one Ray: start "
-            "Ray on every node and set RAY_ADDRESS to host:port of its head (docker/start_node.sh does both)"
-        )
 
 
 def _check_answer(address: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.fleet.fleet import EngineFleet
+from megatron_dppo.rollout.engine import EngineClient, RolloutFleet
 from megatron_dppo.trainer.weight_sync import WeightSync
 
 _LOOK_S, _WORD_S = 0.2, 15.0
@@ -59,7 +59,7 @@ class Assembly:
     at the same place: the error itself on the controller, a `UserError` or `ControllerFailed` that tells it elsewhere.
     """
 
-    def __init__(self, runtime: Runtime, weights: WeightSync, fleet: EngineFleet | None) -> None:
+    def __init__(self, runtime: Runtime, weights: WeightSync, fleet: RolloutFleet | None) -> None:
         self._runtime, self._weights, self._fleet = runtime, weights, fleet
         self._version = 0
         self._failure: Exception | None = None
@@ -149,7 +149,7 @@ class Assembly:
             if isinstance(word, _Bring):
                 self._sync(None)
 
-    def _sync(self, members: list[Any] | None) -> dict[str, float]:
+    def _sync(self, members: Sequence[EngineClient] | None) -> dict[str, float]:
         report = self._weights.sync(self._version, members)
         if self._fleet is not None and members is not None:
             with self.alone():
@@ -157,7 +157,7 @@ class Assembly:
         return report.metrics
 
     @staticmethod
-    def _behind(fleet: EngineFleet) -> list[Any]:
+    def _behind(fleet: RolloutFleet) -> Sequence[EngineClient]:
         try:
             return fleet.members_behind()
         except Exception:  # the fleet has ended; the work that is waited for says why

@@ -22,13 +22,14 @@ from megatron_dppo.config.trainer import EvaluationConfig
 from megatron_dppo.config_base import ConfigModel
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.vllm.engine import VllmEngine
+from megatron_dppo.rollout.engine import Generates
+from megatron_dppo.rollout.start import open_engine
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.task import Prompt
 from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.accuracy import accuracy_metrics
 from megatron_dppo.trainer.answers import Answer, AnswerFile
-from megatron_dppo.trainer.evaluation import answer, evaluation_law
+from megatron_dppo.trainer.evaluation import answer, evaluation_sampling
 from megatron_dppo.trainer.examiner import EvaluationSet, build_sets
 
 PAPERS_SAMPLING = {"temperature": 0.7, "top_p": 0.95, "samples": 32}
@@ -95,7 +96,7 @@ def evaluate_model(model: Path, config: EvaluateConfig, out: Path) -> int:
             stack.callback(one.scorer.close)
         if any(missing):
             require_unchanged(model, which=lambda name: name.endswith(WEIGHTS))
-            engine = VllmEngine(model, config.rollout)
+            engine = open_engine(model, config.rollout)
             stack.callback(engine.close)
             for one, file, prompts in zip(sets, files, missing, strict=True):
                 _answer_all(engine, tokenizer, config, one, file, prompts, console)
@@ -107,7 +108,7 @@ def evaluate_model(model: Path, config: EvaluateConfig, out: Path) -> int:
 
 
 def _answer_all(
-    engine: VllmEngine,
+    engine: Generates,
     tokenizer: PreTrainedTokenizerBase,
     config: EvaluateConfig,
     one: EvaluationSet,
@@ -117,10 +118,12 @@ def _answer_all(
 ) -> None:
     """Sample the answers to `prompts`, as many prompts at a time as the engine decodes together."""
     at_once = max(1, config.rollout.max_num_seqs // one.samples)
-    law = evaluation_law(config.evaluation, config.rollout)
+    sampling = evaluation_sampling(config.evaluation, config.rollout)
     for start in range(0, len(prompts), at_once):
         part = prompts[start : start + at_once]
-        batch, rewards = answer(engine, law, one.scorer, tokenizer, part, one.samples, run_seed=config.seed, step=0)
+        batch, rewards = answer(
+            engine, sampling, one.scorer, tokenizer, part, one.samples, run_seed=config.seed, step=0
+        )
         file.add(
             Answer(
                 prompt=part[i // one.samples].index,
@@ -173,15 +176,15 @@ def _settings(model: Path, config: EvaluateConfig, one: EvaluationSet) -> dict[s
     digest = hashlib.sha256()
     for prompt in one.prompts:
         digest.update(prompt.prompt_ids.tobytes() + prompt.answer.encode("utf-8", "backslashreplace") + b"|")
-    law = evaluation_law(config.evaluation, config.rollout)
+    sampling = evaluation_sampling(config.evaluation, config.rollout)
     return {
         "model": str(model.resolve()),
         "weights": _weights(model),
         "prompts": digest.hexdigest(),
-        "temperature": law.temperature,
-        "top_p": law.top_p,
-        "max_response_tokens": law.max_tokens,
-        "stop_token_ids": list(law.stop_token_ids),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "max_response_tokens": sampling.max_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids),
         "seed": config.seed,
         "answer_pattern": config.task.answer_pattern,
         "rewards": [reward.model_dump(mode="json") for reward in config.task.rewards],

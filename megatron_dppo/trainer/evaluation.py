@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.config.trainer import EvaluationConfig
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.engine import RolloutEngine, SamplingLaw
+from megatron_dppo.rollout.engine import Generates, SamplingConfig
 from megatron_dppo.rollout.seeds import EVALUATION
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.task import Prompt, Rewards
@@ -25,7 +25,7 @@ from megatron_dppo.trainer.requests import requests_for
 class Evaluator:
     """Evaluates the weights that `engine` holds. Runs on the controller only; the trainer's state is not touched."""
 
-    engine: RolloutEngine
+    engine: Generates
     examiner: Examiner
     config: EvaluationConfig
     rollout: RolloutConfig
@@ -53,18 +53,18 @@ class Evaluator:
     def _answer(
         self, scorer: Scorer, prompts: Sequence[Prompt], samples: int, step: int
     ) -> tuple[RolloutBatch, Rewards]:
-        law = evaluation_law(self.config, self.rollout)
+        sampling = evaluation_sampling(self.config, self.rollout)
         tokenizer = self.examiner.tokenizer
-        return answer(self.engine, law, scorer, tokenizer, prompts, samples, run_seed=self.run_seed, step=step)
+        return answer(self.engine, sampling, scorer, tokenizer, prompts, samples, run_seed=self.run_seed, step=step)
 
     def _play(self, task: EnvironmentTask, prompts: Sequence[Prompt], step: int) -> tuple[RolloutBatch, Rewards]:
-        law = evaluation_law(self.config, self.rollout)
+        sampling = evaluation_sampling(self.config, self.rollout)
         episodes = play(
             task,
             self.examiner.tokenizer,
             prompts,
             self.config.samples,
-            lambda requests: self.engine.generate(requests, law, training=False),
+            lambda requests: self.engine.generate(requests, sampling, training=False),
             run_seed=self.run_seed,
             step=step,
             stream=EVALUATION,
@@ -73,9 +73,9 @@ class Evaluator:
         return episodes.batch, episodes.rewards
 
 
-def evaluation_law(config: EvaluationConfig, rollout: RolloutConfig) -> SamplingLaw:
+def evaluation_sampling(config: EvaluationConfig, rollout: RolloutConfig) -> SamplingConfig:
     """The evaluation's own sampling; responses may be as long as in training."""
-    return SamplingLaw(
+    return SamplingConfig(
         temperature=config.temperature,
         top_p=config.top_p,
         max_tokens=rollout.max_response_tokens,
@@ -84,8 +84,8 @@ def evaluation_law(config: EvaluationConfig, rollout: RolloutConfig) -> Sampling
 
 
 def answer(
-    engine: RolloutEngine,
-    law: SamplingLaw,
+    engine: Generates,
+    sampling: SamplingConfig,
     scorer: Scorer,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
@@ -96,7 +96,7 @@ def answer(
 ) -> tuple[RolloutBatch, Rewards]:
     """`samples` answers to each prompt in turn, and the verdicts."""
     requests = requests_for(prompts, samples, run_seed=run_seed, step=step, stream=EVALUATION)
-    batch = engine.generate(requests, law, training=False)
+    batch = engine.generate(requests, sampling, training=False)
     responses = [batch.response_ids(i) for i in range(len(batch))]
     return batch, judge(scorer, tokenizer, prompts, samples, responses, batch.finish_reasons)
 

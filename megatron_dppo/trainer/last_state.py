@@ -9,7 +9,7 @@ from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.actor.unfinished import Unfinished
 from megatron_dppo.launch.rank import lost_a_peer
-from megatron_dppo.rollout.fleet.fleet import EngineFleet
+from megatron_dppo.rollout.engine import RolloutFleet
 from megatron_dppo.trainer.assembly import Assembly
 from megatron_dppo.trainer.checkpoints import Checkpoints
 from megatron_dppo.trainer.weight_sync import WeightSync
@@ -43,7 +43,7 @@ class LastState:
     weights: WeightSync
     assembly: Assembly
     checkpoints: Checkpoints
-    fleet: EngineFleet | None
+    fleet: RolloutFleet | None
     """Only the controller has it."""
 
     def rescue(self, error: Exception, trained: Trained) -> str:

@@ -20,7 +20,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.launch.heartbeat import Heartbeat
 from megatron_dppo.launch.stop import StopRequest
 from megatron_dppo.models.flops import peak_flops, training_flops
-from megatron_dppo.rollout.fleet.fleet import EngineFleet
+from megatron_dppo.rollout.engine import RolloutFleet
 from megatron_dppo.trainer.assembly import Assembly, meanwhile
 from megatron_dppo.trainer.checkpoints import Checkpoints
 from megatron_dppo.trainer.evaluation import Evaluator
@@ -38,7 +38,7 @@ from megatron_dppo.trainer.weight_sync import WeightSync
 class Controller:
     """What only rank 0 has."""
 
-    fleet: EngineFleet
+    fleet: RolloutFleet
     examiner: Examiner
     evaluator: Evaluator
     tracker: Tracker

@@ -12,13 +12,13 @@ import torch
 
 from megatron_dppo.actor.actor import TrainingSignal
 from megatron_dppo.algorithm import group_advantages
+from megatron_dppo.batch import SequenceSource
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.engine import SamplingLaw
-from megatron_dppo.rollout.fleet.fleet import EngineFleet
-from megatron_dppo.rollout.fleet.store import RolloutSource
+from megatron_dppo.rollout.engine import RolloutFleet, SamplingConfig
 from megatron_dppo.rollout.seeds import TRAINING
+from megatron_dppo.rollout.start import open_rollout
 from megatron_dppo.rollout.stored import LayerGroups, RolloutHandle
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.task import Rewards
@@ -38,8 +38,8 @@ class Experience:
     """float32 `[B]`"""
     metrics: dict[str, float]
 
-    def source(self) -> RolloutSource:
-        return RolloutSource(self.handle)
+    def source(self) -> SequenceSource:
+        return open_rollout(self.handle)
 
     def signal(self, config: Config) -> TrainingSignal:
         """Advantages over the answers to each prompt, and the mini-batches in prompt order."""
@@ -86,7 +86,7 @@ class RolloutCollector:
         self,
         config: Config,
         assembly: Assembly,
-        controller: tuple[EngineFleet, Examiner] | None,
+        controller: tuple[RolloutFleet, Examiner] | None,
         layer_groups: LayerGroups,
     ) -> None:
         """
@@ -154,12 +154,12 @@ class RolloutCollector:
         """Steps that were begun and never collected are given up; the fleet's end ends their work."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _collect(self, engine: EngineFleet, examiner: Examiner, step: int) -> _Collected:
+    def _collect(self, engine: RolloutFleet, examiner: Examiner, step: int) -> _Collected:
         start = time.perf_counter()
         count, samples = self._config.trainer.prompts_per_step, self._config.trainer.samples_per_prompt
         asked = count + round(count * self._config.rollout.oversample)
         prompts = examiner.task.prompts(step * asked, asked)
-        law = training_law(self._config.rollout)
+        sampling = training_sampling(self._config.rollout)
         extra: dict[str, float] = {}
         if isinstance(examiner.task, EnvironmentTask):
             episodes = play(
@@ -167,7 +167,7 @@ class RolloutCollector:
                 examiner.tokenizer,
                 prompts,
                 samples,
-                lambda requests: engine.generate(requests, law, training=True),
+                lambda requests: engine.generate(requests, sampling, training=True),
                 run_seed=self._config.run.seed,
                 step=step,
                 stream=TRAINING,
@@ -181,11 +181,11 @@ class RolloutCollector:
         else:
             requests = requests_for(prompts, samples, run_seed=self._config.run.seed, step=step, stream=TRAINING)
             enough = count if asked > count else None
-            handle = engine.generate_refs(requests, law, self._layer_groups, samples=samples, enough=enough)
+            handle = engine.generate_stored(requests, sampling, self._layer_groups, samples=samples, enough=enough)
             came = _groups_that_came([r.request_id for r in requests], handle.request_ids, samples, count)
             prompts = [prompts[group] for group in came]
             # Only token ids come to the controller; laws and routes go to the ranks that train on them.
-            tokens = RolloutSource(handle).token_ids()
+            tokens = open_rollout(handle).token_ids()
             responses = [ids[n:] for ids, n in zip(tokens, handle.prompt_lengths, strict=True)]
             rewards = judge(examiner.task, examiner.tokenizer, prompts, samples, responses, handle.finish_reasons)
         looked_at = choose_samples(
@@ -255,9 +255,9 @@ def _then[S, T](found: Future[S] | None, part: Callable[[S], T]) -> Future[T] | 
     return result
 
 
-def training_law(rollout: RolloutConfig) -> SamplingLaw:
+def training_sampling(rollout: RolloutConfig) -> SamplingConfig:
     """How training rollouts are sampled."""
-    return SamplingLaw(
+    return SamplingConfig(
         temperature=rollout.temperature,
         max_tokens=rollout.max_response_tokens,
         top_k_logprobs=rollout.top_k_logprobs,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from contextlib import ExitStack
@@ -32,9 +31,7 @@ from megatron_dppo.models.lora.attach import attach_adapters
 from megatron_dppo.models.megatron_config import transformer_config
 from megatron_dppo.preflight.finding import raise_first
 from megatron_dppo.preflight.rules import check_model, check_sections
-from megatron_dppo.rollout.fleet.fleet import EngineFleet
-from megatron_dppo.rollout.fleet.placement import find_places
-from megatron_dppo.rollout.ray_session import RaySession, require_cluster
+from megatron_dppo.rollout.start import open_fleet, require_cluster
 from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.checkpoints import Checkpoints, checkpoint_root
@@ -87,13 +84,19 @@ def train(config: Config) -> int:
             config.parallel, seed=config.run.seed, timeout_minutes=config.run.collective_timeout_minutes
         )
         check_agreement(runtime, config)
-        engine = _start_engines(runtime, config, stack)
+        rollout = config.rollout
+        if config.model.random_weights:
+            rollout = rollout.model_copy(update={"load_format": "dummy"})
+        # A cluster may have runs of one name, or what is left of the one that this goes on with.
+        namespace = f"{config.run.name}-{config.run.seed}-{secrets.token_hex(4)}"
+        engines = open_fleet(runtime, config.model.path, rollout, namespace=namespace, logs=config.run.dir / LOGS)
+        fleet = stack.enter_context(engines)
         actor = build_actor(runtime, config, hf_config)
         fingerprint = runtime.broadcast(examiner.task.fingerprint if examiner else None)
         checkpoints = Checkpoints(config, fingerprint, actor)
         first_step = checkpoints.restore() if config.trainer.resume else 0
         controller = None
-        if engine is not None and examiner is not None:
+        if fleet is not None and examiner is not None:
             save_config(config, config.run.dir / "config.yaml")
             resumed_at = first_step if config.trainer.resume else None
             sinks = open_sinks(
@@ -105,8 +108,8 @@ def train(config: Config) -> int:
             )
             tracker = stack.enter_context(Tracker(config.run.dir, resume_step=resumed_at, sinks=sinks))
             progress = Progress(total_steps=config.trainer.steps, first_step=first_step, title=config.run.name)
-            evaluator = Evaluator(engine, examiner, config.evaluation, config.rollout, config.run.seed)
-            controller = Controller(engine, examiner, evaluator, tracker, stack.enter_context(progress))
+            evaluator = Evaluator(fleet, examiner, config.evaluation, config.rollout, config.run.seed)
+            controller = Controller(fleet, examiner, evaluator, tracker, stack.enter_context(progress))
             for line in examiner.report:
                 progress.note(line)
         trainer = Trainer(
@@ -165,42 +168,6 @@ def _export(runtime: Runtime, config: Config, actor: MegatronActor, hf_config: H
         save_peft_adapter(folder / ADAPTER_FOLDER, actor.model, hf_config, runtime.groups, config.lora, overwrite=again)
     if config.trainer.export_hugging_face:
         save_hf_checkpoint(folder / MODEL_FOLDER, actor.model, hf_config, runtime.groups, overwrite=again)
-
-
-def _start_engines(runtime: Runtime, config: Config, stack: ExitStack) -> EngineFleet | None:
-    """Ray on every rank; the engines on the controller, loading in the background. Where they share the trainer's cards
-    they are waited for and put to sleep: a model that is built meanwhile would take what they measure as free."""
-    # A cluster may have runs of one name, or what is left of the one that this goes on with.
-    namespace = f"{config.run.name}-{config.run.seed}-{secrets.token_hex(4)}"
-    rollout = config.rollout
-    if runtime.is_controller:
-        session = RaySession.start(namespace=namespace, object_store_mib=rollout.object_store_mib)
-        stack.callback(session.close)
-        runtime.broadcast(session.where)
-    else:
-        session = RaySession.connect(runtime.broadcast(None))
-        stack.callback(session.close)
-    places = find_places(
-        rollout.placement,
-        engines=rollout.engines,
-        workers=rollout.tensor_parallel,
-        device=runtime.device,
-        joined="RAY_ADDRESS" in os.environ,
-        timeout_s=rollout.start_timeout_s,
-    )
-    fleet = None
-    if places is not None:
-        stack.callback(places.close)
-        if config.model.random_weights:
-            rollout = rollout.model_copy(update={"load_format": "dummy"})
-        fleet = EngineFleet(config.model.path, rollout, options=places.options, logs=config.run.dir / LOGS)
-        stack.callback(fleet.close)
-    if rollout.placement == "colocated":
-        if fleet is not None:
-            fleet.wait_until_ready()
-            fleet.sleep()
-        runtime.barrier()
-    return fleet
 
 
 def _make_run_folder(config: Config) -> None:

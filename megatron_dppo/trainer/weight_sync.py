@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import asdict, dataclass, field
 
 import torch
 
 from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.fleet.remote_engine import RayRolloutEngine
-from megatron_dppo.rollout.weight_transfer.broadcast import BroadcastSender
-from megatron_dppo.rollout.weight_transfer.checksum import Packed
-from megatron_dppo.rollout.weight_transfer.ipc import IpcSender
-from megatron_dppo.rollout.weight_transfer.object_store import Change, ObjectStoreSender
+from megatron_dppo.rollout.engine import EngineClient, WorkerReport
+from megatron_dppo.rollout.start import WeightSender, weight_sender
 from megatron_dppo.rollout.weight_transfer.recipients import Recipients
 from megatron_dppo.trainer.perturb import perturbed
-
-
-class Sender(Protocol):
-    """Brings every bucket to every engine; see `rollout.weight_transfer`."""
-
-    packed: Packed
-
-    def send(self, version: int, to: Recipients | None) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -57,16 +42,16 @@ class WeightSync:
         self._rollout = config.rollout
         self.colocated = config.rollout.placement == "colocated"
         """Whether engines share the trainer's cards."""
-        self._sender: Sender | None = None
+        self._sender: WeightSender | None = None
         self._awake = False
         """Whether the engines have the cards (colocated)."""
 
-    def before_update(self, members: Sequence[RayRolloutEngine] | None) -> None:
+    def before_update(self, members: Sequence[EngineClient] | None) -> None:
         """The cards to the trainer, with which the engines are `colocated`."""
         if members is not None:
             # A dead engine holds no memory; the fleet finds out about it by itself.
             engines = Recipients(members, timeout_s=self._rollout.sync_timeout_s)
-            engines.wait(engines.start("sleep"))
+            engines.wait(engines.ask(lambda engine: engine.sleep()))
         self.reclaim()
 
     def reclaim(self) -> None:
@@ -76,7 +61,7 @@ class WeightSync:
             self._awake = False
             self._actor.onload()
 
-    def sync(self, version: int, members: Sequence[RayRolloutEngine] | None) -> SyncReport:
+    def sync(self, version: int, members: Sequence[EngineClient] | None) -> SyncReport:
         """Replace the weights of `members` (on the controller; None elsewhere) by the actor's, under `version`.
 
         An engine that fails is reported and the others go on. Raises where the trainer's side fails; every engine's
@@ -100,7 +85,7 @@ class WeightSync:
                 self._actor.offload(("weights",))
                 self._runtime.barrier()  # every rank's part of a card is free before an engine takes it
                 if to is not None:
-                    to.wait(to.start("wake", "kv_cache"))
+                    to.wait(to.ask(lambda engine: engine.wake("kv_cache")))
                 self._awake = True
         if to is None:
             return SyncReport()
@@ -119,45 +104,29 @@ class WeightSync:
             self._actor.offload(("optimizer", "gradients"))
         self._runtime.barrier()
         if to is not None:
-            to.wait(to.start("wake", "weights"))
+            to.wait(to.ask(lambda engine: engine.wake("weights")))
 
     def _transfer(self, version: int, to: Recipients | None, clock: _Clock) -> None:
         buckets = self._actor.weight_buckets(self._rollout.weight_sync_bucket_mib << 20)
         if self._sender is None:
-            self._sender = self._new_sender()
+            noise = self._config.trainer.engine_weight_noise
+            change = _noisy(noise, self._config.run.seed) if noise else None
+            self._sender = weight_sender(self._rollout, buckets, self._runtime.device, change)
         with clock("begin"):
             if to is not None:
-                to.wait(to.start("begin_update", version))
+                to.wait(to.ask(lambda engine: engine.begin_update(version)))
         with clock("transfer"):
             self._sender.send(version, to)
             packed = self._sender.packed.collect()
         with clock("end"):
             if to is None:
                 return
-            for workers in to.wait(to.start("end_update", version, packed)).values():
+            for workers in to.wait(to.ask(lambda engine: engine.end_update(version, packed))).values():
                 for worker in workers:
                     clock.add_worker(worker)
         clock.metrics["sync/bytes"] = float(buckets.nbytes)
         if clock.metrics["sync/transfer_s"] > 0:
             clock.metrics["sync/gb_per_s"] = buckets.nbytes / clock.metrics["sync/transfer_s"] / 1e9
-
-    def _new_sender(self) -> Sender:
-        rollout, device = self._rollout, self._runtime.device
-        buckets = self._actor.weight_buckets(rollout.weight_sync_bucket_mib << 20)
-        way = rollout.transfer_for(device.type)
-        noise = self._config.trainer.engine_weight_noise
-        if way == "object_store":
-            return ObjectStoreSender(buckets, device, _noisy(noise, self._config.run.seed) if noise else None)
-        if noise:
-            raise UserError(
-                "trainer.engine_weight_noise changes the weights on the controller, through which only "
-                f"rollout.weight_transfer=object_store sends them; here it is {way}"
-            )
-        if way == "ipc":
-            return IpcSender(buckets, device)
-        return BroadcastSender(
-            buckets, device, workers_per_engine=rollout.tensor_parallel, timeout_s=rollout.sync_timeout_s
-        )
 
 
 class _Clock:
@@ -175,9 +144,11 @@ class _Clock:
             key = f"sync/{name}_s"
             self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
 
-    def add_worker(self, found: dict[str, float]) -> None:
+    def add_worker(self, report: WorkerReport) -> None:
         """The largest of the workers' times, and of the memory used on their cards."""
-        for name, value in found.items():
+        for name, value in asdict(report).items():
+            if value is None:
+                continue
             key = f"sync/worker_{name}"
             self.metrics[key] = max(self.metrics.get(key, 0.0), value)
 
@@ -194,7 +165,7 @@ def _memory(device: torch.device) -> dict[str, float]:
     }
 
 
-def _noisy(noise: float, seed: int) -> Change:
+def _noisy(noise: float, seed: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
     def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return next(perturbed([(name, tensor)], noise, seed))[1]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -13,12 +15,13 @@ import torch
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.engine import GenerationRequest, SamplingLaw
+from megatron_dppo.rollout.engine import GenerationRequest, RolloutEngine, SamplingConfig, update_weights
 from megatron_dppo.rollout.fleet.fleet import EngineFleet
-from megatron_dppo.rollout.fleet.remote_engine import RayRolloutEngine
+from megatron_dppo.rollout.fleet.host import RemoteEngine
 from megatron_dppo.rollout.ray_session import RaySession
+from megatron_dppo.rollout.start import open_engine
 from megatron_dppo.rollout.vllm.engine import VllmEngine
-from megatron_dppo.rollout.weight_transfer.bucket import pack
+from megatron_dppo.rollout.weight_transfer.bucket import Bucket
 from tests.tiny import VOCAB_SIZE, tiny_qwen3_moe
 
 CONFIG = RolloutConfig(
@@ -32,7 +35,7 @@ CONFIG = RolloutConfig(
     object_store_mib=100,
     kv_cache_mib=64,
 )
-LAW = SamplingLaw(max_tokens=12, top_k_logprobs=20)
+SAMPLING = SamplingConfig(max_tokens=12, top_k_logprobs=20)
 
 
 def prompts(count: int, seed: int = 0) -> list[np.ndarray]:
@@ -49,11 +52,44 @@ def requests(count: int, name: str, seed: int = 0) -> list[GenerationRequest]:
     ]
 
 
+def vllm(model: Path, config: RolloutConfig = CONFIG) -> Callable[[], RolloutEngine]:
+    """What a fleet makes its engines with."""
+    return partial(open_engine, model, config)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An engine in a Ray actor, called as if it were here."""
+
+    client: RemoteEngine
+
+    @property
+    def weight_version(self) -> int:
+        return self.client.ask(lambda engine: engine.weight_version, "control").result()
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: SamplingConfig, *, training: bool
+    ) -> RolloutBatch:
+        return self.client.ask(lambda engine: engine.generate(requests, sampling, training=training), "work").result()
+
+    def begin_update(self, version: int) -> None:
+        self.client.ask(lambda engine: engine.begin_update(version), "weights").result()
+
+    def receive_bucket(self, version: int, bucket: Bucket) -> None:
+        self.client.ask(lambda engine: engine.receive_bucket(version, bucket), "weights").result()
+
+    def end_update(self, version: int) -> None:
+        self.client.ask(lambda engine: engine.end_update(version), "weights").result()
+
+    def abandon_update(self, version: int, reason: str) -> None:
+        self.client.ask(lambda engine: engine.abandon_update(version, reason), "control").result()
+
+
 @dataclass
 class Served:
     """An engine, the folder of its model, and the version of its weights that a test may raise."""
 
-    engine: RayRolloutEngine | VllmEngine
+    engine: Asked | VllmEngine
     model: Path
     first: RolloutBatch
     """Sampled from the checkpoint that the engine loaded, before any sync."""
@@ -67,17 +103,8 @@ class Served:
 
     def update(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """A full sync from named tensors; raises what the engine raised."""
-        if isinstance(self.engine, VllmEngine):
-            self.engine.update_weights(version, named_tensors)
-            return
-        self.engine.call("begin_update", version)
-        try:
-            for bucket in pack(named_tensors, CONFIG.weight_sync_bucket_mib << 20):
-                self.engine.call("receive_bucket", version, bucket)
-            self.engine.call("end_update", version)
-        except BaseException as error:
-            self.engine.call("fail_update", version, f"{type(error).__name__}: {error}")
-            raise
+        engine: Any = self.engine
+        update_weights(engine, version, named_tensors, bucket_mib=CONFIG.weight_sync_bucket_mib)
 
 
 @pytest.fixture(scope="package")
@@ -95,11 +122,10 @@ def served(ray_session: RaySession, tmp_path_factory: pytest.TempPathFactory) ->
     """The controller's engine in a Ray actor; every layer is a mixture of experts."""
     model = tmp_path_factory.mktemp("moe")
     tiny_qwen3_moe(model, seed=1)
-    fleet = EngineFleet(model, CONFIG)
+    fleet = EngineFleet(vllm(model), CONFIG)
     try:
-        fleet.wait_until_ready()
-        (engine,) = fleet.members
-        yield Served(engine, model, fleet.generate(requests(200, "first"), LAW, training=True), fleet=fleet)
+        (engine,) = fleet.ready_members()
+        yield Served(Asked(engine), model, fleet.generate(requests(200, "first"), SAMPLING, training=True), fleet=fleet)
     finally:
         fleet.close()
 
@@ -113,6 +139,6 @@ def served_mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     )
     engine = VllmEngine(model, CONFIG)
     try:
-        yield Served(engine, model, engine.generate(requests(30, "first"), LAW, training=True))
+        yield Served(engine, model, engine.generate(requests(30, "first"), SAMPLING, training=True))
     finally:
         engine.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,21 +12,23 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.checkpoint.hf_export import WeightExporter
+from megatron_dppo.rollout.engine import Lane, RolloutEngine
+from megatron_dppo.rollout.fleet.host import future_of
+from megatron_dppo.rollout.fleet.object_store import ObjectStoreSender
 from megatron_dppo.rollout.ray_session import RayAddress, RaySession
 from megatron_dppo.rollout.weight_transfer.broadcast import BroadcastSender
-from megatron_dppo.rollout.weight_transfer.object_store import ObjectStoreSender
 from megatron_dppo.rollout.weight_transfer.recipients import Recipients
 from tests.megatron import build_from
 
 
 @dataclass
-class Actor:
-    """The client of an engine's actor, in another process than the one that made it."""
+class Client:
+    """The client of an engine in another process than the one that made it."""
 
     name: str
 
-    def start(self, method: str, *arguments: Any) -> ray.ObjectRef:
-        return getattr(ray.get_actor(self.name), method).remote(*arguments)
+    def ask(self, call: Callable[[RolloutEngine], Any], lane: Lane) -> Future[Any]:
+        return future_of(ray.get_actor(self.name).run.options(concurrency_group=lane).remote(call))
 
 
 def sync(
@@ -53,13 +57,13 @@ def sync(
         load_hf_weights(models, load_hf_config(folder), groups)
         to = None
         if rank == 0:
-            to = Recipients([Actor(name) for name in names if name not in failed], timeout_s=60)
-            to.wait(to.start("begin_update", version))
+            to = Recipients([Client(name) for name in names if name not in failed], timeout_s=60)
+            to.wait(to.ask(lambda engine: engine.begin_update(version)))  # noqa: B023
         senders[way].send(version, to)
         packed = senders[way].packed.collect()
         if to is not None:
             assert way == "object_store" or sorted(packed) == list(range(len(buckets.layouts)))
-            to.wait(to.start("end_update", version, packed))
+            to.wait(to.ask(lambda engine: engine.end_update(version, packed)))  # noqa: B023
             failed |= {name: f"{type(error).__name__}: {error}" for name, error in to.errors.items()}
     for sender in senders.values():
         sender.close()

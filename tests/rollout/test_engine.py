@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,31 +13,32 @@ import torch
 from megatron_dppo.batch import align
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.engine import EngineClosed, GenerationRequest, GenerationTimeout, SamplingLaw
+from megatron_dppo.rollout.engine import EngineClosed, GenerationRequest, GenerationTimeout, SamplingConfig
 from megatron_dppo.rollout.fleet.store import RolloutSource
 from megatron_dppo.rollout.model_facts import ModelFacts
 from megatron_dppo.rollout.vllm.engine import VllmEngine
+from megatron_dppo.rollout.weight_transfer.bucket import Bucket, pack
 from megatron_dppo.rollout.weight_transfer.manifest import IncompleteSync
 from tests.batch.test_align import assert_same
-from tests.rollout.conftest import LAW, Served, requests
+from tests.rollout.conftest import SAMPLING, Served, requests
 from tests.rollout.reference import compare_law, model_with, other_weights, reference
 
 
 def test_a_seed_gives_the_same_tokens_in_any_company(served: Served) -> None:
     asked = requests(12, "seeds")
-    together = served.engine.generate(asked, LAW, training=True)
-    again = served.engine.generate(asked[::-1], LAW, training=True)
-    alone = served.engine.generate(asked[5:6], LAW, training=True)
+    together = served.engine.generate(asked, SAMPLING, training=True)
+    again = served.engine.generate(asked[::-1], SAMPLING, training=True)
+    alone = served.engine.generate(asked[5:6], SAMPLING, training=True)
     for b in range(12):
         np.testing.assert_array_equal(together.response_ids(b), again.response_ids(11 - b))
     np.testing.assert_array_equal(together.response_ids(5), alone.response_ids(0))
-    other = served.engine.generate([replace(r, seed=r.seed + 1) for r in asked], LAW, training=True)
+    other = served.engine.generate([replace(r, seed=r.seed + 1) for r in asked], SAMPLING, training=True)
     assert any(not np.array_equal(together.response_ids(b), other.response_ids(b)) for b in range(12))
 
 
 def test_the_order_and_identity_of_requests_are_kept(served: Served) -> None:
     asked = requests(15, "order")
-    batch = served.engine.generate(asked, LAW, training=True)
+    batch = served.engine.generate(asked, SAMPLING, training=True)
     assert batch.request_ids == tuple(r.request_id for r in asked)
     for b, request in enumerate(asked):
         prompt = batch.token_ids[batch.offsets[b] : batch.offsets[b] + batch.prompt_lengths[b]]
@@ -47,21 +48,21 @@ def test_the_order_and_identity_of_requests_are_kept(served: Served) -> None:
 
 def test_evaluation_may_use_other_laws_and_training_may_not(served: Served) -> None:
     asked = requests(4, "evaluation")
-    greedy = replace(LAW, temperature=0.0, top_k_logprobs=0)
+    greedy = replace(SAMPLING, temperature=0.0, top_k_logprobs=0)
     one = served.engine.generate(asked, greedy, training=False)
     two = served.engine.generate([replace(r, seed=r.seed + 7) for r in asked], greedy, training=False)
     np.testing.assert_array_equal(one.token_ids, two.token_ids)
     assert one.routes is None
     assert one.top_k == 0
-    served.engine.generate(asked, replace(LAW, top_p=0.9, temperature=0.7), training=False)
+    served.engine.generate(asked, replace(SAMPLING, top_p=0.9, temperature=0.7), training=False)
     with pytest.raises(UserError, match=r"top_p=0.9 bends the sampling law"):
-        served.engine.generate(asked, replace(LAW, top_p=0.9), training=True)
+        served.engine.generate(asked, replace(SAMPLING, top_p=0.9), training=True)
     with pytest.raises(UserError, match="greedy draw"):
         served.engine.generate(asked, greedy, training=True)
 
 
 def test_bad_requests_are_refused_by_name(served: Served) -> None:
-    def asking(request_id: str, length: int, law: SamplingLaw = LAW) -> None:
+    def asking(request_id: str, length: int, law: SamplingConfig = SAMPLING) -> None:
         prompt = np.full(length, 5, dtype=np.int32)
         served.engine.generate(
             [GenerationRequest(request_id=request_id, prompt_ids=prompt, seed=0)], law, training=True
@@ -72,23 +73,23 @@ def test_bad_requests_are_refused_by_name(served: Served) -> None:
     with pytest.raises(UserError, match="the prompt has 0 tokens"):
         asking("0/0/0", 0)
     with pytest.raises(UserError, match="exceed rollout"):
-        asking("0/0/0", 30, replace(LAW, max_tokens=60))
+        asking("0/0/0", 30, replace(SAMPLING, max_tokens=60))
     with pytest.raises(UserError, match="at least one token"):
-        asking("0/0/0", 3, replace(LAW, max_tokens=0))
+        asking("0/0/0", 3, replace(SAMPLING, max_tokens=0))
     with pytest.raises(UserError, match="same request_id twice"):
-        served.engine.generate(requests(1, "twin") * 2, LAW, training=True)
+        served.engine.generate(requests(1, "twin") * 2, SAMPLING, training=True)
     with pytest.raises(UserError, match="without requests"):
-        served.engine.generate([], LAW, training=True)
+        served.engine.generate([], SAMPLING, training=True)
 
 
 def test_ranks_pull_just_the_sequences_they_want(served: Served) -> None:
     engine = served.fleet
     assert engine is not None
     asked = requests(20, "pull")
-    handle = engine.generate_refs(asked, LAW)
+    handle = engine.generate_stored(asked, SAMPLING)
     source = RolloutSource(handle)
     expected = source.rows(np.arange(20))
-    again = align(engine.generate(asked, LAW, training=True))  # the same requests give the same answers
+    again = align(engine.generate(asked, SAMPLING, training=True))  # the same requests give the same answers
     np.testing.assert_array_equal(expected.input_ids, again.input_ids)
     assert expected.policy is not None
     assert again.policy is not None
@@ -136,18 +137,23 @@ def test_a_sync_that_dies_shuts_the_gate_until_a_full_one(served: Served, tmp_pa
         with pytest.raises(kind, match=message):
             served.update(version, source)
         with pytest.raises(EngineClosed, match=f"refuses to generate: the sync to weight version {version} died"):
-            served.engine.generate(requests(2, f"shut-{version}"), LAW, training=True)
+            served.engine.generate(requests(2, f"shut-{version}"), SAMPLING, training=True)
         assert served.engine.weight_version < version
     served.update(served.next_version(), weights.items())
-    batch = served.engine.generate(requests(16, "reopened"), LAW, training=True)
+    batch = served.engine.generate(requests(16, "reopened"), SAMPLING, training=True)
     assert compare_law(batch, reference(model_with(served.model, weights, tmp_path / "w"), batch)) <= 1e-4
     assert (batch.weight_versions == served.version).all()
 
 
+def load_buckets(engine: VllmEngine, version: int, buckets: Sequence[Bucket]) -> None:
+    engine.begin_update(version)
+    for bucket in buckets:
+        engine.receive_bucket(version, bucket)
+    engine.end_update(version)
+
+
 def test_an_error_inside_vllm_shuts_the_gate_too(served_mixed: Served, tmp_path: Path) -> None:
     """A bucket whose payload ends early: the worker raises half-way through a session."""
-    from megatron_dppo.rollout.weight_transfer.bucket import Bucket, pack
-
     engine = served_mixed.engine
     assert isinstance(engine, VllmEngine)
     weights = other_weights(served_mixed.model, seed=12)
@@ -156,11 +162,11 @@ def test_an_error_inside_vllm_shuts_the_gate_too(served_mixed: Served, tmp_path:
     version = served_mixed.next_version()
     cut = Bucket(whole[2].slots, whole[2].payload[:100])
     with pytest.raises(Exception, match=r"weight bucket|slice|size|shape|view"):
-        engine.update_weights_from_buckets(version, [*whole[:2], cut, *whole[3:]])
+        load_buckets(engine, version, [*whole[:2], cut, *whole[3:]])
     with pytest.raises(EngineClosed, match="died"):
-        engine.generate(requests(2, "shut"), LAW, training=True)
-    engine.update_weights_from_buckets(served_mixed.next_version(), whole)
-    batch = engine.generate(requests(16, "open"), LAW, training=True)
+        engine.generate(requests(2, "shut"), SAMPLING, training=True)
+    load_buckets(engine, served_mixed.next_version(), whole)
+    batch = engine.generate(requests(16, "open"), SAMPLING, training=True)
     assert compare_law(batch, reference(model_with(served_mixed.model, weights, tmp_path / "w"), batch)) <= 1e-4
 
 
@@ -168,11 +174,11 @@ def test_generation_pauses_and_resumes(served_mixed: Served) -> None:
     import threading
 
     engine = served_mixed.engine
-    expected = engine.generate(requests(8, "run"), LAW, training=True)
+    expected = engine.generate(requests(8, "run"), SAMPLING, training=True)
     engine.pause()
     answers = []
     worker = threading.Thread(
-        target=lambda: answers.append(engine.generate(requests(8, "paused"), LAW, training=True)), daemon=True
+        target=lambda: answers.append(engine.generate(requests(8, "paused"), SAMPLING, training=True)), daemon=True
     )
     worker.start()
     worker.join(1.0)
@@ -191,21 +197,21 @@ def test_a_call_that_takes_too_long_is_given_up_and_leaves_the_engine_usable(ser
     try:
         engine._sampler._timeout = 0.2
         with pytest.raises(GenerationTimeout, match=r"late/\d/0 had not ended after rollout.request_timeout_s=0.2"):
-            engine.generate(requests(8, "late"), LAW, training=True)
+            engine.generate(requests(8, "late"), SAMPLING, training=True)
     finally:
         engine._sampler._timeout = kept
         engine.resume()
-    assert len(engine.generate(requests(8, "late"), LAW, training=True)) == 8
+    assert len(engine.generate(requests(8, "late"), SAMPLING, training=True)) == 8
 
 
 def test_sleep_is_harmless_on_a_cpu(served_mixed: Served) -> None:
     served_mixed.engine.sleep()
     served_mixed.engine.wake("weights")
     with pytest.raises(EngineClosed, match="woke without weights"):
-        served_mixed.engine.generate(requests(1, "asleep"), LAW, training=True)
+        served_mixed.engine.generate(requests(1, "asleep"), SAMPLING, training=True)
     served_mixed.update(served_mixed.next_version(), other_weights(served_mixed.model, 1).items())
     served_mixed.engine.wake("kv_cache")
-    assert len(served_mixed.engine.generate(requests(1, "awake"), LAW, training=True)) == 1
+    assert len(served_mixed.engine.generate(requests(1, "awake"), SAMPLING, training=True)) == 1
 
 
 def test_folders_that_are_no_model_are_named(tmp_path: Path) -> None:

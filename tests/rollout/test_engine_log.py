@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.rollout.engine import EngineDead
-from megatron_dppo.rollout.fleet.remote_engine import RayRolloutEngine
+from megatron_dppo.rollout.fleet.host import RemoteEngine
 from megatron_dppo.rollout.ray_session import RaySession
-from tests.rollout.conftest import CONFIG
+from tests.rollout.conftest import vllm
 from tests.tiny import tiny_qwen3_moe
 
 
@@ -22,10 +22,10 @@ def test_the_reason_of_a_failed_start_is_in_the_file_that_the_error_names(
     with weights.open("r+b") as file:
         file.truncate(weights.stat().st_size - 1000)
     log = tmp_path / "engine.log"
-    engine = RayRolloutEngine(tmp_path / "model", CONFIG, name="broken", log=log)
+    engine = RemoteEngine(vllm(tmp_path / "model"), name="broken", log=log)
     try:
         with pytest.raises(EngineDead, match=f"what it printed is in {log}"):
-            engine.wait_until_ready()
+            engine.started.result(300)
     finally:
         engine.close()
     assert "SafetensorError" in log.read_text()

@@ -18,15 +18,15 @@ import torch
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.engine import EngineClosed, EnginesFailed, GenerationRequest
 from megatron_dppo.rollout.fleet.fleet import EngineFleet
-from megatron_dppo.rollout.fleet.remote_engine import RayRolloutEngine
-from megatron_dppo.rollout.fleet.replica import Seat
+from megatron_dppo.rollout.fleet.host import RemoteEngine
+from megatron_dppo.rollout.fleet.replica import Replica
 from megatron_dppo.rollout.fleet.store import RolloutSource
 from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.rollout.stored import RolloutHandle
 from megatron_dppo.rollout.weight_transfer.bucket import pack
 from megatron_dppo.rollout.weight_transfer.recipients import Recipients
 from tests.distributed import PATIENCE_S
-from tests.rollout.conftest import CONFIG, LAW
+from tests.rollout.conftest import CONFIG, SAMPLING, vllm
 from tests.rollout.reference import model_with, other_weights
 from tests.rollout.spans import check_spans, check_tokens
 from tests.tiny import VOCAB_SIZE, tiny_qwen3_moe
@@ -43,7 +43,7 @@ FLEET = CONFIG.model_copy(
         "max_tokens_in_flight": 8 * 64 * 3,  # three pieces of work at once
     }
 )
-LONG = replace(LAW, max_tokens=24, top_k_logprobs=4)
+LONG = replace(SAMPLING, max_tokens=24, top_k_logprobs=4)
 
 
 def groups(name: str, count: int = GROUPS, seed: int = 0) -> list[GenerationRequest]:
@@ -56,14 +56,19 @@ def groups(name: str, count: int = GROUPS, seed: int = 0) -> list[GenerationRequ
     ]
 
 
-def send(engines: Sequence[RayRolloutEngine], version: int, weights: dict[str, torch.Tensor]) -> None:
+def send(engines: Sequence[RemoteEngine], version: int, weights: dict[str, torch.Tensor]) -> None:
     """As the trainer does: every call to all engines at once."""
     to = Recipients(engines, timeout_s=PATIENCE_S)
-    to.wait(to.start("begin_update", version))
+    to.wait(to.ask(lambda engine: engine.begin_update(version)))
     for bucket in pack(weights.items(), 1 << 20):
-        to.wait(to.start("receive_bucket", version, bucket))
-    to.wait(to.start("end_update", version))
+        to.wait(to.ask(lambda engine: engine.receive_bucket(version, bucket)))  # noqa: B023
+    to.wait(to.ask(lambda engine: engine.end_update(version)))
     assert not to.errors
+
+
+def at_it(engine: RemoteEngine) -> int:
+    """Tokens of the responses that it has ended of what it is at."""
+    return sum(engine.ask(lambda one: one.alive(), "control").result().ended.values())
 
 
 def answers(handle: RolloutHandle) -> dict[str, list[int]]:
@@ -78,12 +83,12 @@ class Fleet:
     version: int = 0
 
     @property
-    def seats(self) -> list[Seat]:
-        return self.fleet._dispatch._seats
+    def replicas(self) -> list[Replica]:
+        return self.fleet._dispatcher._replicas
 
     def rolled_out(self, name: str, disturb: Callable[[], None] | None = None) -> RolloutHandle:
         """A rollout of all groups, disturbed once it is under way. New engines get the current weights meanwhile."""
-        return self.disturbed(lambda: self.fleet.generate_refs(asked, LONG), asked := groups(name), disturb)
+        return self.disturbed(lambda: self.fleet.generate_stored(asked, LONG), asked := groups(name), disturb)
 
     def disturbed[T: (RolloutHandle, RolloutBatch)](
         self, generate: Callable[[], T], asked: Sequence[GenerationRequest], disturb: Callable[[], None] | None
@@ -91,7 +96,7 @@ class Fleet:
         with ThreadPoolExecutor(1) as threads:
             found: Future[T] = threads.submit(generate)
             if disturb is not None:
-                while sum(len(seat.running) for seat in self.seats) < 4:
+                while sum(len(replica.running) for replica in self.replicas) < 4:
                     time.sleep(0.005)
                 try:
                     disturb()
@@ -110,8 +115,11 @@ class Fleet:
         self.version, self.weights = self.version + 1, weights
         members = self.fleet.members_to_sync(self.version)
         assert len(members) == 2
-        given = self.fleet._dispatch.ask(
-            lambda: {s.engine.name: {r.request_id for w in s.running.values() for r in w.requests} for s in self.seats}
+        given = self.fleet._dispatcher.ask(
+            lambda: {
+                one.engine.name: {r.request_id for w in one.running.values() for r in w.requests}
+                for one in self.replicas
+            }
         )
         send(members, self.version, weights)
         self.fleet.synced(self.version, members, {})
@@ -125,16 +133,16 @@ class Fleet:
     def until_both_are_at_it(self) -> None:
         """Wait until each engine has ended a response of what it was given; others are under way then."""
         deadline = time.monotonic() + PATIENCE_S
-        while not all(sum(member.call("alive").values()) for member in self.fleet.members):
+        while not all(at_it(member) for member in self.fleet.members):
             assert time.monotonic() < deadline
             time.sleep(0.002)
 
-    def whole(self) -> list[RayRolloutEngine]:
+    def whole(self) -> list[RemoteEngine]:
         """Both engines, once they are up with the current weights."""
         deadline = time.monotonic() + PATIENCE_S
         while len(self.fleet.members) < 2 or self.fleet.members_behind():
             self.refill()
-            assert time.monotonic() < deadline, "no engine took the seat"
+            assert time.monotonic() < deadline, "no engine took its place"
             time.sleep(0.1)
         return self.fleet.members
 
@@ -143,7 +151,7 @@ class Fleet:
 def two(ray_session: RaySession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     model = tmp_path_factory.mktemp("fleet")
     tiny_qwen3_moe(model, seed=1, num_hidden_layers=1)
-    fleet = EngineFleet(model, FLEET, name="two")
+    fleet = EngineFleet(vllm(model, FLEET), FLEET, name="two")
     try:
         served = Fleet(fleet, model, {})
         served.sync(other_weights(model, seed=5))
@@ -196,7 +204,7 @@ def test_engines_that_die_hang_or_answer_nonsense_lose_no_request_and_double_non
     assert (first.versions == two.version).all()
     fleet.take_counts()
     # Enough of them: whole groups, in the order asked for, and the rest is counted.
-    enough = fleet.generate_refs(asked := groups("a few"), LONG, enough=GROUPS - 5)
+    enough = fleet.generate_stored(asked := groups("a few"), LONG, enough=GROUPS - 5)
     names = [r.request_id for r in asked]
     places = [names.index(request_id) for request_id in enough.request_ids]
     assert places == sorted(set(places))
@@ -207,7 +215,7 @@ def test_engines_that_die_hang_or_answer_nonsense_lose_no_request_and_double_non
 
     def one_is_killed() -> None:
         """The engine's actor, outright: what it wrote before stays."""
-        os.kill(fleet.members[0].call("processes")[0], signal.SIGKILL)
+        os.kill(fleet.members[0].processes()[0], signal.SIGKILL)
 
     killed = two.rolled_out("b", one_is_killed)
     counts = fleet.take_counts()
@@ -217,7 +225,7 @@ def test_engines_that_die_hang_or_answer_nonsense_lose_no_request_and_double_non
     two.whole()
 
     def a_core_is_stopped() -> None:
-        for process in fleet.members[1].call("processes")[1:]:
+        for process in fleet.members[1].processes()[1:]:
             os.kill(process, signal.SIGSTOP)
 
     hung = two.rolled_out("c", a_core_is_stopped)

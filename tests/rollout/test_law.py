@@ -4,18 +4,23 @@ import numpy as np
 import pytest
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.engine import SamplingLaw
+from megatron_dppo.rollout.engine import SamplingConfig
 from megatron_dppo.rollout.seeds import request_seed
-from megatron_dppo.rollout.vllm.sampling import NEUTRAL, refuse_bent_law, refuse_engine_defaults, sampling_params
+from megatron_dppo.rollout.vllm.sampling import (
+    NEUTRAL,
+    refuse_engine_defaults,
+    refuse_other_distributions,
+    sampling_params,
+)
 
 
 def params(**law):
-    return sampling_params(SamplingLaw(**law), 7, top_k_logprobs=20, stop_token_ids=[1])
+    return sampling_params(SamplingConfig(**law), 7, top_k_logprobs=20, stop_token_ids=[1])
 
 
 def test_the_models_own_law_passes_at_any_temperature() -> None:
     for temperature in (0.6, 1.0, 1.3):
-        refuse_bent_law(params(temperature=temperature))
+        refuse_other_distributions(params(temperature=temperature))
     made = params()
     assert (made.seed, made.logprobs, made.flat_logprobs, made.stop_token_ids) == (7, 20, True, [1])
 
@@ -46,7 +51,7 @@ def test_whatever_bends_the_law_is_refused_by_name(name: str) -> None:
     bent = params()
     setattr(bent, name, BENT[name])
     with pytest.raises(UserError, match=f"{name}=.* bends the sampling law"):
-        refuse_bent_law(bent)
+        refuse_other_distributions(bent)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.001])
@@ -54,7 +59,7 @@ def test_greedy_draws_are_refused(temperature: float) -> None:
     greedy = params()
     greedy.temperature = temperature
     with pytest.raises(UserError, match="greedy draw"):
-        refuse_bent_law(greedy)
+        refuse_other_distributions(greedy)
 
 
 def test_laws_that_come_with_the_engine_are_refused() -> None:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from tests.distributed import run_ranks
 from tests.peft_adapters import with_peft, write_adapter
-from tests.rollout.conftest import LAW, Served, requests
+from tests.rollout.conftest import SAMPLING, Served, requests
 from tests.rollout.lora_ranks import export_merged
 from tests.rollout.reference import compare_law, compare_routes, load, reference
 
@@ -20,7 +20,7 @@ def test_synced_adapters_equal_peft(served: Served, tmp_path: Path) -> None:
     layout, file = {"tensor": 2, "expert": 2, "sequence_parallel": True}, tmp_path / "merged.safetensors"
     run_ranks(export_merged, 2, served.model, layout, tmp_path / "adapter", file)
     served.update(served.next_version(), load_file(file).items())
-    batch = served.engine.generate(requests(40, "adapters", 11), LAW, training=True)
+    batch = served.engine.generate(requests(40, "adapters", 11), SAMPLING, training=True)
 
     adapted = with_peft(base, tmp_path / "adapter", dtype=torch.float32).get_base_model()
     expected = reference(adapted, batch)

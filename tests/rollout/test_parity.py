@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from megatron_dppo.batch import RolloutBatch
-from tests.rollout.conftest import LAW, Served, requests
+from tests.rollout.conftest import SAMPLING, Served, requests
 from tests.rollout.reference import compare_law, compare_routes, load, model_with, other_weights, reference
 
 
@@ -37,7 +37,7 @@ def sync_and_check(served: Served, folder: Path, seed: int, temperature: float) 
     weights = other_weights(served.model, seed)
     served.update(served.next_version(), weights.items())
     assert served.engine.weight_version == served.version
-    law = replace(LAW, temperature=temperature)
+    law = replace(SAMPLING, temperature=temperature)
     batch = served.engine.generate(requests(40, f"after-{seed}", seed), law, training=True)
     check(batch, model_with(served.model, weights, folder), served.version, temperature)
 
@@ -61,11 +61,11 @@ def test_dense_layers_and_tied_embeddings(served_mixed: Served, tmp_path: Path) 
 
 
 def test_stop_tokens_and_the_limit_are_told_apart(served_mixed: Served) -> None:
-    free = served_mixed.engine.generate(requests(40, "free", seed=3), LAW, training=True)
+    free = served_mixed.engine.generate(requests(40, "free", seed=3), SAMPLING, training=True)
     sampled = free.token_ids[free.loss_mask]
     stop = int(np.bincount(sampled).argmax())
     batch = served_mixed.engine.generate(
-        requests(40, "stops", seed=3), replace(LAW, stop_token_ids=(stop,)), training=True
+        requests(40, "stops", seed=3), replace(SAMPLING, stop_token_ids=(stop,)), training=True
     )
     assert {"stop", "length"} == set(batch.finish_reasons)
     for b, reason in enumerate(batch.finish_reasons):
@@ -74,13 +74,15 @@ def test_stop_tokens_and_the_limit_are_told_apart(served_mixed: Served) -> None:
         assert (response[-1] in enders) == (reason == "stop")
         assert not enders & set(response[:-1].tolist())
         if reason == "length":
-            assert len(response) == LAW.max_tokens
+            assert len(response) == SAMPLING.max_tokens
 
 
 @pytest.mark.parametrize("top_k", [0, 3, 400])
 def test_any_number_of_recorded_ids(served_mixed: Served, top_k: int) -> None:
     """More than the vocabulary: the rest of the columns are absent."""
-    batch = served_mixed.engine.generate(requests(6, f"k{top_k}"), replace(LAW, top_k_logprobs=top_k), training=True)
+    batch = served_mixed.engine.generate(
+        requests(6, f"k{top_k}"), replace(SAMPLING, top_k_logprobs=top_k), training=True
+    )
     assert batch.topk_ids.shape == (len(batch.token_ids), top_k)
     rows = batch.loss_mask
     held = min(top_k, 300)

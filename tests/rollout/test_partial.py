@@ -15,11 +15,11 @@ from megatron_dppo.rollout.stored import columns_of
 from megatron_dppo.rollout.vllm.convert import join_parts
 from megatron_dppo.rollout.vllm.engine import VllmEngine
 from tests.distributed import PATIENCE_S
-from tests.rollout.conftest import LAW, Served, requests
+from tests.rollout.conftest import SAMPLING, Served, requests
 from tests.rollout.reference import model_with, other_weights
 from tests.rollout.spans import check_spans, check_tokens
 
-LONG = replace(LAW, max_tokens=24)
+LONG = replace(SAMPLING, max_tokens=24)
 
 
 def test_parts_are_joined_under_the_name_of_their_request(served_mixed: Served) -> None:
@@ -39,7 +39,7 @@ def test_a_cut_response_goes_on_under_the_new_weights(served_mixed: Served, tmp_
     assert isinstance(engine, VllmEngine)
     weights = [other_weights(served_mixed.model, seed) for seed in (21, 22)]
     served_mixed.update(old := served_mixed.next_version(), weights[0].items())
-    engine.weights.cut = True
+    engine.cut = True
     made: list[RolloutBatch] = []
     asked = requests(60, "cut", seed=9)
     work = threading.Thread(
@@ -48,14 +48,14 @@ def test_a_cut_response_goes_on_under_the_new_weights(served_mixed: Served, tmp_
     try:
         work.start()
         deadline = time.monotonic() + PATIENCE_S
-        while engine.alive().get("cut", 0) == 0:  # some have ended, sixteen are under way, the others wait
+        while engine.alive().ended.get("cut", 0) == 0:  # some have ended, sixteen are under way, the others wait
             assert time.monotonic() < deadline
             time.sleep(0.002)
         served_mixed.update(new := served_mixed.next_version(), weights[1].items())
         work.join(PATIENCE_S)
         assert not work.is_alive()
     finally:
-        engine.weights.cut = False
+        engine.cut = False
     (batch,) = made
     assert batch.request_ids == tuple(r.request_id for r in asked)
 

@@ -19,7 +19,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.fleet.store import RolloutSource
 from megatron_dppo.rollout.ray_session import RayAddress, RaySession
 from tests.distributed import PATIENCE_S
-from tests.rollout.conftest import CONFIG, LAW, Served, requests
+from tests.rollout.conftest import CONFIG, SAMPLING, Served, requests
 from tests.tiny import tiny_qwen3_moe
 
 OTHER_RANK = """
@@ -36,16 +36,19 @@ with RaySession.connect(where):
 
 CONTROLLER = """
 import sys, time
+from functools import partial
 from pathlib import Path
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.fleet.remote_engine import RayRolloutEngine
+from megatron_dppo.rollout.fleet.host import RemoteEngine
 from megatron_dppo.rollout.ray_session import RaySession
+from megatron_dppo.rollout.start import open_engine
 if __name__ == "__main__":
     with RaySession.start(namespace="doomed", object_store_mib=80) as session:
-        engine = RayRolloutEngine(Path(sys.argv[1]), RolloutConfig.model_validate_json(sys.argv[3]))
+        make = partial(open_engine, Path(sys.argv[1]), RolloutConfig.model_validate_json(sys.argv[3]))
+        engine = RemoteEngine(make, name="doomed")
         try:
             if sys.argv[2] == "ready":
-                engine.wait_until_ready()
+                engine.started.result(300)
             print("UP", session._folder, flush=True)
             time.sleep(600)
         finally:
@@ -56,7 +59,7 @@ if __name__ == "__main__":
 def test_another_rank_pulls_its_rows_with_what_was_broadcast(served: Served, tmp_path: Path) -> None:
     engine = served.fleet
     assert engine is not None
-    handle = engine.generate_refs(requests(12, "ranks"), LAW)
+    handle = engine.generate_stored(requests(12, "ranks"), SAMPLING)
     context = ray.get_runtime_context()
     where = RayAddress(context.gcs_address, context.namespace, os.environ.get("RAY_AUTH_TOKEN"))
     assert where.token is None or where.token not in repr(where)
@@ -118,7 +121,7 @@ def test_nothing_is_left_of_a_controller_that_ends(tmp_path: Path, how: str, whe
 def _engine_processes(controller: int) -> list[psutil.Process]:
     """The actor's worker and everything under it."""
     for process in psutil.Process(controller).children(recursive=True):
-        if "EngineActor" in " ".join([process.name(), *process.cmdline()]):
+        if "EngineHost" in " ".join([process.name(), *process.cmdline()]):
             return [process, *process.children(recursive=True)]
     return []
 

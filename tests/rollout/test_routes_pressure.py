@@ -15,7 +15,7 @@ from megatron_dppo.rollout.engine import GenerationRequest
 from megatron_dppo.rollout.vllm import engine as vllm_engine
 from megatron_dppo.rollout.vllm import start as vllm_start
 from megatron_dppo.rollout.vllm.engine import VllmEngine
-from tests.rollout.conftest import CONFIG, LAW
+from tests.rollout.conftest import CONFIG, SAMPLING
 from tests.rollout.reference import compare_law, compare_routes, load, reference
 from tests.tiny import VOCAB_SIZE, tiny_qwen3_moe
 
@@ -104,7 +104,7 @@ def long_prompts() -> list[GenerationRequest]:
 
 def test_routes_survive_chunks_cache_hits_and_preemption(pressed: tuple[VllmEngine, Path, Pressure]) -> None:
     engine, model, pressure = pressed
-    batch: RolloutBatch = engine.generate(long_prompts(), replace(LAW, max_tokens=40), training=True)
+    batch: RolloutBatch = engine.generate(long_prompts(), replace(SAMPLING, max_tokens=40), training=True)
     assert len(batch) == SEQUENCES
     assert (batch.prompt_lengths > TOKENS_PER_STEP).all(), "every prompt takes several steps"
     assert pressure.preempted > 20, f"only {pressure.preempted} preemptions: the case is too easy"

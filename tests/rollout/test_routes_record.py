@@ -12,7 +12,7 @@ import pytest
 from megatron_dppo.rollout.vllm.engine import VllmEngine
 from megatron_dppo.rollout.vllm.record_frame import HOLD, BadFrame, ResponseRecord
 from megatron_dppo.rollout.vllm.sampling import sampling_params
-from tests.rollout.conftest import LAW, Served, prompts
+from tests.rollout.conftest import SAMPLING, Served, prompts
 
 
 def record(tokens: int = 5, columns: int = 4, experts: Any = np.uint8) -> ResponseRecord:
@@ -57,7 +57,7 @@ def collect(engine: VllmEngine, count: int, *, hold: bool, n: int = 1, abort: tu
     from vllm.inputs.engine import tokens_input
 
     async def one(index: int, prompt: np.ndarray) -> Any:
-        params = sampling_params(LAW, index, top_k_logprobs=LAW.top_k_logprobs, stop_token_ids=[1])
+        params = sampling_params(SAMPLING, index, top_k_logprobs=SAMPLING.top_k_logprobs, stop_token_ids=[1])
         params.extra_args = dict(HOLD) if hold else None
         params.n = n
         final = None
@@ -80,7 +80,7 @@ def collect(engine: VllmEngine, count: int, *, hold: bool, n: int = 1, abort: tu
 def test_frames_hold_what_vllm_sends_token_by_token(served_mixed: Served, n: int) -> None:
     engine = served_mixed.engine
     assert isinstance(engine, VllmEngine)
-    width = 1 + LAW.top_k_logprobs
+    width = 1 + SAMPLING.top_k_logprobs
     for plain, held in zip(collect(engine, 12, hold=False, n=n), collect(engine, 12, hold=True, n=n), strict=True):
         assert len(plain.outputs) == len(held.outputs) == n
         assert plain.finished

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.rollout.fleet.remote_engine import RayRolloutEngine
+from megatron_dppo.rollout.fleet.host import RemoteEngine
 from megatron_dppo.rollout.ray_session import RaySession
 from tests.distributed import run_ranks
-from tests.rollout.conftest import CONFIG, LAW, Served, requests
+from tests.rollout.conftest import CONFIG, SAMPLING, Asked, Served, requests, vllm
 from tests.rollout.reference import compare_law, compare_routes, load, reference
 from tests.rollout.sync_ranks import sync
 from tests.tiny import tiny_qwen3_moe
@@ -20,7 +20,7 @@ TP2_EP2 = {"tensor": 2, "expert": 2, "sequence_parallel": True}
 
 def compared(served: Served, folder: Path, name: str) -> float:
     """Largest gap of a log-probability to transformers' of the checkpoint in `folder`, whose experts it chose."""
-    batch = served.engine.generate(requests(16, name), LAW, training=True)
+    batch = served.engine.generate(requests(16, name), SAMPLING, training=True)
     assert (batch.weight_versions == served.version).all()
     expected = reference(load(folder), batch)
     assert compare_routes(batch, expected)[1] == 0
@@ -32,11 +32,12 @@ def test_shards_of_two_ranks_become_the_engines_weights(
     served: Served, ray_session: RaySession, tmp_path: Path, way: str
 ) -> None:
     """TP2 x EP2: rows, columns, interleaved heads, experts of two ranks, buckets that cut through a layer's experts."""
+    assert isinstance(served.engine, Asked)
     folders = [tmp_path / "one", tmp_path / "two"]
     for seed, folder in enumerate(folders):
         tiny_qwen3_moe(folder, seed=20 + seed)
     syncs = [(str(folder), served.next_version(), way) for folder in folders]
-    (failed, _) = run_ranks(sync, 2, ray_session.where, [served.engine.name], TP2_EP2, syncs)
+    (failed, _) = run_ranks(sync, 2, ray_session.where, [served.engine.client.name], TP2_EP2, syncs)
     assert failed == {}
     assert compared(served, folders[1], f"{way}-sync") <= 1e-4
 
@@ -58,10 +59,10 @@ def test_a_mixed_tied_model_from_every_layout_to_engines_of_one_and_two_workers(
     start = tmp_path / "start"
     tiny_qwen3_moe(start, seed=40, **MIXED)
     config = CONFIG.model_copy(update={"tensor_parallel": workers, "expert_parallel": divided})
-    engine = RayRolloutEngine(start, config, name=f"mixed-{workers}-{divided}")
+    engine = RemoteEngine(vllm(start, config), name=f"mixed-{workers}-{divided}")
     try:
-        engine.wait_until_ready()
-        served = Served(engine, start, engine.generate(requests(4, "first"), LAW, training=True))
+        asked = Asked(engine)
+        served = Served(asked, start, asked.generate(requests(4, "first"), SAMPLING, training=True))
         assert compared(served, start, "loaded") <= 1e-4
         layouts: list[tuple[str, dict[str, Any]]] = [
             ("broadcast", TP2_EP2),

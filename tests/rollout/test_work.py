@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dppo.rollout.engine import GenerationRequest, SamplingLaw
+from megatron_dppo.rollout.engine import GenerationRequest, SamplingConfig
 from megatron_dppo.rollout.fleet.work import Ticket, in_pieces
 
-LAW = SamplingLaw(max_tokens=10)
+SAMPLING = SamplingConfig(max_tokens=10)
 
 
 def asked(sizes: list[int]) -> list[GenerationRequest]:
@@ -43,7 +43,7 @@ def test_a_prompt_that_comes_twice_in_a_row_is_two_groups() -> None:
 
 
 def test_a_ticket_gives_results_in_the_order_asked_for_and_takes_none_twice() -> None:
-    ticket = Ticket(in_pieces(asked([2, 2, 2]), 2), LAW, training=True)
+    ticket = Ticket(in_pieces(asked([2, 2, 2]), 2), SAMPLING, training=True)
     first, second, third = ticket.work
     assert first.tokens == 2 * (2 + 10)
     ticket.deliver(third, "c")
@@ -56,12 +56,12 @@ def test_a_ticket_gives_results_in_the_order_asked_for_and_takes_none_twice() ->
 
 
 def test_a_ticket_closes_when_enough_has_come_or_when_it_fails() -> None:
-    enough = Ticket(in_pieces(asked([1, 1, 1]), 1), LAW, training=True, enough=2)
+    enough = Ticket(in_pieces(asked([1, 1, 1]), 1), SAMPLING, training=True, enough=2)
     enough.deliver(enough.work[2], "c")
     enough.deliver(enough.work[0], "a")
     assert enough.closed
     assert enough.wait() == ["a", "c"]
-    failed = Ticket(in_pieces(asked([1, 1]), 1), LAW, training=True)
+    failed = Ticket(in_pieces(asked([1, 1]), 1), SAMPLING, training=True)
     failed.fail(ValueError("no"))
     failed.fail(KeyError("too late"))
     with pytest.raises(ValueError, match="no"):

@@ -186,7 +186,7 @@ def _fleet(config: Any, name: str) -> Any:
         version = 0
         handles: ClassVar[list[Any]] = []
 
-        def generate_refs(self, requests: Any, law: Any, layer_groups: Any = None, **_: Any) -> Any:
+        def generate_stored(self, requests: Any, law: Any, layer_groups: Any = None, **_: Any) -> Any:
             batches = [_answer(request, self.version) for request in requests]
             self.handles.append(self.keep(RolloutBatch.concatenate(batches), layer_groups))
             return self.handles[-1]
@@ -197,14 +197,18 @@ def _fleet(config: Any, name: str) -> Any:
         def synced(self, version: int, members: Any, failed: Any) -> None:
             self.version = version
 
-    return Fleet(config.model.path, config.rollout, name=name, options=[])
+    return Fleet(_no_engine, config.rollout, name=name, options=[])
+
+
+def _no_engine() -> Any:
+    raise AssertionError("a fleet of no places makes no engine")
 
 
 def _mend(fleet: Any) -> None:
     """Take faults and what they left back: the next run has the same fleet."""
     while fleet.handles:
         fleet.release(fleet.handles.pop())
-    for name in ("generate_refs", "synced"):
+    for name in ("generate_stored", "synced"):
         vars(fleet).pop(name, None)
 
 
@@ -259,7 +263,7 @@ def _break(trainer: Any, controller: Any, actor: Any, step: int, where: str, err
     elif where == "reward":
         object.__setattr__(controller.examiner.task, "score", at(controller.examiner.task.score, poison))
     elif where == "sample":
-        controller.fleet.generate_refs = at(controller.fleet.generate_refs)
+        controller.fleet.generate_stored = at(controller.fleet.generate_stored)
     elif where == "show":
         controller.progress.console.print = at(controller.progress.console.print)
     elif where == "synced":

@@ -22,11 +22,11 @@ from megatron_dppo.trainer.train import train
 
 def disturb(fleet: EngineFleet, fault: str, number: int) -> None:
     """Kill an engine's processes, or stop its core, once it has work."""
-    while len(fleet.members) <= number:  # an engine may still be loading in its seat
+    while len(fleet.members) <= number:  # an engine may still be loading
         time.sleep(0.1)
-    seat = fleet._dispatch._seats[number]
-    processes = seat.engine.call("processes")
-    while not seat.running:
+    replica = fleet._dispatcher._replicas[number]
+    processes = replica.engine.processes()
+    while not replica.running:
         time.sleep(0.001)
     for process in processes if fault == "kill" else processes[1:]:
         os.kill(process, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
@@ -34,14 +34,14 @@ def disturb(fleet: EngineFleet, fault: str, number: int) -> None:
 
 if __name__ == "__main__":
     faults = dict(reversed(fault.split("@")) for fault in sys.argv[2].split(",") if fault)
-    sampled = EngineFleet.generate_refs
+    sampled = EngineFleet.generate_stored
     calls = 0
 
-    def generate_refs(self: EngineFleet, *arguments: Any, **options: Any) -> Any:
+    def generate_stored(self: EngineFleet, *arguments: Any, **options: Any) -> Any:
         global calls
         calls += 1
         if calls == 1:
-            self.wait_until_ready()  # also for the one that was killed while it loaded: later faults want two
+            self.ready_members()  # also for the one that was killed while it loaded: later faults want two
         if (fault := faults.get(str(calls))) is not None:
             threading.Thread(target=disturb, args=(self, fault, len(self.members) - 1), daemon=True).start()
         return sampled(self, *arguments, **options)
@@ -51,8 +51,8 @@ if __name__ == "__main__":
     def make(self: EngineFleet, *arguments: Any, **options: Any) -> None:
         made(self, *arguments, **options)
         if "0" in faults:
-            ray.kill(self._dispatch._seats[-1].engine._actor)
+            ray.kill(self._dispatcher._replicas[-1].engine._host)
 
     EngineFleet.__init__ = make  # type: ignore[method-assign]
-    EngineFleet.generate_refs = generate_refs  # type: ignore[method-assign]
+    EngineFleet.generate_stored = generate_stored  # type: ignore[method-assign]
     sys.exit(exit_status(lambda: train(load_config(Path(sys.argv[1]), sys.argv[3:]))))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.ray_session import require_cluster
+from megatron_dppo.rollout.start import require_cluster
 from tests.distributed import run_ranks
 
 

@@ -1,13 +1,26 @@
-"""Gives work to engines and takes it back from those that fail."""
+"""Gives work to engines and takes it back from those that fail.
+
+```
+a step's thread ── wait_for(ticket) ──┐                      ┌─► replica 0 ── ask ──► engine
+an evaluation ──── wait_for(ticket) ──┼─► waiting, assigned ─┼─► replica 1 ── ask ──► engine
+  each waits for its ticket ◄─────────┘   on one event loop  └─► ...
+the training ranks ── hold_for(version) ─► no work is given out; waits until nobody is at work (or cuts it)
+                      synced ───────────► work goes on
+```
+What an engine answers, a start that ended and a replaced engine come back to the loop as events. Several times a second
+it looks for engines that hang or do not come up.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,14 +28,23 @@ import ray
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.engine import EngineClosed, EnginesFailed, GenerationTimeout, MalformedOutput
-from megatron_dppo.rollout.event_thread import EventThread
-from megatron_dppo.rollout.fleet.remote_engine import RayRolloutEngine
-from megatron_dppo.rollout.fleet.replica import Seat
+from megatron_dppo.rollout.engine import (
+    EngineClient,
+    EngineClosed,
+    EnginesFailed,
+    GenerationTimeout,
+    Health,
+    MalformedOutput,
+)
+from megatron_dppo.rollout.event_loop import EventLoop
+from megatron_dppo.rollout.fleet.host import RemoteEngine, future_of
+from megatron_dppo.rollout.fleet.replica import Replica
+from megatron_dppo.rollout.fleet.store import sampled_columns
 from megatron_dppo.rollout.fleet.work import Ticket, Work
 from megatron_dppo.rollout.stored import column_names
 
 _MOST_TIMEOUTS = 2
+_TICK_S = 0.2
 
 COUNTED = ("engine_failures", "engine_restarts", "requeued_sequences", "lost_tokens", "request_timeouts",
            "dropped_sequences")  # fmt: skip
@@ -30,12 +52,12 @@ COUNTED = ("engine_failures", "engine_restarts", "requeued_sequences", "lost_tok
 logger = logging.getLogger(__name__)
 
 
-class Dispatch:
-    """The engines' seats and the work that waits for them, which one thread alone changes. What is not said to be for
-    any thread is for that one."""
+class Dispatcher:
+    """The replicas and the work that waits for them. One event loop alone changes them, event by event; what is not
+    said to be for any thread runs there."""
 
-    def __init__(self, seats: Sequence[Seat], config: RolloutConfig, store: Any, store_name: str) -> None:
-        self._seats, self._config = list(seats), config
+    def __init__(self, replicas: Sequence[Replica], config: RolloutConfig, store: Any, store_name: str) -> None:
+        self._replicas, self._config = list(replicas), config
         self._store, self._store_name = store, store_name
         self._waiting: deque[Work] = deque()
         self._tickets: list[Ticket] = []
@@ -47,21 +69,25 @@ class Dispatch:
         """Version that engines must have to get work; None is the checkpoint that they start from."""
         self._any_loaded = False
         """Whether an engine ever came up: whatever fails then is no fault of the settings."""
-        self._unproven: list[tuple[Seat, BaseException]] = []
-        """First engines of their seats that failed to start before any came up, and why."""
+        self._unproven: list[tuple[Replica, BaseException]] = []
+        """First engines of their replicas that failed to start before any came up, and why."""
         self._failures = 0
         self._counts: Counter[str] = Counter()
         self._replacing: list[threading.Thread] = []
-        self._thread = EventThread("engine-fleet", after_each=self._go_on, at_the_end=self._give_up)
-        for seat in self._seats:
-            self._expect(seat)
-        self._thread.start()
+        self._end_reason: BaseException | None = None
+        """Why nothing more happens here."""
+        self._changed = asyncio.Event()
+        """Set, and another one in its place, after every event."""
+        self._loop = EventLoop("engine-fleet")
+        for replica in self._replicas:
+            self._put(partial(self._expect, replica))
+        self._loop.call(self._start_clock)
 
     # For any thread
 
     def ask[T](self, question: Callable[[], T]) -> T:
-        """See `EventThread.ask`."""
-        return self._thread.ask(question)
+        """Call a function on the loop and wait. Raises what it raised, or what ended this object before."""
+        return self._loop.run(self._answer(question))
 
     def wait_for(self, ticket: Ticket) -> list[Any]:
         """Have a ticket's work done; see `Ticket.wait`."""
@@ -69,60 +95,60 @@ class Dispatch:
         try:
             return ticket.wait()
         finally:
-            self._thread.put(lambda: self._leave(ticket))
+            self._put(lambda: self._leave(ticket))
 
-    def wait_until_up(self) -> None:
-        """Until every engine has loaded; raises what ended this object before that."""
-        self._thread.until(lambda: all(seat.up for seat in self._seats))
+    def wait_until_up(self) -> list[RemoteEngine]:
+        """All engines, once they have loaded; raises what ended this object before that."""
 
-    def hold_for(self, version: int, *, drain: bool) -> list[RayRolloutEngine]:
-        """See `EngineFleet.members_to_sync`."""
-        self._thread.until(lambda: all(seat.up or seat.number > 0 for seat in self._seats))
+        async def loaded() -> list[RemoteEngine]:
+            await self._until(lambda: all(replica.up for replica in self._replicas))
+            return self.members()
 
-        def hold() -> None:
+        return self._loop.run(loaded())
+
+    def hold_for(self, version: int, *, drain: bool) -> list[RemoteEngine]:
+        """See `RolloutFleet.members_to_sync`."""
+
+        async def held() -> list[RemoteEngine]:
+            await self._until(lambda: all(replica.up or replica.number > 0 for replica in self._replicas))
             self._held, self._current = True, version
-
-        self.ask(hold)
-        self._thread.until(lambda: any(seat.up for seat in self._seats))
-        if drain:
-            self._thread.until(lambda: not any(seat.running for seat in self._seats))
-            self._thread.until(lambda: any(seat.up for seat in self._seats))
-
-        def begin() -> list[RayRolloutEngine]:
+            await self._until(lambda: any(replica.up for replica in self._replicas))
+            if drain:
+                await self._until(lambda: not any(replica.running for replica in self._replicas))
+                await self._until(lambda: any(replica.up for replica in self._replicas))
             self._syncing = True
             return self.members()
 
-        return self.ask(begin)
+        return self._loop.run(held())
 
-    def close(self) -> list[RayRolloutEngine]:
-        """End the thread; returns the engines, for whom this was the last owner. The second time there are none."""
-        if not self._thread.alive and not self._seats:
-            return []
-        if self._thread.alive:
-            self._thread.put(lambda: self._thread.end(EngineClosed("the engines are closed")))
-            self._thread.join()
+    def close(self) -> list[RemoteEngine]:
+        """End the loop; returns the engines, for whom this was the last owner. The second time there are none."""
+        if not self._loop.closed:
+            with suppress(EngineClosed):
+                self._loop.run(self._end_now(EngineClosed("the engines are closed")))
+            self._loop.stop()
         for thread in self._replacing:
             thread.join()
-        seats, self._seats = self._seats, []
-        return [seat.engine for seat in seats]
+        replicas, self._replicas = self._replicas, []
+        return [replica.engine for replica in replicas]
 
-    # For its own thread
+    # On the loop
 
-    def members(self) -> list[RayRolloutEngine]:
-        return [seat.engine for seat in self._seats if seat.up]
+    def members(self) -> list[RemoteEngine]:
+        return [replica.engine for replica in self._replicas if replica.up]
 
-    def behind(self) -> list[RayRolloutEngine]:
-        return [seat.engine for seat in self._seats if seat.up and seat.version != self._current]
+    def behind(self) -> list[RemoteEngine]:
+        return [replica.engine for replica in self._replicas if replica.up and replica.version != self._current]
 
-    def synced(self, version: int, members: Sequence[RayRolloutEngine], failed: Mapping[str, Exception]) -> None:
+    def synced(self, version: int, members: Sequence[EngineClient], failed: Mapping[str, Exception]) -> None:
         names = {member.name for member in members}
-        for seat in self._seats:
-            if seat.engine.name not in names or not seat.up:
+        for replica in self._replicas:
+            if replica.engine.name not in names or not replica.up:
                 continue
-            seat.version = version
-            if seat.engine.name in failed:
-                error = failed[seat.engine.name]
-                self._lose(seat, f"did not get weight version {version}: {_said(error)}")
+            replica.version = version
+            if replica.engine.name in failed:
+                error = failed[replica.engine.name]
+                self._lose(replica, f"did not get weight version {version}: {_said(error)}")
         self._held = self._syncing = False
 
     def take_counts(self) -> dict[str, float]:
@@ -130,19 +156,69 @@ class Dispatch:
         self._counts.clear()
         return taken
 
-    def _go_on(self) -> None:
-        """After every event."""
-        self._look_after()
-        self._assign()
+    def _put(self, event: Callable[[], None]) -> None:
+        """Have something happen; for any thread. An error in an event is the end."""
+        self._loop.call(self._happen, event)
 
-    def _give_up(self, reason: BaseException) -> None:
-        """Nothing more happens here."""
-        for ticket in self._tickets:
-            ticket.fail(reason)
+    def _happen(self, event: Callable[[], None] | None = None) -> None:
+        if self._end_reason is not None:
+            return
+        try:
+            if event is not None:
+                event()
+            self._look_after()
+            self._assign()
+        except BaseException as error:
+            self._end(error)
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _answer[T](self, question: Callable[[], T]) -> T:
+        if self._end_reason is not None:
+            raise self._end_reason
+        try:
+            return question()
+        finally:
+            self._happen()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds. Raises why nothing more happens."""
+        while self._end_reason is None and not condition():
+            await self._changed.wait()
+        if self._end_reason is not None:
+            raise self._end_reason
+
+    def _watch(self, future: Future[Any], then: Callable[[Future[Any]], None]) -> None:
+        """Have `then` called when a result is there."""
+        future.add_done_callback(lambda result: self._put(partial(then, result)))
+
+    def _start_clock(self) -> None:
+        """Things happen, or are seen not to, also when nobody asks for anything."""
+        self._clock = asyncio.ensure_future(self._tick())
+
+    async def _tick(self) -> None:
+        while self._end_reason is None:
+            await asyncio.sleep(_TICK_S)
+            self._happen()
+
+    def _end(self, reason: BaseException) -> None:
+        """The last event."""
+        if self._end_reason is None:
+            self._end_reason = reason
+            for ticket in self._tickets:
+                ticket.fail(reason)
+            self._notify()
+
+    async def _end_now(self, reason: BaseException) -> None:
+        self._end(reason)
+        await asyncio.sleep(0)  # whoever waits in `_until` hears of it before the loop is stopped
 
     def _submit(self, ticket: Ticket) -> None:
-        if self._thread.end_reason is not None:
-            raise self._thread.end_reason
+        if self._end_reason is not None:
+            raise self._end_reason
         self._tickets.append(ticket)
         if ticket.training:
             self._waiting.extend(ticket.work)
@@ -154,65 +230,72 @@ class Dispatch:
         self._tickets.remove(ticket)
         given_up = [work for work in self._waiting if work.ticket is ticket]
         self._waiting = deque(work for work in self._waiting if work.ticket is not ticket)
-        for seat in self._seats:
-            for work in seat.running.values():
+        for replica in self._replicas:
+            for work in replica.running.values():
                 if work.ticket is ticket:
                     given_up.append(work)
-                    seat.engine.start("abandon", work.key)
+                    self._take_back(replica, work)
         self._counts["dropped_sequences"] += sum(len(work.requests) for work in given_up)
 
     def _assign(self) -> None:
         """To the engine with the fewest tokens in flight, first come, first served."""
         while self._waiting and not self._held:
             work = self._waiting[0]
-            free = [s for s in self._seats if s.up and s.version == self._current and s.has_room(work)]
+            free = [r for r in self._replicas if r.up and r.version == self._current and r.has_room(work)]
             if not free:
                 return
-            self._give(min(free, key=lambda seat: seat.tokens), self._waiting.popleft())
+            self._give(min(free, key=lambda replica: replica.tokens), self._waiting.popleft())
 
-    def _give(self, seat: Seat, work: Work) -> None:
-        ticket, engine = work.ticket, seat.engine
+    def _give(self, replica: Replica, work: Work) -> None:
+        key, requests, ticket = work.key, work.requests, work.ticket
+        sampling, training, store, groups = ticket.sampling, ticket.training, self._store_name, ticket.layer_groups
+        columns: list[ray.ObjectRef] = []
+        result: Future[Any]
         if ticket.stored:
-            names = column_names(ticket.layer_groups)
-            results = engine.start(
-                "generate_columns", work.requests, ticket.law, self._store_name, work.key, ticket.layer_groups,
-                returns=1 + len(names),
-            )  # fmt: skip
+            handle, *columns = replica.engine.ask_for_parts(
+                lambda engine: sampled_columns(engine, requests, sampling, store=store, key=key, layer_groups=groups),
+                1 + len(column_names(groups)),
+            )
+            result = future_of(handle)
         else:
-            results = [engine.start("generate", work.requests, ticket.law, ticket.training, work.key)]
-        seat.running[work.key] = work
-        key = work.key
-        self._thread.watch(results[0], lambda result: self._finished(seat, key, results[1:], result))
+            result = replica.engine.ask(
+                lambda engine: engine.generate(requests, sampling, training=training, call=key), "work"
+            )
+        replica.running[key] = work
+        self._watch(result, lambda done: self._finished(replica, key, columns, done))
 
-    def _finished(self, seat: Seat, key: str, columns: list[ray.ObjectRef], result: Future[Any]) -> None:
-        work = seat.running.get(key)
+    def _take_back(self, replica: Replica, work: Work) -> None:
+        key = work.key
+        replica.engine.ask(lambda engine: engine.abandon(key), "control")
+
+    def _finished(self, replica: Replica, key: str, columns: list[ray.ObjectRef], result: Future[Any]) -> None:
+        work = replica.running.get(key)
         if work is None:  # the engine was given up meanwhile, and its work is somebody else's
             return
         ticket, error = work.ticket, result.exception()
         asked = tuple(request.request_id for request in work.requests)
         if error is None and result.result().request_ids != asked:
             error = MalformedOutput(f"asked for {asked[0]} and {len(asked) - 1} more, others were answered")
-        cause = _cause(error)
-        if ticket.closed or cause is None:
-            del seat.running[key]
+        if ticket.closed or error is None:
+            del replica.running[key]
         if ticket.closed:
             if ticket in self._tickets:  # enough came already, and who waited for it has not left yet
                 self._counts["dropped_sequences"] += len(work.requests)
             return
-        if cause is None:
+        if error is None:
             ticket.deliver(work, (result.result(), self._known(work, columns)) if ticket.stored else result.result())
-        elif isinstance(cause, UserError):
-            ticket.fail(cause)
-        elif isinstance(cause, GenerationTimeout):
-            del seat.running[key]
+        elif isinstance(error, UserError):
+            ticket.fail(error)
+        elif isinstance(error, GenerationTimeout):
+            del replica.running[key]
             self._counts["request_timeouts"] += 1
             work.timeouts += 1
             if work.timeouts == _MOST_TIMEOUTS:
-                ticket.fail(cause)
+                ticket.fail(error)
             else:
                 self._requeue([work])
         else:
-            self._lose(seat, f"failed: {_said(cause)}")
+            self._lose(replica, f"failed: {_said(error)}")
 
     def _known(self, work: Work, columns: list[ray.ObjectRef]) -> ray.ObjectRef:
         """Make the store know a result; resolves when it does."""
@@ -225,76 +308,77 @@ class Dispatch:
                 self._waiting.appendleft(work)
                 self._counts["requeued_sequences"] += len(work.requests)
 
-    def _lose(self, seat: Seat, reason: str) -> None:
-        """Give up the engine of a seat: its work goes to the others, and another engine takes the seat."""
-        if self._thread.end_reason is not None:
+    def _lose(self, replica: Replica, reason: str) -> None:
+        """Give up the engine of a replica: its work goes to the others, and another engine takes the replica."""
+        if self._end_reason is not None:
             return
-        lost, tokens = seat.empty()
+        lost, tokens = replica.empty()
         self._failures += 1
         self._counts["engine_failures"] += 1
         self._counts["lost_tokens"] += tokens
         self._requeue(lost)
-        told = f"engine {seat.engine.name} {reason}"
+        told = f"engine {replica.engine.name} {reason}"
         if self._failures > self._config.max_engine_failures:
-            return self._thread.end(
+            return self._end(
                 EnginesFailed(
                     f"{self._failures} engine failures, rollout.max_engine_failures={self._config.max_engine_failures} "
                     f"are allowed; the last one: {told}; look into the engines' logs"
                 )
             )
         logger.warning("%s; another one takes its place, %d sequences are sampled anew", told, _sequences(lost))
-        thread = threading.Thread(target=self._replace, args=(seat,), daemon=True)
+        thread = threading.Thread(target=self._replace, args=(replica,), daemon=True)
         self._replacing.append(thread)
         thread.start()
 
-    def _replace(self, seat: Seat) -> None:
+    def _replace(self, replica: Replica) -> None:
         """On a thread of its own, since it takes seconds."""
         try:
-            seat.replace()
-        except Exception as error:  # nobody joins this thread before the end, and the seat would stay empty unseen
-            self._thread.put(partial(self._thread.end, error))
+            replica.replace()
+        except Exception as error:  # nobody joins this thread before the end, and the replica would stay empty unseen
+            self._put(partial(self._end, error))
             return
-        self._thread.put(lambda: self._expect(seat))
+        self._put(lambda: self._expect(replica))
 
-    def _expect(self, seat: Seat) -> None:
-        number = seat.number
-        self._thread.watch(seat.engine.started, lambda result: self._loaded(seat, number, result))
+    def _expect(self, replica: Replica) -> None:
+        number = replica.number
+        replica.start_clock()
+        self._watch(replica.engine.started, lambda result: self._started(replica, number, result.exception()))
 
-    def _loaded(self, seat: Seat, number: int, result: Future[Any]) -> None:
-        cause = _cause(result.exception())
-        if cause is None:
-            seat.up = self._any_loaded = True
+    def _started(self, replica: Replica, number: int, error: BaseException | None) -> None:
+        """An engine came up or failed to. What is heard of one that was given up meanwhile does not count."""
+        if replica.number != number or not replica.ended_start():
+            return
+        if error is None:
+            replica.up = self._any_loaded = True
             self._counts["engine_restarts"] += number > 0
         else:
-            self._unproven.append((seat, cause))
+            self._unproven.append((replica, error))
         if self._any_loaded:
             unproven, self._unproven = self._unproven, []
             for failed, why in unproven:
                 self._lose(failed, f"did not start: {_said(why)}")
-        elif len(self._unproven) == len(self._seats):  # nothing ever ran here: that is no engine's fault
-            self._thread.end(self._unproven[0][1])
+        elif len(self._unproven) == len(self._replicas):  # nothing ever ran here: that is no engine's fault
+            self._end(self._unproven[0][1])
 
     def _look_after(self) -> None:
-        """Find engines that hang."""
+        """Find engines that do not come up, and those that hang."""
         now = time.monotonic()
-        for seat in self._seats if not self._syncing else ():
-            if (question := seat.question(now)) is not None:
-                self._ask_core(seat, question)
-            elif seat.hangs(now):
-                self._lose(seat, f"did not come back from a step for {self._config.stall_timeout_s:g} s")
+        for replica in self._replicas:
+            if (late := replica.late_start(now)) is not None:
+                self._started(replica, replica.number, late)
+        for replica in self._replicas if not self._syncing else ():
+            if (question := replica.question(now)) is not None:
+                self._ask_core(replica, question)
+            elif replica.hangs(now):
+                self._lose(replica, f"did not come back from a step for {self._config.stall_timeout_s:g} s")
 
-    def _ask_core(self, seat: Seat, question: ray.ObjectRef) -> None:
-        number = seat.number
-        self._thread.watch(question, lambda result: self._answered(seat, number, result))
+    def _ask_core(self, replica: Replica, question: Future[Health]) -> None:
+        number = replica.number
+        self._watch(question, lambda result: self._answered(replica, number, result))
 
-    def _answered(self, seat: Seat, number: int, result: Future[Any]) -> None:
-        if seat.number == number and seat.up and result.exception() is None:
-            seat.answer(result.result())
-
-
-def _cause(error: BaseException | None) -> BaseException | None:
-    """What a call failed with, without Ray's wrapper."""
-    return getattr(error, "cause", None) or error
+    def _answered(self, replica: Replica, number: int, result: Future[Any]) -> None:
+        if replica.number == number and replica.up and result.exception() is None:
+            replica.answer(result.result())
 
 
 def _said(error: BaseException) -> str:

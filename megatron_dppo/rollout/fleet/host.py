@@ -1,145 +1,147 @@
-"""The engine inside its Ray actor."""
+"""A Ray actor that holds an engine, and its client on the controller.
+
+```
+controller ── ask(call, lane) ──► EngineHost.run(call), in a thread of the lane ──► the engine
+     ◄──────────── a Future ◄──────────────── what it returned or raised
+```
+"""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import ray
 
-from megatron_dppo.batch import RolloutBatch
+from megatron_dppo.errors import raise_cause
 from megatron_dppo.launch.imports import uncollected
-from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.engine import EngineDead, GenerationRequest, SamplingLaw
-from megatron_dppo.rollout.stored import LayerGroups, columns_of
-from megatron_dppo.rollout.weight_transfer.bucket import Bucket
+from megatron_dppo.rollout.engine import EngineDead, Lane, RolloutEngine
 
-WORK, WEIGHTS, CONTROL = "work", "weights", "control"
-CONCURRENCY_GROUPS = {WORK: 64, WEIGHTS: 1, CONTROL: 8}
-"""Threads of each kind of call. Generation may take all of its own; calls that bring weights run one after the other in
-the order in which they were made; what asks, pauses or aborts never waits behind either."""
+THREADS: Mapping[Lane, int] = {"work": 64, "weights": 1, "control": 8}
+"""Of each lane. Generation may take all of its own; one thread keeps the order of calls."""
 
 
-class EngineActor:
-    """Runs in a Ray worker: a `VllmEngine`. Nothing that it made is lost with it."""
+class EngineHost:
+    """Runs in a Ray worker. Nothing that the engine made is lost with it: results belong to who asked for them."""
 
-    def __init__(self, model: str, config: RolloutConfig, environment: Mapping[str, str], log: str | None) -> None:
+    def __init__(self, make: Callable[[], RolloutEngine], environment: Mapping[str, str], log: str | None) -> None:
         os.environ.update(environment)  # before anything looks for devices
         kept = log is not None and _print_to(log)
-        with uncollected():
-            from megatron_dppo.rollout.vllm.engine import VllmEngine  # vLLM is imported in this process only
-
         try:
-            self._engine = VllmEngine(Path(model), config)
+            with uncollected():
+                self._engine = make()  # the engine's library is imported in this process only
         except RuntimeError as error:
-            # vLLM says of a core that failed no more than that it did; the reason is what the core printed.
+            # A library may say of a core that failed no more than that it did; the reason is what the core printed.
             where = f"what it printed is in {log}" if kept else "what it printed is in the logs of Ray's workers there"
             raise EngineDead(f"the engine did not start on {socket.gethostname()} ({error}); {where}") from error
 
-    @ray.method(concurrency_group=CONTROL)
-    def weight_version(self) -> int:
-        return self._engine.weight_version
+    def run(self, call: Callable[[RolloutEngine], Any]) -> Any:
+        return call(self._engine)
 
-    @ray.method(concurrency_group=WORK)
-    def generate(
-        self, requests: list[GenerationRequest], law: SamplingLaw, training: bool, call: str = ""
-    ) -> RolloutBatch:
-        return self._engine.generate(requests, law, training=training, call=call)
-
-    @ray.method(concurrency_group=WORK)
-    def generate_columns(
-        self,
-        requests: list[GenerationRequest],
-        law: SamplingLaw,
-        store: str,
-        key: str,
-        layer_groups: LayerGroups | None,
-    ) -> tuple[Any, ...]:
-        """Sample for training; returns the handle and the columns of `columns_of`, each as an object of its own. They
-        belong to the caller and outlive this process."""
-        batch = self._engine.generate(requests, law, training=True, call=key)
-        handle, columns = columns_of(batch, store=store, key=key, layer_groups=layer_groups)
-        return handle, *columns
-
-    @ray.method(concurrency_group=CONTROL)
-    def abandon(self, call: str) -> None:
-        self._engine.abandon(call)
-
-    @ray.method(concurrency_group=CONTROL)
-    def alive(self) -> dict[str, int]:
-        """See `VllmEngine.alive`."""
-        return self._engine.alive()
-
-    @ray.method(concurrency_group=CONTROL)
     def processes(self) -> list[int]:
         """Process ids: this one's, then those of the core and its workers."""
         own = psutil.Process()
         return [own.pid, *(child.pid for child in own.children(recursive=True))]
 
-    @ray.method(concurrency_group=CONTROL)
     def kill_core(self) -> None:
         """End every process below this one, also one that is stopped and would not notice that its parent ended."""
         for child in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 child.kill()
 
-    @ray.method(concurrency_group=WEIGHTS)
-    def begin_update(self, version: int) -> None:
-        self._engine.weights.begin(version)
 
-    @ray.method(concurrency_group=WEIGHTS)
-    def receive_bucket(self, version: int, bucket: Bucket) -> None:
-        with self._engine.weights.failure(version):
-            self._engine.weights.receive_bucket(version, bucket)
+class RemoteEngine:
+    """The `EngineClient` of an engine in an `EngineHost`. Needs a connected `RaySession`.
 
-    @ray.method(concurrency_group=WEIGHTS)
-    def init_transfer(self, terms: dict[str, Any]) -> None:
-        """See `WeightUpdates.init_transfer`, whose arguments `terms` are."""
-        self._engine.weights.init_transfer(**terms)
+    The constructor returns at once, so that the engine loads while the trainer builds its model; calls wait for it.
+    """
 
-    @ray.method(concurrency_group=WEIGHTS)
-    def receive_shared(self, version: int, number: int) -> None:
-        with self._engine.weights.failure(version):
-            self._engine.weights.receive_shared(version, number)
+    def __init__(
+        self,
+        make: Callable[[], RolloutEngine],
+        *,
+        name: str,
+        options: Mapping[str, Any] | None = None,
+        log: Path | None = None,
+    ) -> None:
+        """
+        make     called where the engine is to live
+        name     of the Ray actor, unique in the session
+        options  further options of the Ray actor: GPUs, placement group; and `environment`, variables that it sets for
+                 the engine (Ray's own way of setting them needs another process on every node)
+        log      file that the engine's processes print to, where its node can write it; None leaves that to Ray
+        """
+        self.name = name
+        placed = {"num_cpus": 0, "num_gpus": 0} | dict(options or {})
+        environment = placed.pop("environment", {})
+        threaded: Any = ray.remote(concurrency_groups=dict(THREADS))
+        host = threaded(EngineHost).options(name=name, max_restarts=0, **placed)
+        self._host: Any = host.remote(make, environment, None if log is None else str(log.absolute()))
+        self._closed = False
+        self.started = self.ask(lambda engine: engine.weight_version, "control")
+        """Done when the engine can generate, or failed as its start-up did."""
 
-    @ray.method(concurrency_group=WEIGHTS)
-    def receive_group(self, version: int) -> None:
-        with self._engine.weights.failure(version):
-            self._engine.weights.receive_group(version)
+    def ask[T](self, call: Callable[[RolloutEngine], T], lane: Lane) -> Future[T]:
+        """See `EngineClient.ask`."""
+        return future_of(self._host.run.options(concurrency_group=lane).remote(call))
 
-    @ray.method(concurrency_group=WEIGHTS)
-    def end_update(self, version: int, packed: dict[int, int] | None = None) -> list[dict[str, float]]:
-        with self._engine.weights.failure(version):
-            return self._engine.weights.end(version, packed)
+    def ask_for_parts(self, call: Callable[[RolloutEngine], tuple[Any, ...]], count: int) -> list[ray.ObjectRef]:
+        """A call of the lane "work" that returns `count` values, each an object of its own in Ray's store. They belong
+        to the caller and outlive the engine."""
+        return self._host.run.options(concurrency_group="work", num_returns=count).remote(call)
 
-    @ray.method(concurrency_group=CONTROL)
-    def fail_update(self, version: int, reason: str) -> None:
-        self._engine.weights.fail(version, reason)
+    def processes(self) -> list[int]:
+        """Process ids where the engine lives: its host's first."""
+        return future_of(self._host.processes.options(concurrency_group="control").remote()).result()
 
-    @ray.method(concurrency_group=WEIGHTS)
-    def sleep(self) -> None:
-        self._engine.sleep()
-
-    @ray.method(concurrency_group=WEIGHTS)
-    def wake(self, what: Literal["weights", "kv_cache"]) -> None:
-        self._engine.wake(what)
-
-    @ray.method(concurrency_group=CONTROL)
-    def pause(self) -> None:
-        self._engine.pause()
-
-    @ray.method(concurrency_group=CONTROL)
-    def resume(self) -> None:
-        self._engine.resume()
-
-    @ray.method(concurrency_group=WEIGHTS)
     def close(self) -> None:
-        self._engine.close()
+        """Stop the engine's processes and the actor. Idempotent; never raises for an actor that is gone."""
+        # An engine that is still loading cannot answer; killing its worker takes the core with it.
+        self._end(lambda: self._host.run.options(concurrency_group="weights").remote(lambda engine: engine.close()), 30)
+
+    def kill(self, grace_s: float = 5.0) -> None:
+        """End an engine that may be dead, hung or stopped; asks nothing of it but to end its core. Never raises."""
+        self._end(lambda: self._host.kill_core.options(concurrency_group="control").remote(), grace_s)
+
+    def _end(self, last_call: Callable[[], ray.ObjectRef], grace_s: float) -> None:
+        # When the session is over the actor is gone with it; a call would start another Ray.
+        if self._closed or not ray.is_initialized():
+            return
+        self._closed = True
+        try:
+            if self.started.done():
+                with suppress(ray.exceptions.RayError):  # it is gone already, or will be
+                    ray.get(last_call(), timeout=grace_s)
+        finally:
+            ray.kill(self._host)
+
+
+def future_of(reference: ray.ObjectRef) -> Future[Any]:
+    """The result behind a reference, without Ray's wrapping of errors: raises what the call raised, and `EngineDead`
+    where the actor is gone."""
+    result: Future[Any] = Future()
+
+    def settle(done: Future[Any]) -> None:
+        try:
+            result.set_result(done.result())
+        except ray.exceptions.RayTaskError as error:
+            try:
+                raise_cause(error)
+            except Exception as cause:
+                result.set_exception(cause)
+        except ray.exceptions.RayActorError as error:
+            result.set_exception(EngineDead(f"the rollout engine's process is gone: {error}"))
+        except BaseException as error:
+            result.set_exception(error)
+
+    reference.future().add_done_callback(settle)
+    return result
 
 
 def _print_to(log: str) -> bool:

@@ -53,7 +53,7 @@ class EnginePlace:
         return {"CUDA_VISIBLE_DEVICES": ",".join(f"GPU-{uuid}" for uuid in self.cards)} if self.cards else {}
 
     def actor_options(self, group: PlacementGroup | None = None) -> dict[str, Any]:
-        """Options for `RayRolloutEngine`; `group` is where Ray hands out its cards."""
+        """Options for `RemoteEngine`; `group` is where Ray hands out its cards."""
         options: dict[str, Any] = {"environment": self.environment}
         if self.node is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.node, soft=False)

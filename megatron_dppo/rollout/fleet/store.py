@@ -11,7 +11,8 @@ import numpy as np
 import ray
 
 from megatron_dppo.batch import AlignedBatch, Columns
-from megatron_dppo.rollout.stored import Part, RolloutHandle
+from megatron_dppo.rollout.engine import GenerationRequest, RolloutEngine, SamplingConfig
+from megatron_dppo.rollout.stored import LayerGroups, Part, RolloutHandle, columns_of
 from megatron_dppo.router_replay.routes import Routes
 
 
@@ -46,6 +47,21 @@ class RolloutStore:
     def held(self) -> int:
         """Number of objects that were not released."""
         return len(self._columns)
+
+
+def sampled_columns(
+    engine: RolloutEngine,
+    requests: Sequence[GenerationRequest],
+    sampling: SamplingConfig,
+    *,
+    store: str,
+    key: str,
+    layer_groups: LayerGroups | None,
+) -> tuple[Any, ...]:
+    """Where the engine lives: sample for training; the handle and the columns of `columns_of`."""
+    batch = engine.generate(requests, sampling, training=True, call=key)
+    handle, columns = columns_of(batch, store=store, key=key, layer_groups=layer_groups)
+    return handle, *columns
 
 
 class RolloutSource:

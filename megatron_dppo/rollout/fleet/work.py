@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dppo.rollout.engine import GenerationRequest, SamplingLaw
+from megatron_dppo.rollout.engine import GenerationRequest, SamplingConfig
 from megatron_dppo.rollout.stored import LayerGroups
 
 
@@ -29,7 +29,7 @@ class Work:
     @property
     def tokens(self) -> int:
         """Most tokens that it can come to: what it counts against an engine's budget."""
-        return sum(len(r.prompt_ids) for r in self.requests) + len(self.requests) * self.ticket.law.max_tokens
+        return sum(len(r.prompt_ids) for r in self.requests) + len(self.requests) * self.ticket.sampling.max_tokens
 
     def again(self) -> None:
         """It is to be sampled anew. Seeds are the requests' own, so the answers are those that were lost."""
@@ -37,13 +37,13 @@ class Work:
 
 
 class Ticket:
-    """One call of the fleet: its work, and the results as they come. Written by the fleet's thread, read by whoever
+    """One call of the fleet: its work, and the results as they come. Written by the dispatcher, read by whoever
     waits."""
 
     def __init__(
         self,
         groups: Sequence[Sequence[GenerationRequest]],
-        law: SamplingLaw,
+        sampling: SamplingConfig,
         *,
         training: bool,
         stored: bool = False,
@@ -55,7 +55,7 @@ class Ticket:
         stored  whether results stay in the object store, rather than come here
         enough  pieces of work after which the others are dropped; None drops nothing
         """
-        self.law, self.training, self.stored, self.layer_groups = law, training, stored, layer_groups
+        self.sampling, self.training, self.stored, self.layer_groups = sampling, training, stored, layer_groups
         self.work = [Work(list(group), self) for group in groups]
         self._enough = len(self.work) if enough is None else enough
         self._results: dict[Work, Any] = {}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-LawOf = Callable[[GenerationRequest, int], "SamplingParams"]
+ParamsOf = Callable[[GenerationRequest, int], "SamplingParams"]
 """vLLM's parameters for a request that may sample so many tokens."""
 
 
@@ -45,11 +45,11 @@ class Sampler:
         """Tokens of the responses of each call under way that have ended."""
 
     async def sample(
-        self, requests: Sequence[GenerationRequest], law_of: LawOf, max_tokens: int, *, call: str
+        self, requests: Sequence[GenerationRequest], params_of: ParamsOf, max_tokens: int, *, call: str
     ) -> list[list[Part]]:
         """The parts of every request, in order. `call` names this call to `abandon`. Raises `GenerationTimeout` for a
         request that is not whole after `timeout_s`; the others are then given up too."""
-        tasks = [asyncio.ensure_future(self._one(r, law_of, max_tokens, call)) for r in requests]
+        tasks = [asyncio.ensure_future(self._one(r, params_of, max_tokens, call)) for r in requests]
         together = asyncio.ensure_future(_all(tasks))
         self._calls[call], self.ended[call] = together, 0
         try:
@@ -65,10 +65,10 @@ class Sampler:
         if call in self._calls:
             self._calls[call].cancel()
 
-    async def _one(self, request: GenerationRequest, law_of: LawOf, max_tokens: int, call: str) -> list[Part]:
+    async def _one(self, request: GenerationRequest, params_of: ParamsOf, max_tokens: int, call: str) -> list[Part]:
         try:
             async with asyncio.timeout(self._timeout):
-                parts = await self._parts(request, law_of, max_tokens)
+                parts = await self._parts(request, params_of, max_tokens)
         except TimeoutError as error:
             raise GenerationTimeout(
                 f"request {request.request_id} had not ended after rollout.request_timeout_s={self._timeout:g}"
@@ -76,7 +76,7 @@ class Sampler:
         self.ended[call] += sum(len(part.output.outputs[0].token_ids) for part in parts)
         return parts
 
-    async def _parts(self, request: GenerationRequest, law_of: LawOf, max_tokens: int) -> list[Part]:
+    async def _parts(self, request: GenerationRequest, params_of: ParamsOf, max_tokens: int) -> list[Part]:
         """Until the response ends by itself or has `max_tokens`. After a cut it goes on as a request whose prompt is
         what there is: the keys and values of older weights are never mixed with new ones."""
         parts: list[Part] = []
@@ -84,7 +84,7 @@ class Sampler:
         while True:
             await self._gate.passable()
             with self._gate.inside() as version:
-                output = await self._final(now, law_of(now, left))
+                output = await self._final(now, params_of(now, left))
             tries += 1
             ids, reason = output.outputs[0].token_ids, output.outputs[0].finish_reason
             if reason == "abort":  # cut before its first token
@@ -100,11 +100,11 @@ class Sampler:
                 seed=continued_seed(request.seed, len(parts)),
             )
 
-    async def _final(self, request: GenerationRequest, law: SamplingParams) -> RequestOutput:
+    async def _final(self, request: GenerationRequest, params: SamplingParams) -> RequestOutput:
         from vllm.inputs.engine import tokens_input
 
         prompt = tokens_input(np.asarray(request.prompt_ids).tolist())
-        async for output in self._engine.generate(prompt, law, request.request_id):
+        async for output in self._engine.generate(prompt, params, request.request_id):
             final = output
         return final
 

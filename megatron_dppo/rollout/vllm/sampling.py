@@ -1,7 +1,7 @@
-"""The law tokens are drawn from, and what may not bend it.
+"""The distribution that tokens are drawn from, and what may not change it.
 
 The trainer recomputes `log pi` as the log-softmax of logits / temperature over the whole vocabulary. `log mu` is
-comparable only if the engine drew from the same kind of law, so anything else that moves or removes probability is
+comparable only if the engine drew from the same distribution, so anything else that moves or removes probability is
 refused for training (paper, Section 4; top-p or penalties would enter the ratio pi / mu as if the policy had changed).
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.engine import SamplingLaw
+from megatron_dppo.rollout.engine import SamplingConfig
 from megatron_dppo.rollout.vllm.record_frame import HOLD
 
 if TYPE_CHECKING:
@@ -34,10 +34,12 @@ NEUTRAL: dict[str, Any] = {
     "thinking_token_budget": None,
     "extra_args": None,
 }
-"""Fields of vLLM's SamplingParams that bend the law, with the value at which they do not."""
+"""Fields of vLLM's SamplingParams that change the distribution, with the value at which they do not."""
 
 
-def sampling_params(law: SamplingLaw, seed: int, *, top_k_logprobs: int, stop_token_ids: list[int]) -> SamplingParams:
+def sampling_params(
+    sampling: SamplingConfig, seed: int, *, top_k_logprobs: int, stop_token_ids: list[int]
+) -> SamplingParams:
     """vLLM's parameters for one request: token ids in and out, one output at the end, its record in one frame.
 
     `top_k_logprobs` is K bounded by the vocabulary; the sampled token's log-probability comes in any case.
@@ -46,9 +48,9 @@ def sampling_params(law: SamplingLaw, seed: int, *, top_k_logprobs: int, stop_to
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        temperature=law.temperature,
-        top_p=law.top_p,
-        max_tokens=law.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        max_tokens=sampling.max_tokens,
         seed=seed,
         logprobs=top_k_logprobs,
         flat_logprobs=True,
@@ -60,7 +62,7 @@ def sampling_params(law: SamplingLaw, seed: int, *, top_k_logprobs: int, stop_to
     )
 
 
-def refuse_bent_law(params: SamplingParams) -> None:
+def refuse_other_distributions(params: SamplingParams) -> None:
     """Raise `UserError` unless tokens drawn under `params` follow softmax(logits / temperature) and nothing else."""
     if params.temperature < LOWEST_TEMPERATURE:
         raise UserError(

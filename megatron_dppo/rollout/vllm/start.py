@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Coroutine
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ from megatron_dppo.compat.vllm_cpu import engine_environment, engine_options, on
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.imports import uncollected
 from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.engine import EngineDead
+from megatron_dppo.rollout.event_loop import EventLoop
 from megatron_dppo.rollout.model_facts import ModelFacts
 from megatron_dppo.rollout.vllm.route_requirements import check_engine, check_version
 from megatron_dppo.rollout.vllm.sampling import refuse_engine_defaults
@@ -22,9 +25,21 @@ BACKEND = "megatron_dppo"
 """Our weight-transfer backend's name to vLLM."""
 
 
+class CoreLoop(EventLoop):
+    """Where the coroutines of vLLM's client run. Raises `EngineDead` where vLLM's core is gone."""
+
+    def run[T](self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        try:
+            return super().run(coroutine, timeout)
+        except Exception as error:
+            if type(error).__name__ == "EngineDeadError":  # by name: whoever unpickles ours needs no vLLM
+                raise EngineDead(str(error)) from None
+            raise
+
+
 async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> AsyncLLM:
-    """An engine whose core runs in a process of its own. Raises `UserError` for what routes or the sampling law cannot
-    be recorded with."""
+    """An engine whose core runs in a process of its own. Raises `UserError` for what routes or the model's own
+    distribution cannot be recorded with."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(config.start_timeout_s)))

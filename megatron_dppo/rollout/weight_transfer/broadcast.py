@@ -1,16 +1,26 @@
-"""Weights to engines on cards of their own: each owner broadcasts its share to all workers of all engines."""
+"""Weights to engines on GPUs of their own: each owner broadcasts its share to all workers of all engines.
+
+```
+rank 0        agree ──► engines: workers join ┐                receive_group ──► engines: workers load bucket i
+every owner   joins ──────────────────────────┴─ one group ──  writes bucket i + 1 while bucket i is on its way
+              all ranks settle: did everybody join?            all ranks settle: did all arrive? else once more without
+                                                               the engines that failed, in a new group
+```
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
+from megatron_dppo.rollout.engine import EngineClient, RolloutEngine, TransferTerms
 from megatron_dppo.rollout.weight_transfer.checksum import Packed
 from megatron_dppo.rollout.weight_transfer.group import GroupClosed, Meeting, Rendezvous, WeightGroup, own_address
-from megatron_dppo.rollout.weight_transfer.recipients import Engine, Pending, Recipients
+from megatron_dppo.rollout.weight_transfer.recipients import Pending, Recipients
 
 _ATTEMPTS = 3
 
@@ -51,7 +61,7 @@ class BroadcastSender:
             if to is not None and left:
                 # All that took part failed; only those that do not answer now are to blame.
                 to.forgive(to.errors.keys() - before)
-                to.wait(to.start("begin_update", version))
+                to.wait(to.ask(lambda engine: engine.begin_update(version)))
             if not left or not self._from_controller(bool(to and to.engines)):
                 return
 
@@ -72,7 +82,7 @@ class BroadcastSender:
             error = _first(error, to, pending)
             if not self._settled(error):
                 return error or GroupClosed("others did not join")
-        receiving = to.start("receive_group", version) if to is not None else None
+        receiving = to.ask(lambda engine: engine.receive_group(version)) if to is not None else None
         try:
             if self._group is not None:
                 self._broadcast(self._group, to, receiving)
@@ -90,20 +100,19 @@ class BroadcastSender:
         self._meeting = self._meeting or Meeting(own_address())
         return self._meeting.next(len(self._owners) + self._workers * len(members), self._timeout), members
 
-    def _invite(self, to: Recipients, terms: tuple[Rendezvous, tuple[str, ...]]) -> Pending:
+    def _invite(self, to: Recipients, terms: tuple[Rendezvous, tuple[str, ...]]) -> Pending[None]:
         first = {engine.name: len(self._owners) + self._workers * i for i, engine in enumerate(to.engines)}
 
-        def invitation(engine: Engine) -> tuple[dict[str, Any]]:
-            return (
-                {
-                    "layouts": None if engine.name in self._told else self._buckets.layouts,
-                    "group": terms[0].as_dict(),
-                    "first_rank": first[engine.name],
-                    "source_rank": self._owners,
-                },
+        def invitation(engine: EngineClient) -> Callable[[RolloutEngine], None]:
+            invited = TransferTerms(
+                layouts=None if engine.name in self._told else self._buckets.layouts,
+                group=terms[0],
+                first_rank=first[engine.name],
+                source_rank=self._owners,
             )
+            return lambda one: one.agree(invited)
 
-        pending = to.start_each("init_transfer", invitation)
+        pending = to.ask_each(invitation)
         self._told |= set(terms[1])
         return pending
 
@@ -113,7 +122,7 @@ class BroadcastSender:
         if self._rank in self._owners:
             self._group = WeightGroup(where, self._owners[self._rank], self._device)
 
-    def _broadcast(self, group: WeightGroup, to: Recipients | None, receiving: Pending | None) -> None:
+    def _broadcast(self, group: WeightGroup, to: Recipients | None, receiving: Pending[None] | None) -> None:
         """Send every bucket: one is being written while the one before it is on its way."""
         buckets = self._buckets
         buffers = [torch.empty(buckets.largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
@@ -152,7 +161,7 @@ class BroadcastSender:
 
 
 def _first(
-    error: Exception | None, to: Recipients | None, pending: Pending | None, timeout_s: float | None = None
+    error: Exception | None, to: Recipients | None, pending: Pending[None] | None, timeout_s: float | None = None
 ) -> Exception | None:
     """Wait for the engines; this rank's own error before one of theirs."""
     if to is None or pending is None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
+from megatron_dppo.rollout.engine import EngineClient, RolloutEngine, TransferTerms
 from megatron_dppo.rollout.weight_transfer.checksum import Packed
 from megatron_dppo.rollout.weight_transfer.cuda_ipc import card, share
 from megatron_dppo.rollout.weight_transfer.recipients import Pending, Recipients
@@ -32,9 +36,9 @@ class IpcSender:
         handles: list[tuple[str, bytes]] = [("", b"")] * dist.get_world_size()
         dist.all_gather_object(handles, (card(device), share(buffers)))
         if to is not None:
-            told = to.wait(to.start_each("init_transfer", lambda engine: (self._terms(engine.name, dict(handles)),)))
+            told = to.wait(to.ask_each(lambda engine: self._terms(engine, dict(handles))))
             self._told |= told.keys()
-        loading: Pending | None = None
+        loading: Pending[None] | None = None
         for index in range(len(buckets.layouts)):
             buckets.spread(index, buffers[index % 2])
             self.packed.note(index, buckets.layouts[index], buffers[index % 2])
@@ -43,10 +47,10 @@ class IpcSender:
                 to.wait(loading)  # it reads the other buffer, which the next turn writes
             dist.barrier()
             if to is not None:
-                loading = to.start("receive_shared", version, index)
+                loading = to.ask(partial(_receive_shared, version=version, number=index))
         if to is not None:
             to.wait(loading)
-            to.wait(to.start("init_transfer", {"close": True}))
+            to.wait(to.ask(lambda engine: engine.agree(TransferTerms(close=True))))
         dist.barrier()
         del buffers
         torch.cuda.ipc_collect()
@@ -55,6 +59,10 @@ class IpcSender:
     def close(self) -> None:
         """Nothing stays open between syncs."""
 
-    def _terms(self, engine: str, handles: dict[str, bytes]) -> dict[str, object]:
-        layouts = None if engine in self._told else self._buckets.layouts
-        return {"layouts": layouts, "buffers": handles}
+    def _terms(self, engine: EngineClient, handles: dict[str, bytes]) -> Callable[[RolloutEngine], None]:
+        terms = TransferTerms(layouts=None if engine.name in self._told else self._buckets.layouts, buffers=handles)
+        return lambda one: one.agree(terms)
+
+
+def _receive_shared(engine: RolloutEngine, *, version: int, number: int) -> None:
+    engine.receive_shared(version, number)

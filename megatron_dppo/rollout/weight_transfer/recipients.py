@@ -4,67 +4,52 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from concurrent.futures import Future
 
-import ray
+from megatron_dppo.rollout.engine import EngineClient, RolloutEngine
 
-Pending = dict[str, ray.ObjectRef]
+type Pending[T] = dict[str, Future[T]]
 """Calls under way, by engine."""
-
-
-class Engine(Protocol):
-    """The client of an engine's actor."""
-
-    name: str
-
-    def start(self, method: str, *arguments: Any) -> ray.ObjectRef:
-        """Call a method of the actor; returns at once."""
-        ...
 
 
 class Recipients:
     """Calls all engines that have not failed, and remembers why the others did."""
 
-    def __init__(self, engines: Sequence[Engine], *, timeout_s: float) -> None:
+    def __init__(self, engines: Sequence[EngineClient], *, timeout_s: float) -> None:
         self._engines = list(engines)
         self._timeout = timeout_s
         self.errors: dict[str, Exception] = {}
         """What engines failed with, by name."""
 
     @property
-    def engines(self) -> list[Engine]:
+    def engines(self) -> list[EngineClient]:
         """Those that have not failed."""
         return [engine for engine in self._engines if engine.name not in self.errors]
 
-    def start(self, method: str, *arguments: Any) -> Pending:
-        """The same call to every engine."""
-        return self.start_each(method, lambda engine: arguments)
+    def ask[T](self, call: Callable[[RolloutEngine], T]) -> Pending[T]:
+        """The same call to every engine, behind those that were made before; see `EngineClient.ask`."""
+        return self.ask_each(lambda engine: call)
 
-    def start_each(self, method: str, arguments: Callable[[Engine], tuple[Any, ...]]) -> Pending:
-        """A call to every engine with arguments of its own."""
-        return {engine.name: engine.start(method, *arguments(engine)) for engine in self.engines}
+    def ask_each[T](self, call_for: Callable[[EngineClient], Callable[[RolloutEngine], T]]) -> Pending[T]:
+        """A call of its own to every engine."""
+        return {engine.name: engine.ask(call_for(engine), "weights") for engine in self.engines}
 
-    def wait(self, pending: Pending | None, *, timeout_s: float | None = None) -> dict[str, Any]:
+    def wait[T](self, pending: Pending[T] | None, *, timeout_s: float | None = None) -> dict[str, T]:
         """Results by engine, of those that did not fail."""
         results = {}
-        deadline = time.monotonic() + (timeout_s or self._timeout)
-        for name, reference in (pending or {}).items():
+        limit = timeout_s or self._timeout
+        deadline = time.monotonic() + limit
+        for name, future in (pending or {}).items():
             try:
-                results[name] = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
-            except ray.exceptions.RayTaskError as error:
-                self.fail(name, error.cause if isinstance(error.cause, Exception) else error)
-            except ray.exceptions.GetTimeoutError:
-                self.fail(name, TimeoutError(f"no answer within {timeout_s or self._timeout:g} s"))
-            except ray.exceptions.RayError as error:
-                self.fail(name, error)
+                results[name] = future.result(max(0.0, deadline - time.monotonic()))
+            except Exception as error:
+                self.fail(name, error if future.done() else TimeoutError(f"no answer within {limit:g} s"))
         return results
 
-    def broken(self, pending: Pending) -> bool:
+    def broken[T](self, pending: Pending[T]) -> bool:
         """Whether one of these calls has failed; does not wait."""
-        ready, _ = ray.wait(list(pending.values()), num_returns=len(pending), timeout=0)
-        done = {name: reference for name, reference in pending.items() if reference in ready}
         before = len(self.errors)
-        self.wait(done)
+        self.wait({name: future for name, future in pending.items() if future.done()})
         return len(self.errors) > before
 
     def fail(self, name: str, error: Exception) -> None:
@@ -82,5 +67,10 @@ class Recipients:
             self.errors.pop(name, None)
 
     def give_up(self, version: int, reason: str) -> None:
-        """Tell every engine that the sync died at its source; their gates stay shut. Never raises."""
-        self.wait(self.start("fail_update", version, reason))
+        """Tell every engine that the sync died at its source; they refuse to generate. Never raises."""
+        self.wait(
+            {
+                engine.name: engine.ask(lambda one: one.abandon_update(version, reason), "control")
+                for engine in self.engines
+            }
+        )

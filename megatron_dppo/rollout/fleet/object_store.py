@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import ray
 import torch
 
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.checkpoint.weight_layout import BucketLayout, unpack
+from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.weight_transfer.bucket import Bucket
 from megatron_dppo.rollout.weight_transfer.checksum import Packed
 from megatron_dppo.rollout.weight_transfer.recipients import Pending, Recipients
@@ -29,7 +31,7 @@ class ObjectStoreSender:
     def send(self, version: int, to: Recipients | None) -> None:
         """Collective over the trainer; `to` on the controller, rank 0, alone."""
         payload = torch.empty(self._buckets.largest, dtype=torch.uint8, device=self._device)
-        loading: Pending | None = None
+        loading: Pending[None] | None = None
         for index, layout in enumerate(self._buckets.layouts):
             self._buckets.gather(index, payload, destination=0)
             if to is None:
@@ -37,17 +39,22 @@ class ObjectStoreSender:
             if self._change is not None:
                 _apply(self._change, layout, payload)
             try:
-                bucket = ray.put(Bucket(layout.slots, payload[: layout.size].cpu().numpy()))
+                reference = ray.put(Bucket(layout.slots, payload[: layout.size].cpu().numpy()))
             except ray.exceptions.RayError as error:  # a full store; the other ranks gather what is left all the same
                 to.fail_all(error)
                 continue
             to.wait(loading)
-            loading = to.start("receive_bucket", version, bucket)
+            loading = to.ask(partial(_load, version=version, reference=reference))
         if to is not None:
             to.wait(loading)
 
     def close(self) -> None:
         """Nothing stays open between syncs."""
+
+
+def _load(engine: RolloutEngine, *, version: int, reference: ray.ObjectRef) -> None:
+    """Where the engine lives: all engines of a node read the bucket from one place."""
+    engine.receive_bucket(version, ray.get(reference))
 
 
 def _apply(change: Change, layout: BucketLayout, payload: torch.Tensor) -> None:

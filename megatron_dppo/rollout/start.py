@@ -1,0 +1,132 @@
+"""The engines of a run: which they are and where they live is decided here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
+from megatron_dppo.errors import UserError
+from megatron_dppo.launch.nodes import ranks_in_all_and_here
+from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.engine import RolloutEngine, RolloutFleet
+from megatron_dppo.rollout.fleet.fleet import EngineFleet
+from megatron_dppo.rollout.fleet.object_store import Change, ObjectStoreSender
+from megatron_dppo.rollout.fleet.placement import find_places
+from megatron_dppo.rollout.fleet.store import RolloutSource
+from megatron_dppo.rollout.ray_session import RaySession
+from megatron_dppo.rollout.stored import RolloutHandle
+from megatron_dppo.rollout.vllm.engine import VllmEngine
+from megatron_dppo.rollout.weight_transfer.broadcast import BroadcastSender
+from megatron_dppo.rollout.weight_transfer.checksum import Packed
+from megatron_dppo.rollout.weight_transfer.ipc import IpcSender
+from megatron_dppo.rollout.weight_transfer.recipients import Recipients
+
+
+def open_engine(model: Path, config: RolloutConfig) -> RolloutEngine:
+    """An engine on this machine, its processes below this one. Blocks until it can generate."""
+    return VllmEngine(model, config)
+
+
+class Ranks(Protocol):
+    """What the engines need of the training ranks."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def is_controller(self) -> bool: ...
+
+    def broadcast[T](self, value: T | None) -> T: ...
+
+    def barrier(self) -> None: ...
+
+
+@contextmanager
+def open_fleet(
+    ranks: Ranks, model: Path, config: RolloutConfig, *, namespace: str, logs: Path
+) -> Iterator[RolloutFleet | None]:
+    """Connects every rank to one Ray, and gives the controller its engines, which load in the background. Collective.
+
+    Where they share the trainer's GPUs they are waited for and put to sleep: a model that is built meanwhile would take
+    what they measure as free.
+    """
+    with ExitStack() as stack:
+        if ranks.is_controller:
+            session = RaySession.start(namespace=namespace, object_store_mib=config.object_store_mib)
+            stack.callback(session.close)
+            ranks.broadcast(session.where)
+        else:
+            session = RaySession.connect(ranks.broadcast(None))
+            stack.callback(session.close)
+        places = find_places(
+            config.placement,
+            engines=config.engines,
+            workers=config.tensor_parallel,
+            device=ranks.device,
+            joined="RAY_ADDRESS" in os.environ,
+            timeout_s=config.start_timeout_s,
+        )
+        fleet = None
+        if places is not None:
+            stack.callback(places.close)
+            fleet = EngineFleet(partial(open_engine, model, config), config, options=places.options, logs=logs)
+            stack.callback(fleet.close)
+        if config.placement == "colocated":
+            if fleet is not None:
+                asleep = [member.ask(lambda engine: engine.sleep(), "weights") for member in fleet.ready_members()]
+                for future in asleep:
+                    future.result()
+            ranks.barrier()
+        yield fleet
+
+
+def open_rollout(handle: RolloutHandle) -> RolloutSource:
+    """The sequences behind a handle, on any rank that `open_fleet` connected."""
+    return RolloutSource(handle)
+
+
+class WeightSender(Protocol):
+    """Brings every bucket to every engine; every rank has one."""
+
+    packed: Packed
+
+    def send(self, version: int, to: Recipients | None) -> None:
+        """Collective over the trainer; `to` on the controller, rank 0, alone."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def weight_sender(
+    config: RolloutConfig, buckets: WeightBuckets, device: torch.device, change: Change | None
+) -> WeightSender:
+    """The sender of `rollout.weight_transfer`. `change` makes an engine's weights others than the trainer's, for a
+    study; UserError where weights do not pass the controller."""
+    way = config.transfer_for(device.type)
+    if way == "object_store":
+        return ObjectStoreSender(buckets, device, change)
+    if change is not None:
+        raise UserError(
+            "trainer.engine_weight_noise changes the weights on the controller, through which only "
+            f"rollout.weight_transfer=object_store sends them; here it is {way}"
+        )
+    if way == "ipc":
+        return IpcSender(buckets, device)
+    return BroadcastSender(buckets, device, workers_per_engine=config.tensor_parallel, timeout_s=config.sync_timeout_s)
+
+
+def require_cluster() -> None:
+    """UserError where ranks are on several nodes and no Ray is: one that a rank starts is its node's alone."""
+    ranks, here = ranks_in_all_and_here()
+    if here < ranks and not os.environ.get("RAY_ADDRESS"):
+        raise UserError(
+            f"torchrun started {here} of {ranks} ranks here; those of several nodes meet in one Ray: start "
+            "Ray on every node and set RAY_ADDRESS to host:port of its head (docker/start_node.sh does both)"
+        )
