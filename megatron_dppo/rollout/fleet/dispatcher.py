@@ -79,9 +79,7 @@ class Dispatcher:
         self._changed = asyncio.Event()
         """Set, and another one in its place, after every event."""
         self._loop = EventLoop("engine-fleet")
-        for replica in self._replicas:
-            self._put(partial(self._expect, replica))
-        self._loop.call(self._start_clock)
+        self._loop.run(self._begin())
 
     # For any thread
 
@@ -195,11 +193,13 @@ class Dispatcher:
         """Have `then` called when a result is there."""
         future.add_done_callback(lambda result: self._put(partial(then, result)))
 
-    def _start_clock(self) -> None:
-        """Things happen, or are seen not to, also when nobody asks for anything."""
+    async def _begin(self) -> None:
+        for replica in self._replicas:
+            self._expect(replica)
         self._clock = asyncio.ensure_future(self._tick())
 
     async def _tick(self) -> None:
+        """Things happen, or are seen not to, also when nobody asks for anything."""
         while self._end_reason is None:
             await asyncio.sleep(_TICK_S)
             self._happen()
