@@ -68,6 +68,7 @@ _SUBSTITUTIONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             r"^\s*(?:the set of )?(?:all )?reals?(?: numbers?)?\s*$|^\s*\(-\s*\\infty\s*,\s*\\infty\s*\)\s*$",
             r"\\mathbb{R}",
         ),
+        (r"(?<![a-zA-Z])\\?sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"(?<![\\a-zA-Z])(sqrt|pi|infty|theta|alpha|beta)(?![a-zA-Z])", r"\\\1 "),
         (r"(?<![\\a-zA-Z])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),

@@ -35,6 +35,7 @@ _MEMBER = re.compile(r"^[^\\{}()\[\]]{1,12}\\in(?![a-zA-Z])\s*(.+)$", re.DOTALL)
 _CHOICE = re.compile(r"\(?([A-J])\)?[.:)]?")
 _CHOSEN = re.compile(r"(?:\(([A-J])\)|([A-J])[.:)]|([A-Ja-j])$)\s*(?P<rest>.*)", re.DOTALL)
 _OPTION_AND_VALUE = re.compile(r"\(([A-J])\)\s*(.+)", re.DOTALL)
+_DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
 _DATE = re.compile(r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}/\d{1,2}/\d{2,4}|\d{1,2}[-.]\d{1,2}[-.]\d{4}")
 _BASED = re.compile(r"\(?([0-9][0-9A-Za-z]*|[A-F][0-9A-F]*)\)?\s*_\s*(?:\{\s*(\w{1,7})\s*\}|(\d{1,2}))")
 _BASES = {
@@ -115,8 +116,11 @@ def _choice(reference: str, answer: str, precision: int) -> bool | None:
 
 def _numbers(reference: str, answer: str, precision: int) -> bool | None:
     one, other = number(reference), number(answer)
-    if one is not None and other is None and re.fullmatch(r"[-+]?\d+,\d+", answer) and "." in reference:
-        other = number(answer.replace(",", "."))  # a decimal comma; three digits after it would be thousands
+    # A decimal comma, where the other side has a point; three digits after it would be thousands.
+    if one is not None and other is None and _DECIMAL_COMMA.fullmatch(answer) and "." in reference:
+        other = number(answer.replace(",", "."))
+    elif one is None and other is not None and _DECIMAL_COMMA.fullmatch(reference) and "." in answer:
+        one = number(reference.replace(",", "."))
     return same_number(one, other, precision) if one is not None and other is not None else None
 
 

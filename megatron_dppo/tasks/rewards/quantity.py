@@ -10,7 +10,7 @@ _MOST_DIGITS = 4000
 """Python reads no longer integers."""
 _MOST_EXPONENT = 4000
 
-_PLAIN = re.compile(r"(?P<sign>[-+]?)\s*(?P<whole>\d{1,3}(?:[,\s]\d{3})+|\d+)?(?:\.(?P<part>\d+))?")
+_PLAIN = re.compile(r"(?P<sign>[-+]?)\s*(?P<whole>[1-9]\d{0,2}(?:[,\s]\d{3})+|\d+)?(?:\.(?P<part>\d+))?")
 _POWER = re.compile(r"\s*(?:(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{?\s*(?P<a>[-+]?\d+)\s*\}?|[eE](?P<b>[-+]?\d+))")
 _FRACTION = re.compile(r"(?:\\frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(-?\d+)\s*\}|(\d))|(\d+)\s*/\s*(-?\d+))")
 _REPEATING = re.compile(
@@ -159,7 +159,8 @@ def quantity(text: str) -> Quantity | None:
     if found is None or (found["unit"][0] == "°" and "\\" in found["value"]):  # \sin 15°
         return None
     dimension, factor = _unit(found["unit"].strip(), spaced=bool(found["gap"]))
-    if factor == 0:
+    variables = re.search(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", found["value"]))
+    if factor == 0 or (variables and re.fullmatch("[a-zA-Z]", found["unit"])):  # h of \pi r^2 h is a height
         return None
     return Quantity(found["value"].strip().removesuffix("\\").strip(), dimension, factor)
 
