@@ -83,7 +83,7 @@ def load_prompts(
         if len(ids) > max_prompt_tokens:
             report.too_long.append(f"{example.where} ({len(ids)} tokens)")
             continue
-        if by_mathematics and not meets_itself(example.answer):
+        if by_mathematics and not any(map(meets_itself, (example.answer, *example.also_accepted))):
             report.unmeetable.append(f"{example.where} ({example.answer[:40]!r})")
         prompts.append(
             Prompt(
@@ -92,6 +92,7 @@ def load_prompts(
                 text=text,
                 question=example.question,
                 answer=example.answer,
+                also_accepted=example.also_accepted,
                 metadata=example.metadata,
             )
         )

@@ -67,7 +67,7 @@ def encode_prompt(
 def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, opening: bool = True) -> str:
     """The chat template on `messages`, `opening` the assistant's turn. Raises UserError with the template's reason."""
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opening))  # type: ignore[arg-type]
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opening))
     except Exception as error:  # a template is a program: it raises what it likes
         roles = ", ".join(message["role"] for message in messages)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

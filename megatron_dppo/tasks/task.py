@@ -24,6 +24,8 @@ class Prompt:
     """The question as the dataset words it."""
     answer: str
     """The reference answer."""
+    also_accepted: tuple[str, ...] = ()
+    """Other reference answers that are as good."""
     metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Whatever else the verifier needs."""
 

@@ -175,7 +175,8 @@ def _settings(model: Path, config: EvaluateConfig, one: EvaluationSet) -> dict[s
     """What an answer depends on: answers made under other settings are not mixed in."""
     digest = hashlib.sha256()
     for prompt in one.prompts:
-        digest.update(prompt.prompt_ids.tobytes() + prompt.answer.encode("utf-8", "backslashreplace") + b"|")
+        accepted = "\n".join((prompt.answer, *prompt.also_accepted))
+        digest.update(prompt.prompt_ids.tobytes() + accepted.encode("utf-8", "backslashreplace") + b"|")
     sampling = evaluation_sampling(config.evaluation, config.rollout)
     return {
         "model": str(model.resolve()),

@@ -18,7 +18,7 @@ class FieldMap(ConfigModel):
     messages: str | None = None
     """Chat messages (`[{role, content}, ...]`) instead of `question`; the last one is the user's question."""
     answer: str | None = None
-    """Reference answer: a string or a number."""
+    """Reference answer: a string or a number, or a list of those that are accepted."""
     solution: str | None = None
     """Worked solution, for rows without `answer`; the reference is what its last `\\boxed{...}` holds."""
 
@@ -35,12 +35,13 @@ class DataConfig(ConfigModel):
     """A set of questions with reference answers."""
 
     path: str = Field(min_length=1)
-    """A file (`.jsonl`, `.json`, `.parquet`), a folder of such files (read in the order of their names), a folder that
-    `datasets` saved, or the name of a dataset on the Hugging Face hub."""
+    """A file (`.jsonl`, `.json`, both also as `.gz` or `.zst`, or `.parquet`), a folder of such files (read in the order
+    of their names; where names tell splits, those of `split`), a folder that `datasets` saved, or the name of a dataset
+    on the Hugging Face hub."""
     subset: str | None = None
     """Configuration of a dataset on the hub, for example `main`."""
     split: str = "train"
-    """Split of a saved dataset or a dataset on the hub."""
+    """Split of a saved dataset, a dataset on the hub, or a folder whose files' names tell splits."""
     revision: str | None = None
     """Commit or tag of a dataset on the hub; its newest when absent."""
     layout: Literal["auto", "dapo-math", "math", "aime", "question-answer"] = "auto"

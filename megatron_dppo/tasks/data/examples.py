@@ -25,6 +25,8 @@ class Example:
     where: str
     messages: tuple[Mapping[str, str], ...]
     answer: str
+    also_accepted: tuple[str, ...]
+    """Other reference answers that are as good."""
     metadata: Mapping[str, Any] = field(repr=False)
     """The whole row."""
 
@@ -90,7 +92,7 @@ def examples_of(rows: Iterable[Row], config: DataConfig) -> tuple[list[Example],
     fields = config.fields
     report = DataReport(config.path, "custom" if fields else config.layout)
     examples: list[Example] = []
-    answers: dict[str, str] = {}
+    answers: dict[str, tuple[str, ...]] = {}
     for row in rows:
         report.rows += 1
         if row.values is None:
@@ -113,12 +115,12 @@ def examples_of(rows: Iterable[Row], config: DataConfig) -> tuple[list[Example],
             continue
         asked = json.dumps([[message["role"], message["content"]] for message in example.messages])
         if asked in answers:
-            if answers[asked] == example.answer:
+            if answers[asked] == (example.answer, *example.also_accepted):
                 report.duplicates += 1
             else:
                 report.conflicting.append(row.where)
             continue
-        answers[asked] = example.answer
+        answers[asked] = (example.answer, *example.also_accepted)
         examples.append(example)
     if not examples:
         raise UserError(f"{config.path}: holds no question with an answer in {report.rows} rows")
@@ -133,19 +135,24 @@ def _example(where: str, row: Mapping[str, Any], fields: FieldMap) -> Example:
         assert fields.question is not None
         question = _text(_required(row, fields.question, where, blank=""), f"{where}: {fields.question}")
         messages = ({"role": "user", "content": question},)
-    return Example(where, messages, _answer(where, row, fields), row)
+    answer, *others = _answers(where, row, fields)
+    return Example(where, messages, answer, tuple(others), row)
 
 
-def _answer(where: str, row: Mapping[str, Any], fields: FieldMap) -> str:
+def _answers(where: str, row: Mapping[str, Any], fields: FieldMap) -> list[str]:
+    """One reference, or all that a list gives."""
     if fields.answer is not None and look_up(row, fields.answer) is not ABSENT:
-        return _text(look_up(row, fields.answer), f"{where}: {fields.answer}")
+        value = look_up(row, fields.answer)
+        given = value if isinstance(value, list) and value else [value]
+        texts = [_text(one, f"{where}: {fields.answer}") for one in given]
+        return [text for text in texts if text.strip()] or [""]
     if fields.solution is None or look_up(row, fields.solution) is ABSENT:
-        return _text(_required(row, fields.answer or fields.solution or "", where, blank=""), where)
+        return [_text(_required(row, fields.answer or fields.solution or "", where, blank=""), where)]
     solution = _text(look_up(row, fields.solution), f"{where}: {fields.solution}")
     answer = boxed_answer(solution)
     if answer is None:
         raise UserError(f"{where}: the {fields.solution} holds no \\boxed{{...}} to read the answer from")
-    return answer
+    return [answer]
 
 
 def _required(row: Mapping[str, Any], path: str, where: str, blank: Any = None) -> Any:

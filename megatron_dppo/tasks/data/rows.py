@@ -101,7 +101,7 @@ def _open(path: Path) -> IO[bytes]:
     """The file's bytes, decompressed by its name."""
     import pyarrow
 
-    return pyarrow.input_stream(str(path), compression=_COMPRESSIONS.get(path.suffix))  # type: ignore[no-any-return]
+    return pyarrow.input_stream(str(path), compression=_COMPRESSIONS.get(path.suffix))
 
 
 def _json_lines(path: Path) -> Iterator[Row]:

@@ -78,6 +78,7 @@ class Grader:
             Answered(
                 question=prompt.question,
                 reference=prompt.answer,
+                also_accepted=prompt.also_accepted,
                 response=response,
                 answer=answers[i],
                 tokens=None if lengths is None else int(lengths[i]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_dppo.tasks.rewards.canonical import canonical
@@ -36,8 +37,8 @@ class MathJudge:
         if answer is None or len(answer) > LONGEST:
             return Verdict(score=0.0, well_formed=False)
         try:
-            limited = timeout(timeout_seconds=self.timeout_s)(equal)
-            if limited(item.reference, answer, precision=self.precision):
+            limited = timeout(timeout_seconds=self.timeout_s)(self._equals_one)
+            if limited((item.reference, *item.also_accepted), answer):
                 return Verdict(score=1.0)
         except TimeoutException:
             return Verdict(score=0.0, error=f"not decided within {self.timeout_s} s", timed_out=True)
@@ -46,6 +47,9 @@ class MathJudge:
             return Verdict(score=0.0, error=f"math-verify raised {type(error).__name__}: {error}"[:500])
         words_for_mathematics = is_words(canonical(answer)) and not is_words(canonical(reference_text(item.reference)))
         return Verdict(score=0.0, well_formed=not words_for_mathematics)
+
+    def _equals_one(self, references: Sequence[str], answer: str) -> bool:
+        return any(equal(reference, answer, precision=self.precision) for reference in references)
 
 
 def meets_itself(reference: str) -> bool:

@@ -11,7 +11,7 @@ from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """1 where the answer is the reference, runs of white space counting as one space."""
+    """1 where the answer is a reference, runs of white space counting as one space."""
 
     ignore_case: bool = False
 
@@ -19,7 +19,9 @@ class ExactMatch:
         return [
             Verdict(score=0.0, well_formed=False)
             if item.answer is None
-            else Verdict(score=float(self._plain(item.answer) == self._plain(item.reference)))
+            else Verdict(
+                score=float(self._plain(item.answer) in map(self._plain, (item.reference, *item.also_accepted)))
+            )
             for item in items
         ]
 

@@ -14,6 +14,8 @@ class Answered:
     question: str
     reference: str
     """The reference answer."""
+    also_accepted: tuple[str, ...] = ()
+    """Other reference answers that are as good."""
     response: str = field(repr=False)
     """Everything the policy wrote, without special tokens."""
     answer: str | None

@@ -178,6 +178,7 @@ def test_duplicates_and_empty_rows_are_reported(tmp_path):
         ('{"problem": "x"}', r"line 2: has no field answer"),
         ('{"problem": ["x"], "answer": "1"}', r"line 2: problem: must be text or a number, not list"),
         ('{"problem": "x", "answer": NaN}', r"line 2: answer: must be text or a number, not nan"),
+        ('{"problem": "x", "answer": ["1", {"a": 1}]}', r"line 2: answer: must be text or a number, not dict"),
         ('{"problem": "x", "answer": {"a": 1}}', r"line 2: answer: must be text or a number, not dict"),
         (
             '{"problem": "x", "answer": ' + "[" * 100_000 + "]" * 100_000 + "}",
@@ -306,3 +307,15 @@ def test_compressed_files_and_a_byte_order_mark(tmp_path, compression, kind):
     path.write_bytes(b"not compressed")
     with pytest.raises(UserError, match=rf"^{path}: cannot be read"):
         read(path)
+
+
+@pytest.mark.parametrize("name", ["q.jsonl", "q.parquet"])
+def test_a_list_of_accepted_answers(tmp_path, name):
+    rows = [{"problem": "x", "answer": ["1/2", "0.5", " "]}, {"problem": "y", "answer": ["7"]}]
+    examples, _ = read(WRITERS[name](tmp_path / name, rows))
+    assert [(e.answer, e.also_accepted) for e in examples] == [("1/2", ("0.5",)), ("7", ())]
+
+
+def test_an_empty_list_of_answers_is_a_blank_row(tmp_path):
+    path = write_jsonl(tmp_path / "q.jsonl", [ROWS[0], {"problem": "x", "answer": [""]}])
+    assert read(path)[1].empty == [f"{path}, line 2"]

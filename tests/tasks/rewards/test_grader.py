@@ -315,3 +315,15 @@ def test_a_reward_that_float32_cannot_hold_is_an_error():
     assert rewards.errors["python"] == 1
     with pytest.raises(ValidationError, match="less than or equal to 1000000"):
         FormatReward(pattern="a", weight=1e39)
+
+
+@pytest.mark.parametrize("config", [MathVerifyReward(), ExactMatchReward()], ids=["math-verify", "exact-match"])
+def test_any_accepted_answer_is_right(config):
+    made = grader(config, workers=1)
+    put = Prompt(
+        index=0, prompt_ids=np.zeros(1, np.int32), text="", question="?", answer="red", also_accepted=("crimson", "7")
+    )
+    try:
+        assert made.score([put] * 4, ["red", "7", "crimson", "blue"]).correct.tolist() == [True, True, True, False]
+    finally:
+        made.close()
