@@ -35,9 +35,9 @@ class DataConfig(ConfigModel):
     """A set of questions with reference answers."""
 
     path: str = Field(min_length=1)
-    """A file (`.jsonl`, `.json`, both also as `.gz` or `.zst`, or `.parquet`), a folder of such files (read in the order
-    of their names; where names tell splits, those of `split`), a folder that `datasets` saved, or the name of a dataset
-    on the Hugging Face hub."""
+    """A file (`.jsonl`, `.json`, both also as `.gz` or `.zst`, or `.parquet`), a folder of such files (read in the
+    order of their names; where names tell splits, those of `split`), a folder that `datasets` saved, or the name of a
+    dataset on the Hugging Face hub."""
     subset: str | None = None
     """Configuration of a dataset on the hub, for example `main`."""
     split: str = "train"
