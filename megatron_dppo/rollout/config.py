@@ -13,7 +13,8 @@ class RolloutConfig(ConfigModel):
     """How responses are sampled, what is recorded of them, and what the engine may use."""
 
     temperature: float = Field(default=1.0, gt=0.0)
-    """Divides the logits of training rollouts. Nothing else may bend the law: the trainer recomputes `log mu`."""
+    """Divides the logits of training rollouts. Nothing else may change the distribution: the trainer
+    recomputes `log mu`."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Longer prompts are refused."""
     max_response_tokens: int = Field(default=16384, ge=1)
@@ -70,7 +71,8 @@ class RolloutConfig(ConfigModel):
     weight_sync_bucket_mib: int = Field(default=256, ge=1)
     """Bytes of weights under way at once in a sync. A tensor larger than this travels alone."""
     start_timeout_s: float = Field(default=1800.0, gt=0.0)
-    """From creating the engine until it must be ready."""
+    """From starting an engine until it must be ready. One that is not is a failed start like others: it is tried again
+    where another engine has come up, and counted (`max_engine_failures`); where none has, the run ends."""
     request_timeout_s: float = Field(default=7200.0, gt=0.0)
     """For one request, from being given to an engine to its last token. Its group is then sampled once more, on another
     engine where there is one; the second time the run ends."""
@@ -155,7 +157,7 @@ class RolloutConfig(ConfigModel):
         if self.temperature < 0.01:
             raise ValueError(
                 f"rollout.temperature={self.temperature}: vLLM silently raises temperatures below 0.01, so log mu "
-                "would be another law's; use at least 0.01 (greedy decoding is for evaluation)"
+                "would be of another distribution; use at least 0.01 (greedy decoding is for evaluation)"
             )
         if any(token < 0 for token in self.stop_token_ids):
             raise ValueError(f"rollout.stop_token_ids={self.stop_token_ids} holds a negative token id")

@@ -1,7 +1,7 @@
 """Rollouts in an object store: written once by the engine's process, pulled by column by the training ranks.
 
 A rollout is cut into objects of a few sequences each, and each of those into the columns that different ranks want:
-token ids (everybody), what the objective needs (the last pipeline stage), top-K laws (the last stage, if the preset
+token ids (everybody), what the objective needs (the last pipeline stage), top-K (the last stage, if the preset
 uses them) and routes by group of MoE layers (the stage that holds the layers).
 """
 
@@ -55,7 +55,7 @@ class RolloutHandle:
     route_bytes: int
     """Size of all routes; 0 when none were recorded."""
     topk_bytes: int
-    """Size of all top-K laws."""
+    """Size of all top-K."""
 
     @staticmethod
     def concatenate(handles: Sequence[RolloutHandle]) -> RolloutHandle:

@@ -1,5 +1,11 @@
 """Training ranks that wait for the controller, hear of its failures, and meanwhile bring weights to engines that were
-started again."""
+started again.
+
+```
+rank 0       a thread does the work ── looks every 0.2 s ─► done? ─ _Have ─┐     an engine without weights? ─ _Bring ─┐
+other ranks  _follow: wait for a word ◄── _Wait every 15 s ◄───────────────┘     all ranks sync, then wait again ◄────┘
+```
+"""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from megatron_dppo.tasks.data_task import DataTask, data_grader, load_prompts
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.rewards.grader import Grader
 from megatron_dppo.tasks.rewards.pool import JudgePool, MakeJudges
+from megatron_dppo.tasks.rewards.ray_workers import RayJudges
 from megatron_dppo.tasks.task import Prompt, Rewards, Task
-from megatron_dppo.trainer.ray_judges import RayJudges
 
 Scorer = Task | Grader
 """Whatever judges responses one by one."""

@@ -1,4 +1,13 @@
-"""The training loop: roll out, score, update, sync, now and then evaluate and save."""
+"""The training loop: roll out, score, update, sync, now and then evaluate and save.
+
+```
+rank 0, a thread of its own   prompts ─► engines ─► verifier ┐ (step s + 1 while s trains: rollout.schedule)
+rank 0, the loop              waits for it ◄─────────────────┘─ tells ─► update ─► sync ─► log, evaluate, save
+other ranks, the loop         wait for rank 0 (`Assembly`) ◄───────────► update ─► sync ─► wait for rank 0 ...
+```
+All ranks meet in every arrow that is drawn for both. While they wait for rank 0 they are called to bring weights to an
+engine that was started again.
+"""
 
 from __future__ import annotations
 

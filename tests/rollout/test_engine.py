@@ -55,7 +55,7 @@ def test_evaluation_may_use_other_laws_and_training_may_not(served: Served) -> N
     assert one.routes is None
     assert one.top_k == 0
     served.engine.generate(asked, replace(SAMPLING, top_p=0.9, temperature=0.7), training=False)
-    with pytest.raises(UserError, match=r"top_p=0.9 bends the sampling law"):
+    with pytest.raises(UserError, match=r"top_p=0.9 changes the sampling distribution"):
         served.engine.generate(asked, replace(SAMPLING, top_p=0.9), training=True)
     with pytest.raises(UserError, match="greedy draw"):
         served.engine.generate(asked, greedy, training=True)

@@ -19,8 +19,8 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.tasks.rewards.config import MathVerifyReward, PythonReward
 from megatron_dppo.tasks.rewards.grader import Grader, build_grader
+from megatron_dppo.tasks.rewards.ray_workers import RayJudges
 from megatron_dppo.trainer.examiner import build_examiner
-from megatron_dppo.trainer.ray_judges import RayJudges
 from tests.distributed import PATIENCE_S
 from tests.tasks.rewards.test_grader import HERE, prompt
 

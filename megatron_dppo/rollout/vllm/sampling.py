@@ -75,13 +75,13 @@ def refuse_other_distributions(params: SamplingParams) -> None:
             continue  # read by our scheduler alone
         if value != neutral and not (value in ([], {}) and neutral is None):
             raise UserError(
-                f"{name}={value!r} bends the sampling law and cannot be used for training rollouts: the recorded "
-                f"log mu would not be the policy's; leave it at {neutral!r} (evaluation may use it)"
+                f"{name}={value!r} changes the sampling distribution and cannot be used for training rollouts: the "
+                f"recorded log mu would not be the policy's; leave it at {neutral!r} (evaluation may use it)"
             )
 
 
 def refuse_engine_defaults(default_params: dict[str, Any], logits_processors: list[str]) -> None:
-    """Raise `UserError` if the engine itself would bend the law of every request.
+    """Raise `UserError` if the engine itself would change the distribution of every request.
 
     default_params    what vLLM took from the model's generation_config.json (must be nothing)
     logits_processors vLLM plug-ins that are installed in this environment and run on every step
@@ -89,10 +89,10 @@ def refuse_engine_defaults(default_params: dict[str, Any], logits_processors: li
     if default_params:
         raise UserError(
             f"the engine took sampling defaults from the model's generation_config.json: {default_params}; "
-            "they would bend the law of training rollouts"
+            "they would change the distribution of training rollouts"
         )
     if logits_processors:
         raise UserError(
-            f"vLLM logits processors are installed and would bend the law of training rollouts: {logits_processors}; "
-            "uninstall the packages that bring them"
+            "vLLM logits processors are installed and would change the distribution of training rollouts: "
+            f"{logits_processors}; uninstall the packages that bring them"
         )

@@ -50,7 +50,7 @@ def test_the_table_of_refusals_is_tested_whole() -> None:
 def test_whatever_bends_the_law_is_refused_by_name(name: str) -> None:
     bent = params()
     setattr(bent, name, BENT[name])
-    with pytest.raises(UserError, match=f"{name}=.* bends the sampling law"):
+    with pytest.raises(UserError, match=f"{name}=.* changes the sampling distribution"):
         refuse_other_distributions(bent)
 
 
