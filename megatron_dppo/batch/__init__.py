@@ -1,8 +1,15 @@
 """The data that travels between rollout, trainer and actor: flat arrays with row offsets, no padding."""
 
-from megatron_dppo.batch.aligned import AlignedBatch, Columns, PolicyColumns, TopKColumns, align
+from megatron_dppo.batch.aligned import (
+    AlignedBatch,
+    Columns,
+    InMemorySource,
+    PolicyColumns,
+    SequenceSource,
+    TopKColumns,
+    align,
+)
 from megatron_dppo.batch.rollout_batch import RolloutBatch
-from megatron_dppo.batch.source import InMemorySource, SequenceSource
 from megatron_dppo.batch.turns import join_turns
 
 __all__ = [

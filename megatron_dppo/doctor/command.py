@@ -72,9 +72,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def _parity(arguments: argparse.Namespace) -> Iterator[Finding]:
-    from megatron_dppo.doctor.parity import Precision, parity_config
+    from megatron_dppo.doctor.parity import Precision, parity_config, with_layers
     from megatron_dppo.doctor.parity_report import run_parity
-    from megatron_dppo.doctor.shapes import with_layers
 
     model, file, overrides = arguments.parity, arguments.config, list(arguments.overrides)
     if file is not None and "=" in file.name and not file.exists():  # no CONFIG, and the first override in its place
@@ -90,7 +89,7 @@ def _parity(arguments: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _all(arguments: argparse.Namespace) -> Iterator[Finding]:
-    from megatron_dppo.doctor import gpu, machine, packages
+    from megatron_dppo.doctor import gpu, machine
 
     card = None if arguments.gpu_kind is None else find_gpu(arguments.gpu_kind, option="--gpu-kind")
     if card is not None and arguments.config is None:
@@ -101,8 +100,8 @@ def _all(arguments: argparse.Namespace) -> Iterator[Finding]:
         return
     if arguments.precision or arguments.out or arguments.random_weights or arguments.layers is not None:
         raise UserError("--precision, --out, --random-weights and --layers belong to --parity MODEL")
-    yield from packages.check_python()
-    yield from packages.check_packages(gpu=there or arguments.gpu)
+    yield from machine.check_python()
+    yield from machine.check_packages(gpu=there or arguments.gpu)
     yield from gpu.check_cuda(expected=arguments.gpu)
     if there and "RANK" not in os.environ:
         yield from gpu.check_peers()

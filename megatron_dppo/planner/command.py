@@ -125,8 +125,8 @@ def _plan_config(arguments: argparse.Namespace) -> int:
     from megatron_dppo.config.load import load_config
     from megatron_dppo.models.hf_config import load_hf_config
     from megatron_dppo.planner.fix import find_fix
+    from megatron_dppo.planner.report import print_run, run_json
     from megatron_dppo.planner.run import beside_figures, engine_gpus, planned_run
-    from megatron_dppo.planner.run_report import print_run, run_json
     from megatron_dppo.preflight.rules import check_model, check_sections
 
     for word in arguments.model:
@@ -173,8 +173,8 @@ def _plan_config(arguments: argparse.Namespace) -> int:
 
 def _plan_model(arguments: argparse.Namespace) -> int:
     """What fits of a model, searched."""
-    from megatron_dppo.planner.recommend import recommended_config
     from megatron_dppo.planner.report import print_report, result_json
+    from megatron_dppo.planner.run import recommended_config
     from megatron_dppo.planner.search import Wanted, search
 
     model = read_model(arguments.model)

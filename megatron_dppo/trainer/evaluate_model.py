@@ -27,9 +27,8 @@ from megatron_dppo.rollout.start import open_engine
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.task import Prompt
 from megatron_dppo.tasks.tokenizer import load_tokenizer
-from megatron_dppo.trainer.accuracy import accuracy_metrics
 from megatron_dppo.trainer.answers import Answer, AnswerFile
-from megatron_dppo.trainer.evaluation import answer, evaluation_sampling
+from megatron_dppo.trainer.evaluation import accuracy_metrics, answer, evaluation_sampling
 from megatron_dppo.trainer.examiner import EvaluationSet, build_sets
 
 PAPERS_SAMPLING = {"temperature": 0.7, "top_p": 0.95, "samples": 32}

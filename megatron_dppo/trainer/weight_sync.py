@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
+import numpy as np
 import torch
 
 from megatron_dppo.actor.actor import MegatronActor
@@ -15,7 +17,6 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.rollout.engine import EngineClient, WorkerReport
 from megatron_dppo.rollout.start import WeightSender, weight_sender
 from megatron_dppo.rollout.weight_transfer.recipients import Recipients
-from megatron_dppo.trainer.perturb import perturbed
 
 
 @dataclass(frozen=True)
@@ -170,3 +171,16 @@ def _noisy(noise: float, seed: int) -> Callable[[str, torch.Tensor], torch.Tenso
         return next(perturbed([(name, tensor)], noise, seed))[1]
 
     return change
+
+
+def perturbed(
+    weights: Iterable[tuple[str, torch.Tensor]], noise: float, seed: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """`weights` with Gaussian noise of `noise` times each tensor's root mean square. The noise of a name is the same in
+    every sync of a run: like another kernel's rounding it leans one way, rather than averaging out over steps."""
+    for name, tensor in weights:
+        words = np.random.SeedSequence((seed, zlib.crc32(name.encode()))).generate_state(1, np.uint64)
+        generator = torch.Generator(device=tensor.device).manual_seed(int(words[0] >> np.uint64(1)))
+        values = tensor.float()
+        drawn = torch.randn(tensor.shape, generator=generator, device=tensor.device)
+        yield name, (values + noise * values.square().mean().sqrt() * drawn).to(tensor.dtype)

@@ -14,9 +14,8 @@ import pytest
 from PIL import Image
 
 from megatron_dppo.cli import main
-from megatron_dppo.doctor.parity import Comparison, parity_config
+from megatron_dppo.doctor.parity import Comparison, parity_config, with_layers
 from megatron_dppo.doctor.parity_report import summarise
-from megatron_dppo.doctor.shapes import with_layers
 from megatron_dppo.models.hf_config import load_hf_config
 from megatron_dppo.trainer.mismatch import Mismatch
 from tests.tiny import tiny_model, tiny_qwen3_moe

@@ -18,7 +18,7 @@ from examples.stability_study.study import BAD, LABELS, MISMATCH, REWARD, Outcom
 from megatron_dppo.config.load import load_config
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import History, Series
-from megatron_dppo.trainer.perturb import perturbed
+from megatron_dppo.trainer.weight_sync import perturbed
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "examples/stability_study/stability_study.yaml"

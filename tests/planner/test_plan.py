@@ -16,11 +16,10 @@ from megatron_dppo.planner.activations import layer_memory
 from megatron_dppo.planner.engine import plan_engine
 from megatron_dppo.planner.gpus import GIB, GPUS
 from megatron_dppo.planner.memory import stage_memory
-from megatron_dppo.planner.plan import make_plan, microbatches_per_rank
+from megatron_dppo.planner.plan import make_plan, microbatches_per_rank, step_traffic
 from megatron_dppo.planner.report import memory_parts
 from megatron_dppo.planner.search import Wanted, search
 from megatron_dppo.planner.step_time import step_time
-from megatron_dppo.planner.traffic import step_traffic
 from megatron_dppo.planner.workload import Layout, Workload
 from tests.models.public_configs import CONFIGS
 

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from megatron_dppo.trainer.accuracy import accuracy_metrics, bootstrap_interval, pass_at_k, powers_of_two
+from megatron_dppo.trainer.evaluation import accuracy_metrics, bootstrap_interval, pass_at_k, powers_of_two
 
 
 @pytest.mark.parametrize("right", range(7))

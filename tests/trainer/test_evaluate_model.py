@@ -11,9 +11,9 @@ from examples.tiny_moe_dppo.model import byte_tokenizer, random_tiny_qwen3_moe, 
 from megatron_dppo.checkpoint.checksums import write_checksums
 from megatron_dppo.cli import main
 from megatron_dppo.errors import UserError
-from megatron_dppo.trainer.accuracy import pass_at_k
 from megatron_dppo.trainer.answers import Answer, AnswerFile
 from megatron_dppo.trainer.evaluate_model import evaluate_config, evaluate_model
+from megatron_dppo.trainer.evaluation import pass_at_k
 
 AIME = [{"id": i, "problem": f"Find {i}.", "answer": str(i)} for i in range(5)]
 CONFIG = """
