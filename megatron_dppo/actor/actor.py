@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,21 +15,17 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_dppo.actor.aux_losses import AuxiliaryLosses
-from megatron_dppo.actor.config import ActorConfig, OptimizerConfig, ReplayMode
+from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
 from megatron_dppo.actor.dispatched import release_dispatched
-from megatron_dppo.actor.forward import run_schedule
-from megatron_dppo.actor.layer_groups import gather_layer_groups
-from megatron_dppo.actor.microbatch import Microbatch, MicrobatchBuilder, MicrobatchStream
-from megatron_dppo.actor.objective import MicrobatchReport, MiniBatchObjective, Recomputed, collect
+from megatron_dppo.actor.objective import MicrobatchReport, MiniBatchObjective, collect
 from megatron_dppo.actor.offload import PARTS, Offloader, Part
 from megatron_dppo.actor.optimizer import build_optimizer, guarded_step
-from megatron_dppo.actor.pack_shape import Split
-from megatron_dppo.actor.packing import PackPlan, plan_packs
+from megatron_dppo.actor.passes import Passes
 from megatron_dppo.actor.profiling import Phases
 from megatron_dppo.actor.reduce import gather_rows, reduce_bytes, reduce_losses, reduce_masked
+from megatron_dppo.actor.results import ParityReport, ProgressTeller, UpdateProgress, UpdateReport
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.actor.totals import StepTotals
-from megatron_dppo.actor.unfinished import Unfinished
 from megatron_dppo.actor.weight_gradients import fuse_weight_gradients
 from megatron_dppo.algorithm import Denominators, Preset, TokenMetrics
 from megatron_dppo.batch import SequenceSource
@@ -39,11 +35,7 @@ from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
-from megatron_dppo.router_replay.accounting import ReplayAccount, settle
-from megatron_dppo.router_replay.layout import LocalRoutes
-from megatron_dppo.router_replay.replay import RouterReplayController, find_routers, moe_layer_numbers
-from megatron_dppo.router_replay.requirements import check_trainer
-from megatron_dppo.router_replay.routes import Routes
+from megatron_dppo.router_replay.replay import RouterReplayController
 
 _SHORT_NAMES = {"abs_prob_diff_mean": "mean_abs_pi_mu", "entropy_mean": "entropy"}
 """Metrics that people watch, under the names the paper's figures give them."""
@@ -68,18 +60,6 @@ class TrainingSignal:
     returns: np.ndarray
     mini_batches: Sequence[np.ndarray]
     epochs: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class _BeforeUpdate:
-    """What the pass before the update leaves, per microbatch of a mini-batch.
-
-    statistics  this model's own; [] but on the last pipeline stage
-    routes      the experts this rank's routers chose, to be replayed in the update (R2); None otherwise
-    """
-
-    statistics: list[Recomputed]
-    routes: list[LocalRoutes] | None
 
 
 class MegatronActor:
@@ -114,18 +94,8 @@ class MegatronActor:
         self._exporter = WeightExporter(self.model, hf_config, runtime.groups)
         self._buckets: WeightBuckets | None = None
         self._config, self._preset = config, preset
-        self._vocab_size, self._temperature, self._normaliser = hf_config.vocab_size, temperature, normaliser
+        self._vocab_size, self._normaliser = hf_config.vocab_size, normaliser
         self._skipped_in_a_row = 0
-        self.unfinished: Unfinished | None = None
-        """How far the update is that is under way, or that raised."""
-        self.torn = False
-        """Whether an error came out of a pass or an optimizer step: ranks may have stopped at different places, and the
-        weights are no gradient step's."""
-        self.masked_counts: Tensor | None = None
-        """Of the last `update` that counted: int64 `[2, V]`, see `masked_token_counts`; equal on all ranks."""
-        self.parity_tokens = np.zeros((0, 5), dtype=np.float32)
-        """Of the last `parity` that kept some: log mu, log pi, id, number of the sequence and row in it of tokens,
-        float32 `[n, 5]`; equal on all ranks."""
         self.phases = Phases()
         """Names the parts of a step for profiles (`megatron_dppo.actor.profiling`)."""
 
@@ -163,54 +133,45 @@ class MegatronActor:
         model_config.grad_scale_func = self.optimizer.scale_loss
         model_config.finalize_model_grads_func = _finalise_by_sum
 
-        groups = runtime.groups
-        layer_numbers = moe_layer_numbers(model_config)
-        self._moe_layers = len(layer_numbers)
-        if self._replay != "none":
-            check_trainer(model_config)
-        found = find_routers(self.model, layer_numbers)
-        self.moe_layer_groups = gather_layer_groups(self.model, layer_numbers)
-        """Numbers of the MoE layers of every model chunk of the job: how routes are best stored."""
-        self._routers = [(local, router) for local, (_, router) in enumerate(found)]
-        self._layers = [index for index, _ in found]
-        self._last_stage = groups.pp.rank() == groups.pp.size() - 1
-        self._split = Split(context=groups.cp.size(), sequence=groups.tp.size() if parallel.sequence_parallel else 1)
-        self._builder = MicrobatchBuilder(
-            device=runtime.device,
-            split=self._split,
-            context_rank=groups.cp.rank(),
-            sequence_rank=groups.tp.rank() if parallel.sequence_parallel else 0,
-            moe_layers=tuple(index for index, _ in found),
-            last_stage=self._last_stage,
+        self._passes = Passes(
+            runtime,
+            self.model,
+            self.chunks,
+            parallel=parallel,
+            config=config,
+            vocab_size=hf_config.vocab_size,
+            temperature=temperature,
             topk=preset.needs_topk,
         )
-        self._microbatch_multiple = parallel.pipeline if parallel.chunks > 1 else 1
-        self._contributes = self._last_stage and groups.tp.rank() == 0
+        self.moe_layer_groups = self._passes.moe_layer_groups
+        """Numbers of the MoE layers of every model chunk of the job: how routes are best stored."""
 
-    @property
-    def _replay(self) -> ReplayMode:
-        """Whose routes an update replays."""
-        return self._config.router_replay if self._moe_layers else "none"
-
-    def update(self, source: SequenceSource, signal: TrainingSignal, *, count_masked: bool = False) -> dict[str, float]:
-        """One gradient step per mini-batch and epoch. Returns metrics, the same on all ranks. With `count_masked`,
-        `masked_counts` afterwards says which tokens the trust region blocked.
+    def update(
+        self,
+        source: SequenceSource,
+        signal: TrainingSignal,
+        *,
+        count_masked: bool = False,
+        listener: Callable[[UpdateProgress], None] | None = None,
+    ) -> UpdateReport:
+        """One gradient step per mini-batch and epoch. With `count_masked` the report says which tokens the trust region
+        blocked. `listener` hears how far the update is: after an error, what of it is in the weights.
 
         Raises NonFiniteTraining after too many skipped steps in a row, RuntimeError where routes went missing: both on
-        all ranks, and `unfinished` says what of the update is in the weights then.
+        all ranks.
         """
         self._require(*PARTS)
-        self.unfinished = Unfinished(signal.epochs * len(signal.mini_batches))
+        progress = ProgressTeller(signal.epochs * len(signal.mini_batches), listener)
         device = self.runtime.device
         advantages = torch.from_numpy(signal.advantages.astype(np.float32)).to(device)
         returns = torch.from_numpy(signal.returns.astype(np.float32)).to(device)
         trained = torch.tensor(source.trained, device=device)
         pulled_before = source.pulled_bytes
-        plans = [self._plan(source, sequences) for sequences in signal.mini_batches]
+        plans = [self._passes.plan(source, sequences) for sequences in signal.mini_batches]
         # The anchor is the policy before the first of these steps, so all mini-batches are recomputed up front.
         before = None
         if self._preset.needs_recomputed_logp:
-            before = [self._recompute(source, plan) for plan in plans]
+            before = [self._passes.recompute(source, plan, progress) for plan in plans]
 
         metrics = TokenMetrics.empty(device)
         totals = StepTotals()
@@ -228,50 +189,47 @@ class MegatronActor:
                 returns=returns,
                 trained=trained,
                 recomputed=None if before is None else before[number].statistics,
-                context_group=self.runtime.groups.cp if self._split.context > 1 else None,
+                context_group=self.runtime.groups.cp if self.runtime.groups.cp.size() > 1 else None,
                 count_masked=self._vocab_size if count_masked else 0,
             )
             own_routes = None if before is None else before[number].routes
             with self.phases("microbatches"):
-                microbatches = self._build(source, plan, replay=self._replay, own_routes=own_routes)
+                microbatches = self._passes.build(source, plan, replay=self._passes.replay, own_routes=own_routes)
             totals.add_plan(plan)
             self._aux_losses.start(plan.padded_rows)
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            controller = RouterReplayController(self._routers) if self._replay != "none" else None
-            with self.phases("forward and backward"), ExitStack() as stack:
+            controller = RouterReplayController(self._passes.routers) if self._passes.replay != "none" else None
+            with self.phases("forward and backward"), progress.inside(), ExitStack() as stack:
                 if controller is not None:
                     stack.enter_context(controller.installed())
-                reports = self._run(microbatches, objective, replay=controller, forward_only=False)
+                reports = self._passes.run(microbatches, objective, replay=controller, forward_only=False)
             with self.phases("metrics"):
                 self._aux_losses.finish(len(microbatches))
                 if controller is not None:
-                    recorded = source.lengths if self._replay == "r2" else source.routed
-                    totals.add_replay(self._account(controller, plan, source, recorded))
-                loss, part = reduce_losses(reports, contributes=self._contributes, device=device)
+                    recorded = source.lengths if self._passes.replay == "r2" else source.routed
+                    totals.add_replay(self._passes.account(controller, plan, source, recorded))
+                loss, part = reduce_losses(reports, contributes=self._passes.contributes, device=device)
                 metrics = metrics.merge(part)
                 if count_masked:
                     counts = reduce_masked(
-                        reports, contributes=self._contributes, vocab_size=self._vocab_size, device=device
+                        reports, contributes=self._passes.contributes, vocab_size=self._vocab_size, device=device
                     )
                     blocked = counts if blocked is None else blocked + counts
             with self.phases("optimizer"):
                 finite = bool(np.isfinite(loss))
-                self.torn = True
-                outcome = guarded_step(self.optimizer, self.scheduler, loss_is_finite=finite)
-                self.torn = False
-            self.unfinished.step(applied=outcome.applied)
+                with progress.inside():
+                    outcome = guarded_step(self.optimizer, self.scheduler, loss_is_finite=finite)
+            progress.step(applied=outcome.applied)
             self._watch_finite(outcome.applied or outcome.overflowed, reports)
             totals.add_step(loss, outcome)
         self.complete_weights()
-        self.masked_counts = blocked if count_masked else self.masked_counts
         sequences_in_all = signal.epochs * sum(len(sequences) for sequences in signal.mini_batches)
         finals = metrics.finalize(sequences_in_all)
         policy = {f"policy/{_SHORT_NAMES.get(name, name)}": value for name, value in finals.items()}
         pulled = reduce_bytes(source.pulled_bytes - pulled_before, device)
-        self.unfinished = None
-        return policy | self._aux_losses.metrics() | totals.metrics() | pulled
+        return UpdateReport(policy | self._aux_losses.metrics() | totals.metrics() | pulled, blocked)
 
     def complete_weights(self) -> None:
         """Bring every rank the weights of the last gradient step, where the next forward would have waited for them."""
@@ -279,29 +237,29 @@ class MegatronActor:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
-    def parity(self, source: SequenceSource, *, replay: bool, keep: int = 0) -> dict[str, float]:
+    def parity(self, source: SequenceSource, *, replay: bool, keep: int = 0) -> ParityReport:
         """How far this model's log-probabilities are from the engine's, over all trained rows (forward passes only).
 
-        Returns `max_abs_logp_gap` in nats, `mean_abs_prob_gap` and, for MoE models with recorded routes,
+        Metrics are `max_abs_logp_gap` in nats, `mean_abs_prob_gap` and, for MoE models with recorded routes,
         `differing_routings`, the (row, layer) pairs whose live top-k differs from the engine's, and
         `differing_tokens`, the rows where any layer's does. With `replay=False`
-        the live routers decide, and the record is only compared with. `parity_tokens` afterwards holds up to `keep`
-        tokens of each rank that has log-probabilities.
+        the live routers decide, and the record is only compared with. The report has up to `keep` tokens of each rank
+        that has log-probabilities.
         """
         self._require("weights")
-        watch = self._moe_layers > 0 and bool(source.routed.sum())
-        controller = RouterReplayController(self._routers, force=replay) if watch else None
-        plan = self._plan(source, np.arange(len(source.lengths)))
-        microbatches = self._build(source, plan, replay="r3" if watch else "none")
+        watch = self._passes.moe_layers > 0 and bool(source.routed.sum())
+        controller = RouterReplayController(self._passes.routers, force=replay) if watch else None
+        plan = self._passes.plan(source, np.arange(len(source.lengths)))
+        microbatches = self._passes.build(source, plan, replay="r3" if watch else "none")
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())  # the schedule builds a graph, and `passed` would keep all activations
             if controller is not None:
                 stack.enter_context(controller.installed())
-            passed = self._run(microbatches, collect, replay=controller, forward_only=True)
+            passed = self._passes.run(microbatches, collect, replay=controller, forward_only=True)
         kept: list[Tensor] = []
         gap = torch.zeros(1, dtype=torch.float64, device=self.runtime.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
-        if self._contributes:
+        if self._passes.contributes:
             for microbatch, stats in passed:
                 rows = microbatch.rows
                 assert rows is not None
@@ -313,17 +271,16 @@ class MegatronActor:
                 sums += torch.stack([(pi.exp() - mu.exp()).abs().sum(), rows.loss_mask.sum().double()])
         dist.all_reduce(gap, op=dist.ReduceOp.MAX)
         dist.all_reduce(sums)
-        if keep:
-            self.parity_tokens = gather_rows(kept, keep, self.parity_tokens.shape[1])
+        tokens = gather_rows(kept, keep, 5) if keep else np.zeros((0, 5), dtype=np.float32)
         result = {"max_abs_logp_gap": float(gap), "mean_abs_prob_gap": float(sums[0] / sums[1].clamp(min=1))}
         if controller is not None:
-            account = self._account(controller, plan, source, source.routed)
+            account = self._passes.account(controller, plan, source, source.routed)
             result |= {
                 "differing_tokens": float(account.differing_tokens),
                 "differing_routings": float(account.differing.sum()),
                 "compared_routings": float(account.replayed.sum()),
             }
-        return result
+        return ParityReport(result, tokens)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """Every weight by its Hugging Face name, streamed: whole on rank 0, None elsewhere (see `WeightExporter`)."""
@@ -349,89 +306,6 @@ class MegatronActor:
         missing = [part for part in parts if part in self._offloader.away]
         if missing:
             raise RuntimeError(f"{', '.join(missing)} are offloaded to the host; call onload() first")
-
-    def _plan(self, source: SequenceSource, sequences: np.ndarray) -> PackPlan:
-        """The microbatches of all ranks, as numbers of the source's sequences."""
-        plan = plan_packs(
-            source.lengths[sequences],
-            budget=self._config.max_tokens_per_microbatch,
-            data_parallel=self.runtime.groups.dp.size(),
-            split=self._split,
-            microbatch_multiple=self._microbatch_multiple,
-            long_sequences=self._config.long_sequences,
-            equal_rows=self._config.token_dispatcher == "allgather",
-        )
-        return plan.of(sequences)
-
-    def _build(
-        self, source: SequenceSource, plan: PackPlan, *, replay: ReplayMode, own_routes: list[LocalRoutes] | None = None
-    ) -> MicrobatchStream:
-        """This rank's microbatches: with the engine's routes (r3), a record of nothing but gaps (r2), or without;
-        or with `own_routes`. Pulls the rows and columns they need, and nothing else."""
-        if own_routes is not None:
-            replay = "none"
-        columns, rank = self._builder.columns(routes=replay == "r3"), self.runtime.groups.dp.rank()
-
-        def make(number: int) -> Microbatch:
-            pack = plan.packs[rank][number]
-            batch = source.rows(np.asarray(pack, dtype=np.int64), columns)
-            if replay == "r2" and self._routers:
-                router = self._routers[0][1]
-                gaps = Routes.gaps(len(batch.input_ids), len(self._layers), router.topk, router.config.num_moe_experts)
-                batch = dataclasses.replace(batch, routes=gaps)
-            made = self._builder.build(batch, pack, pack_rows=plan.rows[rank][number], replay=replay != "none")
-            return made if own_routes is None else dataclasses.replace(made, routes=own_routes[number])
-
-        return MicrobatchStream(make, plan.rows[rank])
-
-    def _run(self, microbatches: MicrobatchStream, loss: Any, **options: Any) -> list[Any]:
-        self.torn = True
-        reports = run_schedule(
-            self.chunks,
-            microbatches,
-            loss,
-            vocab_size=self._vocab_size,
-            device=self.runtime.device,
-            tensor_group=self.runtime.groups.tp,
-            temperature=self._temperature,
-            **options,
-        )
-        self.torn = False
-        return reports
-
-    def _recompute(self, source: SequenceSource, plan: PackPlan) -> _BeforeUpdate:
-        """This model's own statistics of the rows, before any step, and under R2 the experts it chose."""
-        microbatches = self._build(source, plan, replay=self._replay)
-        own = self._replay == "r2"
-        controller = RouterReplayController(self._routers, keep_routes=own) if self._replay != "none" else None
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            if controller is not None:
-                stack.enter_context(controller.installed())
-            passed = self._run(microbatches, collect, replay=controller, forward_only=True)
-        routes = None
-        if controller is not None:
-            self._account(controller, plan, source, np.zeros_like(source.lengths) if own else source.routed)
-            routes = [controller.used_routes(i) for i in range(len(microbatches))] if own and self._routers else None
-        return _BeforeUpdate([Recomputed(stats.logp, stats.topk_logp) for _, stats in passed], routes)
-
-    def _account(
-        self,
-        controller: RouterReplayController,
-        plan: PackPlan,
-        source: SequenceSource,
-        recorded: np.ndarray,
-    ) -> ReplayAccount:
-        """Every recorded route must have been replayed once in every MoE layer; `recorded` are rows per sequence."""
-        return settle(
-            controller.counts(len(plan.packs[0])),
-            layers=self._layers,
-            moe_layers=self._moe_layers,
-            recorded=np.array([[recorded[pack].sum() for pack in packs] for packs in plan.packs], dtype=np.int64),
-            rows=np.array([[source.lengths[pack].sum() for pack in packs] for packs in plan.packs], dtype=np.int64),
-            data_rank=self.runtime.groups.dp.rank(),
-            device=self.runtime.device,
-        )
 
     def _watch_finite(self, finite: bool, reports: list[MicrobatchReport]) -> None:
         """Say which tokens were not finite; stop after too many skipped steps in a row."""

@@ -134,15 +134,14 @@ def compare(actor: MegatronActor, batch: RolloutBatch) -> Comparison:
     """Two forward passes of the trainer over the engine's tokens. Collective."""
     source = InMemorySource.of(batch)
     tokens = int(source.trained.sum())
-    actor.parity(source, replay=True, keep=tokens)
-    replayed = actor.parity_tokens
-    account = actor.parity(source, replay=False, keep=tokens)
+    replayed = actor.parity(source, replay=True, keep=tokens).tokens
+    live = actor.parity(source, replay=False, keep=tokens)
     return Comparison(
-        mismatch=Mismatch.of(replayed, actor.parity_tokens),
+        mismatch=Mismatch.of(replayed, live.tokens),
         token_ids=replayed[:, 2].astype(np.int64),
         sequence=replayed[:, 3].astype(np.int64),
         position=replayed[:, 4].astype(np.int64) + 1,  # row t predicts token t + 1
-        differing_tokens=account.get("differing_tokens"),
+        differing_tokens=live.metrics.get("differing_tokens"),
     )
 
 

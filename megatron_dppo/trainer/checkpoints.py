@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.actor.actor import MegatronActor
-from megatron_dppo.actor.unfinished import Unfinished
+from megatron_dppo.actor.results import UpdateProgress
 from megatron_dppo.checkpoint.training_state import TrainingStates
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
@@ -36,7 +36,7 @@ class Checkpoints:
             checkpoint_root(config), actor.trainee, keep=config.trainer.keep_checkpoints, asynchronous=False
         )
 
-    def save(self, step: int, *, broken_off: Unfinished | None = None) -> None:
+    def save(self, step: int, *, broken_off: UpdateProgress | None = None) -> None:
         """The state after `step` rollout steps. Prompts and seeds of the next step follow from its number alone.
 
         broken_off  the last of them, where it is not whole

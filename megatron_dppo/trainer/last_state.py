@@ -6,8 +6,8 @@ import logging
 from dataclasses import dataclass
 
 from megatron_dppo.actor.actor import MegatronActor
+from megatron_dppo.actor.results import UpdateProgress
 from megatron_dppo.actor.runtime import Runtime
-from megatron_dppo.actor.unfinished import Unfinished
 from megatron_dppo.launch.rank import lost_a_peer
 from megatron_dppo.rollout.engine import RolloutFleet
 from megatron_dppo.trainer.assembly import Assembly
@@ -26,6 +26,15 @@ class Trained:
 
     step: int
     saved: int
+    update: UpdateProgress | None = None
+    """Of the step after `step`, from its beginning until it is trained."""
+
+    def hear(self, update: UpdateProgress) -> None:
+        self.update = update
+
+    def end(self, step: int) -> None:
+        """`step` is trained."""
+        self.step, self.update = step, None
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class LastState:
 
     That takes all ranks, so they meet first: where one of them failed alone, hangs or is gone, the others give up soon.
     Nothing is saved either where ranks may have stopped at different places of a pass or in an optimizer step
-    (`MegatronActor.torn`). A step that was broken off between two of its gradient steps is saved as what it is: that
+    (`UpdateProgress.inside`). A step that was broken off between two of its gradient steps is saved as what it is: that
     step, less its other answers. The state before it does not exist any more.
     """
 
@@ -49,13 +58,13 @@ class LastState:
     def rescue(self, error: Exception, trained: Trained) -> str:
         """Save it if it is not saved; the sentence that says what became of it. Never raises."""
         step = trained.step
-        broken_off: Unfinished | None = None
-        if (update := self.actor.unfinished) is not None and update.applied:
+        broken_off: UpdateProgress | None = None
+        if (update := trained.update) is not None and update.applied:
             step += 1
             broken_off = update if update.done < update.of else None
         if step == trained.saved:
             return _is_saved(step)
-        if self.actor.torn:
+        if update is not None and update.inside:
             return f"The error came in the middle of a pass or an optimizer step, so {_older(trained.saved)}"
         peer_is_gone = lost_a_peer(error) and not self.assembly.told
         if peer_is_gone or not self.runtime.all_say(f"save {step}, {broken_off}", patience_s=_PATIENCE_S):

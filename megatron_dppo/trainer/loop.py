@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.actor.profiling import profiled
+from megatron_dppo.actor.results import UpdateReport
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.algorithm import most_masked_tokens
 from megatron_dppo.config.schema import Config
@@ -188,7 +189,8 @@ class Trainer:
                 metrics |= self._parity(experience)
         with self._watch("training"), clock.phase("train"):
             look = self._looks_at(step)
-            metrics |= self._update(step, experience, count_masked=look)
+            report = self._update(step, experience, count_masked=look)
+            metrics |= report.metrics
         self._collector.release(experience)
         every = config.trainer.checkpoint_every
         due = bool(every) and (step % every == 0 or step == config.trainer.steps)
@@ -206,7 +208,7 @@ class Trainer:
                     self._controller.tracker.log(step, metrics)
                     self._controller.progress.step(step, metrics)
                     if look:
-                        self._show(step, self._controller)
+                        self._show(step, report, self._controller)
         if due and not self._weights.colocated:
             self._save(step)
         if self._evaluation_is_due(step):
@@ -219,13 +221,13 @@ class Trainer:
             for later in range(step, min(step + self._config.rollout.max_staleness, self._config.trainer.steps)):
                 self._collector.begin(later)
 
-    def _update(self, step: int, experience: Experience, *, count_masked: bool) -> dict[str, float]:
+    def _update(self, step: int, experience: Experience, *, count_masked: bool) -> UpdateReport:
         source, signal = experience.source(), experience.signal(self._config)
         trace = self._config.run.dir / "profile" / f"step{step}_rank{self._runtime.rank}.json.gz"
         wanted = step == self._config.trainer.profile_step
         with profiled(self._actor.phases, trace=trace) if wanted else nullcontext() as profile:
-            metrics = self._actor.update(source, signal, count_masked=count_masked)
-            self._trained.step = step
+            report = self._actor.update(source, signal, count_masked=count_masked, listener=self._trained.hear)
+            self._trained.end(step)
         if self._controller and profile is not None:
             with self._assembly.alone():
                 lengths = source.lengths[np.concatenate(list(signal.mini_batches) * signal.epochs)]
@@ -235,16 +237,16 @@ class Trainer:
                 for table in profile.tables(flops=flops, peak_flops=peak_flops(device)):
                     self._controller.progress.console.print(table)
                 self._controller.progress.note(f"step {step}: traces of all ranks in {trace.parent}")
-        return metrics
+        return report
 
     def _looks_at(self, step: int) -> bool:
         every = self._config.tracking.samples_every
         return every > 0 and step % every == 0
 
-    def _show(self, step: int, controller: Controller) -> None:
+    def _show(self, step: int, report: UpdateReport, controller: Controller) -> None:
         """Answers and blocked tokens of this step, for people."""
         controller.tracker.samples(step, self._collector.samples)
-        counts, limit = self._actor.masked_counts, self._config.tracking.masked_tokens
+        counts, limit = report.masked_counts, self._config.tracking.masked_tokens
         if counts is not None and limit:
             masked = most_masked_tokens(counts, limit)
             controller.tracker.masked_tokens(step, spelled(masked, controller.examiner.tokenizer))
@@ -262,13 +264,12 @@ class Trainer:
         """The first rollout, recomputed before any update: with the engine's routes, and with the live routers."""
         source = experience.source()
         with_replay = self._actor.parity(source, replay=True, keep=MISMATCH_TOKENS)
-        replayed = self._actor.parity_tokens
         without = self._actor.parity(source, replay=False, keep=MISMATCH_TOKENS)
         if self._controller:
             with self._assembly.alone():
-                Mismatch.of(replayed, self._actor.parity_tokens).write(self._config.run.dir)
-        return {f"parity/{name}": value for name, value in with_replay.items()} | {
-            f"parity_without_replay/{name}": value for name, value in without.items()
+                Mismatch.of(with_replay.tokens, without.tokens).write(self._config.run.dir)
+        return {f"parity/{name}": value for name, value in with_replay.metrics.items()} | {
+            f"parity_without_replay/{name}": value for name, value in without.metrics.items()
         }
 
     def _evaluate(self, step: int) -> None:

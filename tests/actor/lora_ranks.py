@@ -67,7 +67,7 @@ def train_adapters(
     metrics = []
     for mini_batches in lesson.updates:
         signal = TrainingSignal(lesson.advantages, lesson.advantages, mini_batches)
-        metrics.append(actor.update(InMemorySource.of(lesson.batch), signal))
+        metrics.append(actor.update(InMemorySource.of(lesson.batch), signal).metrics)
     save_peft_adapter(saved, actor.model, model, groups, config)
     masters = [
         p for part in distributed_parts(actor.optimizer) for g in part.optimizer.param_groups for p in g["params"]

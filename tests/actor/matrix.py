@@ -189,7 +189,7 @@ def train(rank: int, path: str, layout: dict, lesson: Lesson, case: Case) -> Tra
     metrics = []
     for mini_batches in lesson.updates:
         source = InMemorySource.of(lesson.batch)
-        metrics.append(actor.update(source, TrainingSignal(lesson.advantages, lesson.advantages, mini_batches)))
+        metrics.append(actor.update(source, TrainingSignal(lesson.advantages, lesson.advantages, mini_batches)).metrics)
     weights = exported(actor)
     return Trained(metrics, gradients if rank == 0 else [], weights if rank == 0 else {})
 

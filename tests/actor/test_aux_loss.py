@@ -60,7 +60,9 @@ def gradients(rank: int, path: str, batch: RolloutBatch, runs: list[tuple[str, C
 
         actor.optimizer.prepare_grads = recording
         nothing = np.zeros(len(batch))
-        metrics = actor.update(InMemorySource.of(batch), TrainingSignal(nothing, nothing, [np.arange(len(batch))]))
+        metrics = actor.update(
+            InMemorySource.of(batch), TrainingSignal(nothing, nothing, [np.arange(len(batch))])
+        ).metrics
         found.append((seen[0], metrics))
         parallel_state.destroy_model_parallel()
     return found

@@ -88,7 +88,7 @@ def poisoned(rank: int, path: str, layout: dict, lesson: Lesson, victim: int) ->
     def update(advantages: np.ndarray) -> None:
         mini_batches = [np.arange(12)]
         signal = TrainingSignal(advantages, np.nan_to_num(advantages), mini_batches)
-        metrics.append(actor.update(InMemorySource.of(lesson.batch), signal))
+        metrics.append(actor.update(InMemorySource.of(lesson.batch), signal).metrics)
 
     update(bad)
     update(bad)

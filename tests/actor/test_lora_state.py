@@ -25,7 +25,7 @@ def updates(actor: Any, lesson: Lesson, numbers: range) -> list[dict[str, float]
     from megatron_dppo.batch import InMemorySource
 
     signals = [TrainingSignal(lesson.advantages, lesson.advantages, [MINI_BATCHES[i]]) for i in numbers]
-    return [actor.update(InMemorySource.of(lesson.batch), signal) for signal in signals]
+    return [actor.update(InMemorySource.of(lesson.batch), signal).metrics for signal in signals]
 
 
 def four_steps(

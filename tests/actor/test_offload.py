@@ -26,10 +26,10 @@ def train(rank: int, path: str, layout: dict, dtype: str, batch: Any) -> dict[st
     for name in ("stays", "moves"):
         actor = build_actor(path, layout, Case(), dtype=dtype)
         source = InMemorySource.of(batch)
-        first = actor.update(source, signal)
+        first = actor.update(source, signal).metrics
         if name == "moves":
             found |= move(actor, source, signal)
-        second = actor.update(source, signal)
+        second = actor.update(source, signal).metrics
         found[name] = [first, second], {n: t.float().numpy() for n, t in actor.export_weights() if t is not None}
         parallel_state.destroy_model_parallel()
     return found

@@ -37,8 +37,8 @@ def train(rank: int, path: str, layouts: list[str], batch: Any) -> list[list[Any
             actor = build_actor(path, LAYOUTS[layout][1], Case(), **overlap)
             source = InMemorySource.of(batch)
             signal = TrainingSignal(advantages(), advantages(), [np.arange(0, 6), np.arange(6, 12)])
-            metrics = [actor.update(source, signal) for _ in range(2)]
-            parity = actor.parity(source, replay=True)
+            metrics = [actor.update(source, signal).metrics for _ in range(2)]
+            parity = actor.parity(source, replay=True).metrics
             outcomes.append((metrics, parity, exported(actor)))
             parallel_state.destroy_model_parallel()
         found.append(outcomes)
@@ -77,7 +77,7 @@ def train_both_ways(rank: int, path: str, batch: Any) -> list[Any]:
         with ExitStack() as stack:
             if stock:
                 stack.enter_context(stock_optimizer(actor.optimizer))
-            metrics = [actor.update(InMemorySource.of(batch), signal) for _ in range(2)]
+            metrics = [actor.update(InMemorySource.of(batch), signal).metrics for _ in range(2)]
         masters = [
             p.detach().numpy().copy() for part in actor.optimizer.chained_optimizers for p in part.get_parameters()
         ]

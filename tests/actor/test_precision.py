@@ -28,7 +28,7 @@ def updates(rank: int, path: str, layout: dict, batch: Any, runs: list[tuple[str
     for dtype, settings, number in runs:
         actor = build_actor(path, layout, Case(), dtype=dtype, **settings)
         signal = TrainingSignal(ADVANTAGES, ADVANTAGES, [np.arange(len(ADVANTAGES))])
-        found.append([actor.update(InMemorySource.of(batch), signal) for _ in range(number)])
+        found.append([actor.update(InMemorySource.of(batch), signal).metrics for _ in range(number)])
         parallel_state.destroy_model_parallel()
     return found
 

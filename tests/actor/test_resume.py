@@ -35,7 +35,7 @@ def train_eight(
     metrics = []
     for number in range(first, stop):
         signal = TrainingSignal(lesson.advantages, lesson.advantages, [MINI_BATCHES[number]])
-        metrics.append(actor.update(InMemorySource.of(lesson.batch), signal))
+        metrics.append(actor.update(InMemorySource.of(lesson.batch), signal).metrics)
         if number + 1 == 4:
             states.save(4, {})
     return metrics, exported(actor)

@@ -52,7 +52,7 @@ class Bench:
     def updates(self, actor: MegatronActor, number: int, worth: np.ndarray | None = None) -> list[dict[str, float]]:
         worth = advantages() if worth is None else worth
         signal = TrainingSignal(worth, worth, [np.arange(len(worth))])
-        return [actor.update(InMemorySource.of(self.batch), signal) for _ in range(number)]
+        return [actor.update(InMemorySource.of(self.batch), signal).metrics for _ in range(number)]
 
 
 def given_step(actor: MegatronActor, number: int) -> float:

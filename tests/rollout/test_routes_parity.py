@@ -19,7 +19,7 @@ def parity_on_rank(rank: int, path: str, batch: RolloutBatch) -> tuple[dict[str,
 
     actor = build_actor(path, {}, preset="dppo-binary-tv", mode="r3", budget=512, temperature=1.0)
     source = InMemorySource.of(batch)
-    return actor.parity(source, replay=True), actor.parity(source, replay=False)
+    return actor.parity(source, replay=True).metrics, actor.parity(source, replay=False).metrics
 
 
 def comparison_on_rank(rank: int, path: str, batch: RolloutBatch) -> Comparison:

@@ -97,11 +97,11 @@ def _unhooked(router: Any, when: Callable[[], bool]) -> Iterator[None]:
 
 def router_without_hook(actor: Any) -> AbstractContextManager[None]:
     """A kernel of MoE layer 2 that never asks the hook."""
-    return _unhooked(actor._routers[2][1], lambda: True)
+    return _unhooked(actor._passes.routers[2][1], lambda: True)
 
 
 def recomputation_without_hook(actor: Any) -> AbstractContextManager[None]:
     """MoE layer 1 recomputes with the live router, and what was kept for it stays behind."""
     import torch
 
-    return _unhooked(actor._routers[1][1], torch.is_grad_enabled)
+    return _unhooked(actor._passes.routers[1][1], torch.is_grad_enabled)

@@ -39,7 +39,7 @@ def plant_on_rank(rank: int, path: str, batch) -> dict[str, str]:
             seen[name] = "no error"
         except (UserError, RuntimeError, ValueError) as error:
             seen[name] = str(error)
-        left = [router.router_replay for _, router in actor._routers]
+        left = [router.router_replay for _, router in actor._passes.routers]
         assert left == [None] * 4, f"{name}: a hook stayed on a router"
     return seen
 

@@ -26,7 +26,7 @@ def train_on_rank(rank: int, path: str, layout: dict, mode: str, recompute: str,
     from tests.router_replay.actor_ranks import build_actor, signal
 
     actor = build_actor(path, layout, preset="minirl", mode=mode, recompute=recompute, lr=LR)
-    metrics = actor.update(InMemorySource.of(batch), signal(MINI_BATCHES))
+    metrics = actor.update(InMemorySource.of(batch), signal(MINI_BATCHES)).metrics
     return metrics, {name: tensor.numpy() for name, tensor in actor.export_weights() if tensor is not None}
 
 

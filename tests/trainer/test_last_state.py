@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_dppo.actor.results import UpdateProgress
 from tests.actor.matrix import Case, build_actor
 from tests.distributed import run_ranks
 from tests.tiny import tiny_qwen3_moe
@@ -33,9 +34,7 @@ def rescues(rank: int, model: str, folder: str) -> tuple[dict[str, str], list[st
     said: dict[str, str] = {}
     error = RuntimeError("out of memory")
 
-    actor.torn = True
-    said["torn"] = last.rescue(error, Trained(4, 2))
-    actor.torn = False
+    said["torn"] = last.rescue(error, Trained(4, 2, UpdateProgress(1, inside=True)))
     said["peer"] = last.rescue(RuntimeError("Connection closed by peer"), Trained(4, 2))
     said["different"] = last.rescue(error, Trained(4 + rank, 2))
     dist.barrier()
@@ -62,11 +61,13 @@ def test_ranks_that_do_not_all_come_to_one_end_save_nothing(tmp_path: Path) -> N
     assert 0.4 < second[2] < 100
 
 
-def broken(rank: int, model: str) -> tuple[bool, tuple[int, int, int], bool, tuple[int, int, int], bool]:
-    """An update whose second pass fails, and one whose rollout fits no microbatch."""
+def broken(rank: int, model: str) -> tuple[object, object, object]:
+    """The progress of an update whose second pass fails, of a whole one, and of one whose rollout fits no
+    microbatch."""
     from megatron_dppo.actor.actor import TrainingSignal
     from megatron_dppo.actor.packing import SequenceTooLongError
     from megatron_dppo.batch import InMemorySource
+    from megatron_dppo.trainer.last_state import Trained
     from tests.batch.rollouts import random_batch
 
     actor = build_actor(model, {}, Case(replay=False))
@@ -80,19 +81,21 @@ def broken(rank: int, model: str) -> tuple[bool, tuple[int, int, int], bool, tup
             raise RuntimeError("out of memory")
 
     mlp.register_forward_pre_hook(fails)
+    torn, whole, long = Trained(4, 4), Trained(4, 4), Trained(4, 4)
     with pytest.raises(RuntimeError, match="out of memory"):
-        actor.update(source, signal)
-    assert actor.unfinished is not None
-    torn = (actor.torn, (actor.unfinished.of, actor.unfinished.done, actor.unfinished.applied))
-    actor.update(source, signal)
-    whole = actor.unfinished is None and not actor.torn
+        actor.update(source, signal, listener=torn.hear)
+    actor.update(source, signal, listener=whole.hear)
+    too_long = InMemorySource.of(random_batch(1, [900] * 8, [4] * 8, 0, routes=False))
     with pytest.raises(SequenceTooLongError):
-        actor.update(InMemorySource.of(random_batch(1, [900] * 8, [4] * 8, 0, routes=False)), signal)
-    unfinished = actor.unfinished
-    return *torn, whole, (unfinished.of, unfinished.done, unfinished.applied), actor.torn
+        actor.update(too_long, signal, listener=long.hear)
+    return torn.update, whole.update, long.update
 
 
 def test_the_actor_says_what_of_an_update_is_in_its_weights(tmp_path: Path) -> None:
     tiny_qwen3_moe(tmp_path / "model", seed=1, num_hidden_layers=1)
     (found,) = run_ranks(broken, 1, str(tmp_path / "model"))
-    assert found == (True, (2, 1, 1), True, (2, 0, 0), False)
+    assert found == (
+        UpdateProgress(of=2, done=1, applied=1, inside=True),
+        UpdateProgress(of=2, done=2, applied=2),
+        UpdateProgress(of=2),
+    )

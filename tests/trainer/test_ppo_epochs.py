@@ -33,7 +33,7 @@ def train_on_rank(
 
     actor = build_actor(path, layout, Case(preset))
     signal = TrainingSignal(lesson.advantages, lesson.advantages, MINI_BATCHES, EPOCHS)
-    return actor.update(InMemorySource.of(lesson.batch), signal), exported(actor)
+    return actor.update(InMemorySource.of(lesson.batch), signal).metrics, exported(actor)
 
 
 @pytest.mark.parametrize(("preset", "layout"), [("dppo-binary-tv", "1 rank"), ("minirl", "TP2 EP2")])

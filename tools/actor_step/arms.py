@@ -29,7 +29,7 @@ def policy_arm(
 
     def run() -> None:
         actor._preset = rule
-        actor._builder = dataclasses.replace(actor._builder, topk=rule.needs_topk)
+        actor._passes._builder = dataclasses.replace(actor._passes._builder, topk=rule.needs_topk)
         actor._config = actor._config.model_copy(update={"router_replay": "r3" if replay else "none"})
         actor.update(source, signal)
 

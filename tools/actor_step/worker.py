@@ -83,10 +83,10 @@ class Bench:
         source = InMemorySource.of(batch)
         weights = advantages(len(batch))
         signal = TrainingSignal(weights, weights, [np.arange(len(batch))])
-        self.note("parity", self.actor.parity(source, replay=True))
+        self.note("parity", self.actor.parity(source, replay=True).metrics)
         steps = []
         for _ in range(3):
-            metrics = self.actor.update(source, signal)
+            metrics = self.actor.update(source, signal).metrics
             steps.append({"loss": metrics["optimizer/loss"], "grad_norm": metrics["optimizer/grad_norm"]})
         self.note("steps", steps)
         self.note("peak_gib", self._peak())

@@ -98,8 +98,7 @@ def agreement(trial: Trial, lora: LoraConfig) -> dict[str, Any]:
 
 
 def _log_probs(actor: MegatronActor, source: InMemorySource) -> np.ndarray:
-    actor.parity(source, replay=True, keep=1 << 20)
-    return actor.parity_tokens[:, 1].astype(np.float64)
+    return actor.parity(source, replay=True, keep=1 << 20).tokens[:, 1].astype(np.float64)
 
 
 def _gradients(
