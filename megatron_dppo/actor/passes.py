@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
 from megatron_dppo.actor.config import ActorConfig, ReplayMode
 from megatron_dppo.actor.forward import run_schedule
-from megatron_dppo.actor.layer_groups import gather_layer_groups
 from megatron_dppo.actor.microbatch import Microbatch, MicrobatchBuilder, MicrobatchStream
 from megatron_dppo.actor.objective import Recomputed, collect
 from megatron_dppo.actor.pack_shape import Split
@@ -178,3 +178,17 @@ class Passes:
             data_rank=self._runtime.groups.dp.rank(),
             device=self._runtime.device,
         )
+
+
+def gather_layer_groups(
+    chunks: Sequence[torch.nn.Module], moe_layer_numbers: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Numbers (among the MoE layers of the model) held by each model chunk of any rank, in model order.
+
+    moe_layer_numbers: 1-based layer numbers of all MoE layers. Collective: one all-gather of a few numbers. Together
+    the groups hold every MoE layer once; chunks without one give no group.
+    """
+    own = [tuple(index for index, _ in find_routers([chunk], moe_layer_numbers)) for chunk in chunks]
+    everybody: list[list[tuple[int, ...]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everybody, own)
+    return tuple(sorted({group for rank in everybody for group in rank if group}))
