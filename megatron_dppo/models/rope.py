@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_dppo.errors import UserError
-
-if TYPE_CHECKING:
-    from megatron_dppo.models.hf_config import HFConfig
 
 SUPPORTED = ("default", "linear", "dynamic", "yarn", "llama3")
 
@@ -48,17 +44,17 @@ def _frequencies(config: PreTrainedConfig, kind: str, theta: float) -> tuple[tor
     return frequencies.to(torch.float32), float(factor)
 
 
-def rope_frequencies(model: HFConfig, max_sequence_length: int) -> tuple[torch.Tensor, float]:
+def rope_frequencies(config: PreTrainedConfig, max_sequence_length: int) -> tuple[torch.Tensor, float]:
     """Inverse frequencies `[head_dim / 2]` (fp32, on the CPU) and the factor that multiplies cos and sin.
 
     `dynamic` (NTK) scaling keeps the plain frequencies up to `max_position_embeddings`. Beyond it they depend on the
     length of each sequence, and a pack of sequences has no single length: longer ones are refused.
     """
-    rope = model.config.rope_parameters
-    if rope["rope_type"] == "dynamic" and max_sequence_length > model.max_position_embeddings:
+    rope = config.rope_parameters
+    if rope["rope_type"] == "dynamic" and max_sequence_length > config.max_position_embeddings:
         raise UserError(
-            f"config.json: dynamic rope scaling beyond max_position_embeddings {model.max_position_embeddings} depends "
-            f"on each sequence's length and is not supported; {max_sequence_length} tokens were asked for. Shorten the "
+            f"config.json: dynamic rope scaling beyond max_position_embeddings {config.max_position_embeddings} "
+            f"depends on each sequence's length and is not supported; {max_sequence_length} tokens were asked for. Shorten the "
             "sequences or use yarn"
         )
-    return _frequencies(model.config, rope["rope_type"], rope["rope_theta"])
+    return _frequencies(config, rope["rope_type"], rope["rope_theta"])

@@ -60,9 +60,9 @@ def test_logits_equal_transformers_for_every_kind(models: tuple[dict[str, Path],
 
 def test_dynamic_scaling_beyond_the_context_is_refused(models: tuple[dict[str, Path], torch.Tensor]) -> None:
     model = load_hf_config(models[0]["dynamic"])
-    assert rope_frequencies(model, 128)[1] == 1.0
+    assert rope_frequencies(model.config, 128)[1] == 1.0
     with pytest.raises(UserError, match="dynamic rope scaling"):
-        rope_frequencies(model, 129)
+        rope_frequencies(model.config, 129)
 
 
 def test_other_kinds_are_refused(tmp_path: Path) -> None:
@@ -76,4 +76,4 @@ def test_other_kinds_are_refused(tmp_path: Path) -> None:
     }
     tiny_model("qwen3", tmp_path, rope_parameters=parameters, num_hidden_layers=1)
     with pytest.raises(UserError, match="longrope"):
-        rope_frequencies(load_hf_config(tmp_path), 64)
+        rope_frequencies(load_hf_config(tmp_path).config, 64)
