@@ -54,7 +54,7 @@ def rope_frequencies(config: PreTrainedConfig, max_sequence_length: int) -> tupl
     if rope["rope_type"] == "dynamic" and max_sequence_length > config.max_position_embeddings:
         raise UserError(
             f"config.json: dynamic rope scaling beyond max_position_embeddings {config.max_position_embeddings} "
-            f"depends on each sequence's length and is not supported; {max_sequence_length} tokens were asked for. Shorten the "
-            "sequences or use yarn"
+            f"depends on each sequence's length and is not supported; {max_sequence_length} tokens were asked for. "
+            "Shorten the sequences or use yarn"
         )
     return _frequencies(config, rope["rope_type"], rope["rope_theta"])
