@@ -51,6 +51,7 @@ def convert_command(
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
     base: Path | None = None,
+    allow_inf: bool = False,
     console: Console | None = None,
 ) -> None:
     """Convert `source` to the other format in `output`, in this process or in all ranks that torchrun started.
@@ -66,6 +67,7 @@ def convert_command(
     shard_bytes  largest Hugging Face weight file
     base         the Hugging Face folder that adapters were trained on: a state of theirs holds nothing else, and
                  becomes that model with the adapters merged
+    allow_inf    numbers beyond the range of dtype (65504 for float16) become inf; else the tensor is named and refused
 
     `UserError` before any work: no such source, weights that do not match the config, a layout that does not fit, no
     room on the disk, an output that exists. Works without a GPU.
@@ -82,9 +84,9 @@ def convert_command(
     layout = parallel or ParallelConfig()
     with _world():
         if (source / CONFIG).is_file():
-            _to_megatron(source, output, layout, dtype, verify, console)
+            _to_megatron(source, output, layout, dtype, verify, allow_inf, console)
         else:
-            _to_hugging_face(source, output, layout, dtype, verify, overwrite, shard_bytes, base, console)
+            _to_hugging_face(source, output, layout, dtype, verify, overwrite, shard_bytes, base, allow_inf, console)
 
 
 def _to_megatron(
@@ -93,18 +95,26 @@ def _to_megatron(
     layout: ParallelConfig,
     dtype: str | None,
     verify: bool,
+    allow_inf: bool,
     console: Console,
 ) -> None:
     model = load_hf_config(source)
     files = HFFiles(source)
     check_tensors(files, model, stores_stacked_experts(files, model))
-    stored = next(iter(files.tensors.values()))
-    wanted = DTYPES[dtype] if dtype else stored.dtype
-    size = _describe(model, wanted, stored.file, console)
+    most = files.dtype
+    wanted = DTYPES[dtype] if dtype else most if most in DTYPES.values() else torch.float32
+    size = _describe(model, wanted, next(iter(files.tensors.values())).file, console)
+    wider = [name for name, tensor in files.tensors.items() if tensor.dtype.itemsize > wanted.itemsize]
+    if wider and not dtype:
+        console.print(
+            f"{len(wider)} of {len(files.tensors)} tensors are stored more finely and are rounded ({wider[0]}); "
+            "--dtype float32 keeps them",
+            soft_wrap=True,
+        )
     _check_room(output, size)
     models, groups = _build(model, layout, wanted)
     with _bar(console, "reading") as progress:
-        load_hf_weights(models, model, groups, progress=progress)
+        load_hf_weights(models, model, groups, progress=progress, allow_inf=allow_inf)
     states = TrainingStates(output, Trainee(model=model, models=models, groups=groups, parallel=layout))
     console.print(f"writing {output}")
     with _replaced(output):
@@ -128,6 +138,7 @@ def _to_hugging_face(
     overwrite: bool,
     shard_bytes: int,
     base: Path | None,
+    allow_inf: bool,
     console: Console,
 ) -> None:
     is_state = (source / state_folder.DESCRIPTION).is_file()
@@ -177,6 +188,7 @@ def _to_hugging_face(
             shard_bytes=shard_bytes,
             overwrite=overwrite,
             progress=progress,
+            allow_inf=allow_inf,
         )
     if verify and lora:
         models = build_model(model, transformer_config(model, layout, params_dtype=wanted), groups)

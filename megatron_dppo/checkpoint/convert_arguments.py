@@ -24,6 +24,9 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, help="folder to read")
     parser.add_argument("output", type=Path, help="folder to create")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the result; default: as stored")
+    parser.add_argument(
+        "--allow-inf", action="store_true", help="let numbers beyond the type's range (float16: 65504) become inf"
+    )
     parser.add_argument("--verify", action="store_true", help="read the result again and compare logits")
     parser.add_argument("--overwrite", action="store_true", help="replace what is at OUTPUT")
     parser.add_argument("--shard-gb", type=float, default=5.0, help="largest Hugging Face weight file, GB (default 5)")
@@ -60,5 +63,6 @@ def run_convert(arguments: argparse.Namespace, *, only: Literal["to-megatron", "
         overwrite=arguments.overwrite,
         shard_bytes=int(arguments.shard_gb * 1e9),
         base=arguments.base,
+        allow_inf=arguments.allow_inf,
     )
     return 0

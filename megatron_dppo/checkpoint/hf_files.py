@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,27 @@ from megatron_dppo.models.names import Block, Shape
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 WEIGHTS = ".safetensors"
+_RECOMPUTED = re.compile(r"(.+\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
+"""Buffers that older checkpoints hold and no model reads: the rotary frequencies follow from config.json."""
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+
+
+def converted(name: str, tensor: torch.Tensor, dtype: torch.dtype, *, allow_inf: bool = False) -> torch.Tensor:
+    """`tensor` in another type. `UserError` names it where a finite number becomes inf there (float16 ends at 65504),
+    unless `allow_inf`."""
+    if tensor.dtype == dtype:
+        return tensor
+    result = tensor.to(dtype)
+    if not allow_inf and torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
+        lost = int((result.isinf() & tensor.isfinite()).sum())
+        if lost:
+            kind = str(dtype).removeprefix("torch.")
+            raise UserError(
+                f"{name} has {lost:,} numbers of {tensor.numel():,} that are inf as {kind} (the largest is "
+                f"{tensor[tensor.isfinite()].abs().max():.4g}, the type ends at "
+                f"{torch.finfo(dtype).max:.4g}); use bfloat16 or float32"
+            )
+    return result
 
 
 @dataclass(frozen=True)
@@ -57,7 +80,10 @@ class HFFiles:
     def _add(self, file: Path, indexed: set[str] | None) -> None:
         try:
             with safe_open(file, "pt") as handle:
-                for name in handle.keys():  # noqa: SIM118 (not a mapping)
+                names = set(handle.keys())
+                for name in names:
+                    if _RECOMPUTED.fullmatch(name):
+                        continue
                     described = handle.get_slice(name)
                     stored = described.get_dtype()
                     if stored not in DTYPES:
@@ -70,9 +96,17 @@ class HFFiles:
                 f"{file} is no intact safetensors file ({error}); it was cut off or overwritten: fetch it again"
             ) from None
         if indexed is not None:
-            absent = sorted(indexed - set(self.tensors))
+            absent = sorted(indexed - names)
             if absent:
                 raise UserError(f"{file} lacks {absent[0]}, which {INDEX} places there; fetch it again")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of most of the numbers."""
+        numbers: Counter[torch.dtype] = Counter()
+        for tensor in self.tensors.values():
+            numbers[tensor.dtype] += prod(tensor.shape)
+        return numbers.most_common(1)[0][0]
 
     def read(self, name: str, block: Block) -> torch.Tensor:
         """A copy of one block, in the stored dtype."""
@@ -125,6 +159,11 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
         for file_path in files:
             if not os.path.isfile(file_path):  # Path.is_file raises for a name that no file system takes
                 raise UserError(f"{file_path} is missing, but {INDEX} names it; fetch the checkpoint again")
+        if (folder / SINGLE).is_file() and folder / SINGLE not in files:
+            raise UserError(
+                f"{folder} has both {SINGLE}, which transformers reads, and {INDEX}, which names other files; remove "
+                "the one that is not meant"
+            )
         return files
     if (folder / SINGLE).is_file():
         return {folder / SINGLE: None}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_dppo.checkpoint.first_rank import raise_from_any
-from megatron_dppo.checkpoint.hf_files import HFFiles
+from megatron_dppo.checkpoint.hf_files import HFFiles, converted
 from megatron_dppo.checkpoint.weight_layout import extent
 from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
@@ -23,6 +23,8 @@ from megatron_dppo.models.names import Piece, Shape
 
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 _LISTED = 5
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_COMPARED_ROWS = 8192
 
 
 def load_hf_weights(
@@ -32,13 +34,15 @@ def load_hf_weights(
     path: Path | str | None = None,
     *,
     progress: Callable[[int, int], None] | None = None,
+    allow_inf: bool = False,
 ) -> None:
     """Fill every parameter of this rank's chunks from the safetensors files in `path` (default: `model.path`).
 
     Each rank reads only the blocks it holds, so its memory grows by one block beside its shard. Files may hold one
-    tensor per expert or transformers 5's stacked ones. Stored fp32, fp16 and bf16 are cast to the parameter's dtype.
-    Rows of the padded vocabulary become zero. Every rank checks the headers of all files itself; where the folder has
-    checksums the ranks first read a share of the files each and agree that these hold. Collective over all ranks.
+    tensor per expert or transformers 5's stacked ones. What is stored is cast to the parameter's dtype; where a number
+    becomes inf there (float16), `UserError` names the tensor, unless `allow_inf`. Rows of the padded vocabulary become
+    zero. Every rank checks the headers of all files itself; where the folder has checksums the ranks first read a share
+    of the files each and agree that these hold. Collective over all ranks.
 
     `UserError` lists what is missing, unused or of the wrong shape before anything is read; afterwards every parameter
     of the model and every stored tensor has been used exactly once. `progress(done, of)` counts parameters.
@@ -54,7 +58,9 @@ def load_hf_weights(
 
     owned = list(owned_parameters(models, model, groups))
     order = sorted(owned, key=lambda o: o.pieces[0].hf_name if o.pieces else "")
-    with torch.no_grad():
+
+    @torch.no_grad()
+    def fill() -> None:
         for done, item in enumerate(order, start=1):
             if tuple(item.parameter.shape) != item.shape:
                 raise RuntimeError(f"{item.name} is {tuple(item.parameter.shape)} on this rank, not {item.shape}")
@@ -64,22 +70,22 @@ def load_hf_weights(
             for piece in item.pieces:
                 stored = _in_stack(piece, model) if stacked else piece
                 target = item.parameter[tuple(slice(*extent) for extent in piece.local)]
-                target.copy_(files.read(stored.hf_name, stored.source).reshape(target.shape))
+                block = files.read(stored.hf_name, stored.source).reshape(target.shape)
+                target.copy_(converted(stored.hf_name, block, target.dtype, allow_inf=allow_inf))
             if progress:
                 progress(done, len(order))
+
+    raise_from_any(fill)
     files.close()
 
 
 def check_tensors(files: HFFiles, model: HFConfig, stacked: bool) -> None:
     """Names and shapes in the files against the model's table: a bijection, or `UserError`."""
     expected = _stack(model) if stacked else model.tensors
-    stored = files.tensors
+    stored = dict(files.tensors)
     where = files.folder
-    if model.tied and "lm_head.weight" in stored:
-        raise UserError(
-            f"{where} stores lm_head.weight although config.json says tie_word_embeddings: true; set it to false to "
-            "use the stored output layer, or remove the tensor"
-        )
+    if model.tied and _HEAD in stored:
+        expected = expected | {_HEAD: expected[_EMBEDDING]}
     missing = [name for name in expected if name not in stored]
     unused = sorted(name for name in stored if name not in expected)
     wrong = [
@@ -95,11 +101,26 @@ def check_tensors(files: HFFiles, model: HFConfig, stacked: bool) -> None:
         if names:
             more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
             raise UserError(f"{where} {what} {', '.join(names[:_LISTED])}{more}; it does not match its config.json")
-    dtypes = {t.dtype for t in stored.values()}
-    if len(dtypes) > 1:
-        odd = min(dtypes, key=lambda d: sum(t.dtype == d for t in stored.values()))
-        name = next(n for n, t in stored.items() if t.dtype == odd)
-        raise UserError(f"{where}: {name} is stored as {odd}, other tensors are not; store all in one dtype")
+    if model.tied and _HEAD in stored:
+        _check_tied(files)
+
+
+def _check_tied(files: HFFiles) -> None:
+    """A tied model may store its one matrix under both names. `UserError` where they differ: transformers would then
+    take them for two."""
+    rows, columns = files.tensors[_HEAD].shape
+    for start in range(0, rows, _COMPARED_ROWS):
+        block = ((start, min(start + _COMPARED_ROWS, rows)), (0, columns))
+        head, embedding = files.read(_HEAD, block), files.read(_EMBEDDING, block)
+        differs = (head != embedding).any(dim=1)
+        if differs.any():
+            row = start + int(differs.int().argmax())
+            files.close()
+            raise UserError(
+                f"{files.folder} stores {_HEAD}, which differs from {_EMBEDDING} in row {row}, although config.json "
+                "says tie_word_embeddings: true; set it to false to use the stored output layer, or remove the tensor"
+            )
+    files.close()
 
 
 def check_tokenizer(folder: Path, model: HFConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from megatron_dppo.checkpoint.atomic import check_target, whole_folder, write_sy
 from megatron_dppo.checkpoint.checksums import write_checksums
 from megatron_dppo.checkpoint.first_rank import on_first_rank, raise_everywhere
 from megatron_dppo.checkpoint.hf_export import BUCKET_BYTES, ExportedTensor, WeightExporter
-from megatron_dppo.checkpoint.hf_files import INDEX, SINGLE
+from megatron_dppo.checkpoint.hf_files import INDEX, SINGLE, converted
 from megatron_dppo.checkpoint.hf_side_files import CONFIG, check_side_files, copy_side_files
 from megatron_dppo.checkpoint.safetensors_stream import SafetensorsStream
 from megatron_dppo.errors import UserError
@@ -35,13 +35,15 @@ def save_hf_checkpoint(
     bucket_bytes: int = BUCKET_BYTES,
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    allow_inf: bool = False,
 ) -> None:
     """Write the model as transformers reads it: safetensors (several files and an index beyond `shard_bytes`),
     config, tokenizer, chat template and generation config, the latter copied from `model.path`, and checksums of all.
 
     A collective over all ranks; rank 0 writes, with two buckets of memory beside its shard. The same weights always
     give the same bytes. The folder appears whole, by a rename at the end, or not at all; every rank then raises the
-    same `UserError`. `progress(bytes done, of)` is called on rank 0.
+    same `UserError`; so they do for a number that becomes inf in `dtype`, unless `allow_inf`. `progress(bytes, of)` is
+    called on rank 0.
     """
     target = Path(path)
     exporter = WeightExporter(models, model, groups)
@@ -50,7 +52,7 @@ def save_hf_checkpoint(
     on_first_rank(lambda: _check_writable(target, tensors, model, overwrite))
 
     problem: str | None = None
-    stream = exporter.stream(dtype=dtype, bucket_bytes=bucket_bytes)
+    stream = exporter.stream(bucket_bytes=bucket_bytes)
     if not writer:
         for _ in stream:
             pass
@@ -58,11 +60,12 @@ def save_hf_checkpoint(
         try:
             assert model.path is not None
             with whole_folder(target, overwrite=overwrite) as folder:
-                digests = _write_weights(folder, stream, _shards(tensors, shard_bytes), progress)
+                digests = _write_weights(folder, stream, _shards(tensors, shard_bytes), progress, allow_inf)
                 copy_side_files(model.path, folder, tensors[0].dtype)
                 write_checksums(folder, mark=CONFIG, known=digests)
-        except OSError as error:
-            problem = f"cannot write {target}: {error.strerror or error}; nothing was left there"
+        except (OSError, UserError) as error:
+            reason = error.strerror or error if isinstance(error, OSError) else error
+            problem = f"cannot write {target}: {reason}; nothing was left there"
             for _ in stream:  # the other ranks are still sending
                 pass
     raise_everywhere(problem)
@@ -90,9 +93,10 @@ def _shards(tensors: list[ExportedTensor], shard_bytes: int) -> list[list[Export
 
 def _write_weights(
     folder: Path,
-    stream: object,
+    stream: Iterator[tuple[str, torch.Tensor | None]],
     shards: list[list[ExportedTensor]],
     progress: Callable[[int, int], None] | None,
+    allow_inf: bool,
 ) -> dict[str, str]:
     """The digests of the files, by name."""
     digests: dict[str, str] = {}
@@ -104,10 +108,11 @@ def _write_weights(
     )
     for file, shard in zip(names, shards, strict=True):
         with SafetensorsStream(folder / file, shard) as writer:
-            for _ in shard:
-                name, tensor = next(stream)  # type: ignore[call-overload]
-                writer.write(name, tensor)
-                done += tensor.nbytes
+            for expected in shard:
+                name, tensor = next(stream)
+                assert tensor is not None
+                writer.write(name, converted(name, tensor, expected.dtype, allow_inf=allow_inf))
+                done += expected.nbytes
                 if progress:
                     progress(done, total)
         digests[file] = writer.digest

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.checkpoint.convert_arguments import add_convert_arguments, run_convert
@@ -70,6 +70,28 @@ def test_a_damaged_state_is_not_converted_and_an_older_one_is_named(source: Path
     assert f"{data} is damaged" in refusal
     assert f"name {megatron / 'step_00000000'} in its place" in refusal
     assert not out.exists()
+
+
+def test_what_float16_cannot_hold_is_refused_unless_asked_for(tmp_path: Path) -> None:
+    """Both ways: from a folder, and from a state of float32."""
+    source, megatron, back = tmp_path / "source", tmp_path / "megatron", tmp_path / "back"
+    tiny_qwen3_moe(source, seed=8, num_hidden_layers=1)
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.0.mlp.experts.3.up_proj.weight"
+    tensors[name][5, 7] = 1e5
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    refusal = f"{name} has 1 numbers of"
+    (found,) = run_ranks(convert, 1, source, tmp_path / "half", "--dtype", "float16")
+    assert refusal in found
+    assert not (tmp_path / "half").exists()
+    assert run_ranks(convert, 1, source, megatron) == [""]
+    for reason in run_ranks(convert, 2, megatron, back, "--dtype", "float16", "--pipeline", 1, "--expert", 2):
+        assert refusal in reason
+    assert not back.exists()
+    assert run_ranks(convert, 1, megatron, back, "--dtype", "float16", "--allow-inf") == [""]
+    written = load_file(back / "model.safetensors")[name]
+    assert written.isinf().sum() == 1
+    assert written[5, 7] == torch.inf
 
 
 def test_the_script_runs_in_one_process(source: Path, tmp_path: Path) -> None:
