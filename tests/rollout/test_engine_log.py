@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import socket
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,8 +12,28 @@ import pytest
 from megatron_dppo.rollout.engine import EngineDead
 from megatron_dppo.rollout.fleet.host import RemoteEngine
 from megatron_dppo.rollout.ray_session import RaySession
+from megatron_dppo.rollout.vllm.start import shorten_socket_paths
 from tests.rollout.conftest import vllm
 from tests.tiny import tiny_qwen3_moe
+
+
+@pytest.mark.parametrize("length", [60, 97])
+def test_sockets_can_be_made_however_long_the_temporary_folder_is(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.utils.network_utils import get_open_zmq_ipc_path
+
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder /= "x" * (length - len(str(folder)) - 1)
+    folder.mkdir()
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "to be restored")
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    shorten_socket_paths()
+    path = get_open_zmq_ipc_path().removeprefix("ipc://")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)  # "AF_UNIX path too long" beyond 107 bytes
+    Path(path).unlink()
+    shutil.rmtree(folder.parent)
+    assert path.startswith(str(folder)) == (length == 60)
 
 
 @pytest.mark.full

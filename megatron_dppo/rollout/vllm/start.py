@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Coroutine
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -37,12 +38,20 @@ class CoreLoop(EventLoop):
             raise
 
 
+def shorten_socket_paths() -> None:
+    """vLLM's sockets are `FOLDER/UUID` in the temporary folder, and a socket's path has at most 107 bytes: where that
+    is too long they go to /tmp, unless VLLM_RPC_BASE_PATH says where. To be called before an engine starts."""
+    if len(os.fsencode(tempfile.gettempdir())) + len("/") + 36 > 107:
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", "/tmp")
+
+
 async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> AsyncLLM:
     """An engine whose core runs in a process of its own. Raises `UserError` for what routes or the model's own
     distribution cannot be recorded with."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(config.start_timeout_s)))
+    shorten_socket_paths()
     from importlib.metadata import entry_points
 
     with uncollected():
