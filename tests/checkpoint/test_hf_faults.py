@@ -18,9 +18,12 @@ from megatron_dppo.checkpoint.hf_side_files import check_side_files, copy_side_f
 from megatron_dppo.cli import main
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import load_hf_config
+from megatron_dppo.models.packed_logits import packed_logits
 from megatron_dppo.rollout.model_facts import ModelFacts
 from megatron_dppo.rollout.weight_transfer.manifest import read_shapes
-from tests.tiny import tiny_model
+from tests.distributed import run_ranks
+from tests.megatron import build_from
+from tests.tiny import VOCAB_SIZE, tiny_model
 
 
 def check(folder: Path) -> None:
