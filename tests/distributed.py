@@ -62,7 +62,7 @@ def _rank_main(
         raise SystemExit(1) from None
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = PATIENCE_S) -> list[Any]:
     """Call `fn(rank, *args)` in `world_size` processes that share a gloo process group; the results in rank order.
 
     `fn` is a module-level function and its arguments and results can be pickled (tensors come back as numpy arrays or
