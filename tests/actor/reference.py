@@ -197,6 +197,16 @@ class Reference:
 
     def train(self, updates: list[list[np.ndarray]], *, lr: float, clip: float, epsilon: float) -> list[Step]:
         """One AdamW step per mini-batch."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(
+            1
+        )  # for products this small threads only wait for each other, on a busy machine for minutes
+        try:
+            return self._train(updates, lr, clip, epsilon)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _train(self, updates: list[list[np.ndarray]], lr: float, clip: float, epsilon: float) -> list[Step]:
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.999), eps=epsilon, weight_decay=0.0)
         history = []
         for mini_batches in updates:
