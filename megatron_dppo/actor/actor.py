@@ -22,10 +22,9 @@ from megatron_dppo.actor.offload import PARTS, Offloader, Part
 from megatron_dppo.actor.optimizer import build_optimizer, guarded_step
 from megatron_dppo.actor.passes import Passes
 from megatron_dppo.actor.profiling import Phases
-from megatron_dppo.actor.reduce import gather_rows, reduce_bytes, reduce_losses, reduce_masked
+from megatron_dppo.actor.reduce import StepTotals, gather_rows, reduce_bytes, reduce_losses, reduce_masked
 from megatron_dppo.actor.results import ParityReport, ProgressTeller, UpdateProgress, UpdateReport
 from megatron_dppo.actor.runtime import Runtime
-from megatron_dppo.actor.totals import StepTotals
 from megatron_dppo.actor.weight_gradients import fuse_weight_gradients
 from megatron_dppo.algorithm import Denominators, Preset, TokenMetrics
 from megatron_dppo.batch import SequenceSource

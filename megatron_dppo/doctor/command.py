@@ -113,7 +113,7 @@ def _all(arguments: argparse.Namespace) -> Iterator[Finding]:
     yield from machine.check_rendezvous()
     yield from machine.check_ray()
     if arguments.bandwidth:
-        from megatron_dppo.doctor.bandwidth import check_bandwidth
+        from megatron_dppo.doctor.gpu import check_bandwidth
 
         if "WORLD_SIZE" not in os.environ:
             raise UserError(

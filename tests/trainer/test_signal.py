@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dppo.config.algorithm import AlgorithmConfig
+from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.config.trainer import TrainerConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
