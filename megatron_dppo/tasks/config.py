@@ -54,12 +54,13 @@ class TaskConfig(ConfigModel):
     as correct. When absent the task's own verifier, or for `data` math-verify. Not for `environment`, which gives
     its own rewards."""
     reward_workers: int = Field(default=2, ge=1)
-    """Processes that judge answers for `verifier`, `math-verify` and `python` rewards."""
+    """Workers that judge answers for `verifier`, `math-verify` and `python` rewards, or hold the episodes of an
+    environment."""
     reward_placement: Literal["local", "ray"] = "local"
-    """Where they are: on the controller's machine, or as many on every node of the run's Ray cluster. `evaluate` has no
-    Ray and judges locally."""
+    """Where those that judge are: on the controller's machine, or as many on every node of the run's Ray cluster.
+    `evaluate` has no Ray and judges locally."""
     reward_memory_mib: int = Field(default=4096, ge=256)
-    """Address space of each of them; an answer that needs more earns 0."""
+    """Address space of each process in them; an answer that needs more earns 0."""
 
     @field_validator("parameters")
     @classmethod

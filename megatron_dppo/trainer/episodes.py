@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -9,11 +10,15 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.batch import RolloutBatch, join_turns
+from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.engine import GenerationRequest
 from megatron_dppo.rollout.seeds import TRAINING, request_seed
-from megatron_dppo.tasks.environments.environment_task import EnvironmentTask, Episode
+from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
+from megatron_dppo.tasks.environments.episode import Begun, Turn
 from megatron_dppo.tasks.task import Prompt, Rewards
 from megatron_dppo.trainer.requests import numbered
+
+logger = logging.getLogger(__name__)
 
 PART = "environment"
 """Name under which an environment's reward is logged."""
@@ -32,13 +37,13 @@ class Episodes:
     """int64 `[B]`, turns of the policy."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Running:
     """An episode under way."""
 
     prompt: Prompt
     sample: int
-    episode: Episode
+    episode: Begun
     ids: np.ndarray
     """Everything so far: the prompt of the next turn."""
     turns: list[RolloutBatch] = field(default_factory=list)
@@ -46,6 +51,8 @@ class _Running:
     correct: bool = False
     ended: bool = False
     """By the environment, not for want of turns or tokens."""
+    failed: Turn | None = None
+    """The step that the environment did not take."""
 
 
 def play(
@@ -62,31 +69,29 @@ def play(
 ) -> Episodes:
     """Play `samples` episodes from each prompt. Turn n of all unfinished episodes is one call of `generate`, with seeds
     from (run, stream, step, prompt, sample, turn). An episode is cut off after the task's most turns, or where the
-    prompt of its next turn would be longer than `max_prompt_tokens`."""
+    prompt of its next turn would be longer than `max_prompt_tokens`, and where a step of its environment fails, see
+    `EnvironmentConfig.step_timeout_s`. Raises UserError where all episodes fail."""
     episodes = [
         _Running(prompt, sample, task.begin(prompt), prompt.prompt_ids) for prompt, sample in numbered(prompts, samples)
     ]
-    active = list(episodes)
-    for turn in range(task.max_turns):
-        if not active:
-            break
-        batch = generate([_request(running, run_seed, step, stream, turn) for running in active])
-        unfinished = []
-        for number, running in enumerate(active):
-            part = batch.select([number])
-            running.turns.append(part)
-            action = tokenizer.decode(part.response_ids(0), skip_special_tokens=True)
-            answer = running.episode.step(action)
-            running.total += answer.reward
-            if answer.terminated or answer.truncated:
-                running.ended = True
-                running.correct = answer.terminated and not answer.truncated and answer.reward > 0
-                continue
-            said = task.turns.between(answer.observation, int(part.token_ids[-1]))
-            running.ids = np.concatenate([part.token_ids, said]).astype(np.int32)
-            if len(running.ids) <= max_prompt_tokens:
-                unfinished.append(running)
-        active = unfinished
+    try:
+        active = list(episodes)
+        for turn in range(task.max_turns):
+            if not active:
+                break
+            batch = generate([_request(running, run_seed, step, stream, turn) for running in active])
+            parts = [batch.select([number]) for number in range(len(active))]
+            actions = [tokenizer.decode(part.response_ids(0), skip_special_tokens=True) for part in parts]
+            answers, begun = task.episodes.step([running.episode for running in active], actions)
+            for running, part, answer, episode in zip(active, parts, answers, begun, strict=True):
+                running.episode = episode
+                _take(running, part, answer, task)
+            unfinished = [r for r in active if not r.ended and not r.failed and len(r.ids) <= max_prompt_tokens]
+            task.episodes.end(running.episode for running in active if running not in unfinished)
+            active = unfinished
+    finally:
+        task.episodes.end(running.episode for running in episodes)
+    _report(episodes)
     joined = [
         join_turns(
             running.turns,
@@ -102,8 +107,34 @@ def play(
         correct=np.array([running.correct for running in episodes], dtype=bool),
         well_formed=np.array(by_themselves, dtype=bool),
         parts={PART: returns},
+        verifier_errors=sum(running.failed is not None for running in episodes),
+        errors={PART: sum(running.failed is not None for running in episodes)},
+        timeouts={PART: sum(running.failed is not None and running.failed.timed_out for running in episodes)},
     )
     return Episodes(RolloutBatch.concatenate(joined), rewards, np.array([len(r.turns) for r in episodes]))
+
+
+def _take(running: _Running, part: RolloutBatch, answer: Turn, task: EnvironmentTask) -> None:
+    """A turn and what the environment answered."""
+    running.turns.append(part)
+    if answer.error:
+        running.failed = answer
+        return
+    running.total += answer.reward
+    if answer.terminated or answer.truncated:
+        running.ended = True
+        running.correct = answer.terminated and not answer.truncated and answer.reward > 0
+        return
+    said = task.turns.between(answer.observation, int(part.token_ids[-1]))
+    running.ids = np.concatenate([part.token_ids, said]).astype(np.int32)
+
+
+def _report(episodes: Sequence[_Running]) -> None:
+    failed = [running.failed for running in episodes if running.failed is not None]
+    if failed and len(failed) == len(episodes):
+        raise UserError(f"task.environment failed in all {len(failed)} episodes: {failed[0].error}")
+    if failed:
+        logger.warning("the environment failed in %d of %d episodes: %s", len(failed), len(episodes), failed[0].error)
 
 
 def _name(running: _Running, step: int, stream: int) -> str:

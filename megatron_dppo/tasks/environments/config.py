@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from megatron_dppo.config_base import ConfigModel
+from megatron_dppo.tasks.workers.config import Sandbox, ordered_bounds
 
 
 class EnvironmentConfig(ConfigModel):
@@ -22,5 +23,20 @@ class EnvironmentConfig(ConfigModel):
     """`package.module:callable` that makes an environment which is not GEM's."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of its constructor."""
+    step_timeout_s: float = Field(default=60.0, gt=0)
+    """After this a step is over, and its episode: the first includes the making of the environment and its `reset`. An
+    episode whose step hangs, raises, or gives anything but text, a finite number inside `bounds` and two truth values
+    keeps the reward of the steps before, does not count as correct, and is counted (`reward/errors/environment`,
+    `reward/timeouts/environment`). Where all episodes of a step end so the run stops, with the reason."""
+    bounds: tuple[float, float] = (-100.0, 100.0)
+    """Least and greatest reward of a step."""
+    sandbox: Sandbox = "full"
+    """`full`: an episode is a process of its own, whose steps can compute, read code and the folder the run was started
+    in, and nothing else, see `PythonReward.sandbox`; the environment is made and `reset` before the sandbox closes.
+    `none`: for environments whose steps need the network, processes or threads, with the rights of the run's user."""
+    environment: tuple[str, ...] = ()
+    """Names of environment variables that it sees besides those that programs need to run."""
     max_turns: int = Field(default=64, ge=1)
     """Turns after which an episode is cut off, whatever the environment says."""
+
+    _bounds = field_validator("bounds")(ordered_bounds)

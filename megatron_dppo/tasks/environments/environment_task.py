@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.config import TaskConfig
-from megatron_dppo.tasks.environments.make import environment_maker, own_random_state
-from megatron_dppo.tasks.environments.protocol import Environment, observation_text
+from megatron_dppo.tasks.environments.episode import Begun, Episode, Episodes
+from megatron_dppo.tasks.environments.make import environment_maker
 from megatron_dppo.tasks.environments.turns import TurnEncoder
 from megatron_dppo.tasks.prompt_set import PromptSet
 from megatron_dppo.tasks.prompting import encode_prompt, user_message
@@ -19,43 +16,6 @@ from megatron_dppo.tasks.task import Prompt
 
 TRAIN_SIZE, HELD_OUT_SIZE = 2048, 256
 """Initial states, where the configuration does not say."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What an environment answered: `observation` as the policy reads it."""
-
-    observation: str
-    reward: float
-    terminated: bool
-    truncated: bool
-
-
-class Episode:
-    """One environment under way. Everything it does to the global random generators stays inside."""
-
-    def __init__(self, environment: Environment, name: str) -> None:
-        self._environment, self._name = environment, name
-
-    def reset(self, seed: int) -> str:
-        """Start from the initial state of `seed`; returns the first observation."""
-        with own_random_state():
-            observation, info = self._environment.reset(seed=seed)
-        return self._text(observation, info)
-
-    def step(self, action: str) -> Turn:
-        """Raises UserError for a reward that is no finite number."""
-        with own_random_state():
-            observation, reward, terminated, truncated, info = self._environment.step(action)
-        value = float(reward)
-        if not np.isfinite(value):
-            raise UserError(f"{self._name}.step({action!r:.60}) gave the reward {value}; it must be a finite number")
-        return Turn(self._text(observation, info), value, bool(terminated), bool(truncated))
-
-    def _text(self, observation: Any, info: Any) -> str:
-        if not isinstance(observation, str):
-            raise UserError(f"{self._name} gave the observation {observation!r:.60}; it must be text")
-        return observation_text(observation, info or {})
 
 
 class EnvironmentTask:
@@ -67,6 +27,7 @@ class EnvironmentTask:
         self._name = config.environment.name
         self._seed = config.seed
         self._make = environment_maker(config.environment)
+        self.episodes = Episodes(config.environment, config.reward_workers, config.reward_memory_mib)
         self.max_turns = config.environment.max_turns
         self.turns = TurnEncoder(config, tokenizer)
         held_out = HELD_OUT_SIZE if config.held_out_size is None else config.held_out_size
@@ -76,17 +37,16 @@ class EnvironmentTask:
         self.fingerprint = self._set.fingerprint
         self.prompts, self.held_out = self._set.prompts, self._set.held_out
 
-    def begin(self, prompt: Prompt) -> Episode:
+    def begin(self, prompt: Prompt) -> Begun:
         """A new episode in the state that `prompt` describes."""
-        episode = Episode(self._make(), self._name)
-        episode.reset(int(prompt.metadata["seed"]))
-        return episode
+        return self.episodes.begin(int(prompt.metadata["seed"]))
 
     def report(self) -> list[str]:
         return []
 
     def close(self) -> None:
-        """Nothing outlives an episode."""
+        """End the workers."""
+        self.episodes.close()
 
     def _distinct(
         self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, wanted: int, max_prompt_tokens: int

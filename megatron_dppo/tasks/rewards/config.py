@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from megatron_dppo.config_base import ConfigModel
 from megatron_dppo.tasks.rewards.patterns import compile_pattern
+from megatron_dppo.tasks.workers.config import Sandbox, ordered_bounds
 
 
 class _Reward(ConfigModel):
@@ -19,9 +20,6 @@ class _Reward(ConfigModel):
     @property
     def label(self) -> str:
         return self.name or self.kind  # type: ignore[attr-defined]  # every subclass has a kind
-
-
-Sandbox = Literal["full", "none"]
 
 
 class VerifierReward(_Reward):
@@ -106,12 +104,7 @@ class PythonReward(_Reward):
     """Names of environment variables that the function sees besides those that programs need to run (PATH, HOME,
     PYTHONPATH, LANG, HF_HOME, CUDA_VISIBLE_DEVICES, ...): `[OPENAI_API_KEY]`, with `sandbox: none`."""
 
-    @field_validator("bounds")
-    @classmethod
-    def _ordered(cls, bounds: tuple[float, float]) -> tuple[float, float]:
-        if not -3e38 < bounds[0] < bounds[1] < 3e38:
-            raise ValueError("needs two finite numbers, the smaller first")
-        return bounds
+    _bounds = field_validator("bounds")(ordered_bounds)
 
 
 RewardConfig = Annotated[

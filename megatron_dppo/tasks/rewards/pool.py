@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
 from megatron_dppo.tasks.workers.calls import Call, Handler, Hosted, Outcome
-from megatron_dppo.tasks.workers.sandbox import rung
+from megatron_dppo.tasks.workers.sandbox import require, rung
 from megatron_dppo.tasks.workers.workers import Workers, printable
 
 
@@ -83,12 +82,8 @@ class JudgePool:
         self._judges = dict(judges)
         kinds: dict[tuple[bool, tuple[str, ...]], dict[str, Hosted]] = {}
         for name, timed in judges.items():
-            if timed.sandboxed and timed.judge.evaluates and rung() == "none":
-                raise UserError(
-                    f"task.rewards: {name} evaluates what the model writes, and nothing holds that on this machine: it "
-                    "has no Landlock (Linux 5.13 or newer, allowed by the container); set sandbox: none in the entry "
-                    "to run it with this user's rights all the same"
-                )
+            if timed.sandboxed and timed.judge.evaluates:
+                require(f"task.rewards: {name}", "set sandbox: none in the entry")
             single = timed.sandboxed and timed.judge.evaluates
             sandboxed = timed.sandboxed and rung() != "none"
             hosted = Hosted(_JudgeService(timed.judge), sandboxed, single, timed.readable)

@@ -35,6 +35,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron_dppo.errors import UserError
+
 ENVIRONMENT = (
     *("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "VIRTUAL_ENV"),
     *("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "PYTHONHASHSEED", "XDG_CACHE_HOME"),
@@ -70,6 +72,15 @@ def rung() -> Literal["bubblewrap", "landlock", "none"]:
     if _LIBC.prctl(_PR_SET_SECCOMP, 2, None, 0, 0) == 0 or ctypes.get_errno() != errno.EFAULT:  # 2: a filter, here none
         return "none"
     return "bubblewrap" if _bubblewrap_works() else "landlock"
+
+
+def require(what: str, otherwise: str) -> None:
+    """Raises UserError where nothing holds `what` on this machine; `otherwise` says what to do about it."""
+    if rung() == "none":
+        raise UserError(
+            f"{what} evaluates what the model writes, and nothing holds that on this machine: it has no Landlock "
+            f"(Linux 5.13 or newer, allowed by the container); {otherwise} to run it with this user's rights"
+        )
 
 
 def clean_environment(names: Iterable[str] = (), environment: Mapping[str, str] = os.environ) -> dict[str, str]:

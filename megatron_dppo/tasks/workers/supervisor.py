@@ -222,7 +222,9 @@ def _be_the_process(
     end.detach()
     os.closerange(4, 1 << 30)
     end = socket.socket(fileno=kept)
-    random.seed()  # or every answer would be judged with the same numbers
+    random.seed()  # or every process would draw the same numbers
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
     handle, failed = None, ""
     try:
         handle = hosted.service.open(call.opening)

@@ -7,9 +7,11 @@ import random
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from pydantic import ValidationError
 
@@ -19,7 +21,10 @@ from megatron_dppo.rollout.seeds import EVALUATION, TRAINING, request_seed
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
+from megatron_dppo.tasks.environments.episode import Episode, read_turn
 from megatron_dppo.tasks.environments.make import own_random_state
+from megatron_dppo.tasks.task import Prompt
+from megatron_dppo.tasks.workers.calls import Outcome
 from megatron_dppo.trainer.episodes import Episodes, play
 
 HERE = "tests.tasks.environments.test_environments"
@@ -28,7 +33,9 @@ HERE = "tests.tasks.environments.test_environments"
 def task_of(tokenizer, max_prompt_tokens: int = 8192, **settings) -> EnvironmentTask:
     environment = {"name": "game:Sudoku-v0-easy", **settings.pop("environment", {})}
     config = TaskConfig(
-        kind="environment", environment=environment, **{"train_size": 4, "held_out_size": 2, **settings}
+        kind="environment",
+        environment=environment,
+        **{"train_size": 4, "held_out_size": 2, "reward_workers": 1, **settings},
     )
     made = build_task(config, tokenizer, max_prompt_tokens=max_prompt_tokens)
     assert isinstance(made, EnvironmentTask)
@@ -71,9 +78,16 @@ def run(task, tokenizer, policy, prompts, samples: int = 1, max_prompt_tokens: i
                 max_prompt_tokens=max_prompt_tokens)  # fmt: skip
 
 
+def here(task: EnvironmentTask, prompt: Prompt) -> Episode:
+    """An episode in this process."""
+    episode = Episode(task._make(), "here")
+    episode.reset(prompt.metadata["seed"])
+    return episode
+
+
 def solution(task: EnvironmentTask, prompt) -> list[str]:
     """Moves that fill the board, read off the real environment's own solution."""
-    sudoku = task.begin(prompt)._environment
+    sudoku = here(task, prompt)._environment
     return [
         f"\\boxed{{{r + 1} {c + 1} {sudoku.full_grid[r][c]}}}"
         for r in range(4)
@@ -97,7 +111,7 @@ def test_the_real_sudoku_played_to_the_end_token_by_token(tokenizer):
     assert episodes.batch.request_ids == (f"train/3/{prompt.index}/0", f"train/3/{other.index}/0")
 
     # The first episode, written out by hand from a second environment.
-    again = task.begin(prompt)
+    again = here(task, prompt)
     text, mask = prompt.text, [False] * len(prompt.prompt_ids)
     for number, move in enumerate(moves):
         text, mask = f"{text}{move}<|end|>", mask + [True] * (len(move) + 1)
@@ -162,7 +176,7 @@ def test_other_random_streams_are_left_alone(tokenizer):
     expected = (random.getstate(), np.random.get_state()[1].copy())  # noqa: NPY002
     handlers = list(logging.getLogger().handlers)
     task = task_of(tokenizer)
-    task.begin(task.prompts(0, 1)[0]).step("x")
+    here(task, task.prompts(0, 1)[0]).step("x")
     assert random.getstate() == expected[0]
     np.testing.assert_array_equal(np.random.get_state()[1], expected[1])  # noqa: NPY002
     assert logging.getLogger().handlers == handlers
@@ -177,7 +191,7 @@ class Odd:
     def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
         return (3 if self.how == "number" else f"state {(seed or 0) % self.states}"), {}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action: str) -> tuple[Any, Any, Any, Any, Any]:
         return "next", float("nan"), False, False, {}
 
 
@@ -204,8 +218,8 @@ def test_environments_that_cannot_be_used(tokenizer, environment, message):
 
 def test_a_reward_that_is_no_number_and_a_prompt_that_is_too_long(tokenizer):
     task = task_of(tokenizer, environment={"factory": f"{HERE}:Odd"})
-    with pytest.raises(UserError, match="gave the reward nan; it must be a finite number"):
-        task.begin(task.prompts(0, 1)[0]).step("go")
+    (turn,), _ = task.episodes.step([task.begin(task.prompts(0, 1)[0])], ["go"])
+    assert "gave the reward nan; it must be a finite number" in turn.error
     with pytest.raises(UserError, match=r"begins with \d+ tokens, rollout.max_prompt_tokens=100"):
         task_of(tokenizer, max_prompt_tokens=100)
 
@@ -230,3 +244,114 @@ def test_environments_of_two_threads_do_not_share_the_generators_they_seed() -> 
     alone = [drawn(seed) for seed in range(4)]
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(drawn, range(4))) == alone
+
+
+MISBEHAVIOUR = {
+    "hang": "killed after 2 s",
+    "spin": "killed after 2 s",
+    "raise": "KeyError: 'no such move'",
+    "crash": "its worker process ended with status 3",
+    "number": "gave the observation 3; it must be text",
+    "nan": "gave the reward nan",
+    "huge": r"the reward 1e\+39 is outside of its bounds \[-100, 100\]",
+    "none": "TypeError",
+    "long": "a reply of .* bytes; at most 1,048,576 are read",
+    "network": "PermissionError",
+    "program": "PermissionError",
+}
+
+
+def counting(tokenizer, **settings) -> EnvironmentTask:
+    environment = {
+        "name": "counting",
+        "factory": "tests.tasks.environments.counting:Counting",
+        "step_timeout_s": 2,
+        **settings,
+    }
+    return task_of(tokenizer, environment=environment, train_size=24)
+
+
+def test_an_environment_that_misbehaves_ends_its_own_episode_only(tokenizer, caplog):
+    """All steps at the same time, in processes that keep their state; what earned a reward before keeps it."""
+    task = counting(tokenizer)
+    prompts = task.prompts(0, 20)
+    ways = dict(zip([prompt.index for prompt in prompts], MISBEHAVIOUR, strict=False))
+    lines = {p.index: ["go", ways.get(p.index, "on"), "on", "on"] for p in prompts}
+    policy = Scripted(tokenizer, lines)
+    before = time.monotonic()
+    episodes = run(task, tokenizer, policy, prompts)
+    assert time.monotonic() - before < 120  # two hang for 2 s; one after another would still do
+    failed = [prompt.index in ways for prompt in prompts]
+    assert episodes.turns.tolist() == [2 if bad else 4 for bad in failed]
+    assert episodes.rewards.reward.tolist() == [1.0 if bad else 4.0 for bad in failed]
+    assert episodes.rewards.correct.tolist() == [not bad for bad in failed]
+    assert episodes.batch.finish_reasons == tuple("length" if bad else "stop" for bad in failed)
+    assert episodes.rewards.errors == {"environment": len(ways)}
+    assert episodes.rewards.timeouts == {"environment": 2}
+    assert episodes.rewards.verifier_errors == len(ways)
+    assert "the environment failed in 11 of 20 episodes" in caplog.text
+    last = policy.requests[3][-1]
+    assert tokenizer.decode(last.prompt_ids).endswith(
+        f"seed {prompts[-1].metadata['seed']} step 3 heard on<|assistant|>"
+    )
+    with pytest.raises(UserError, match="failed in all 1 episodes: KeyError: 'no such move'"):
+        run(task, tokenizer, Scripted(tokenizer, {prompts[0].index: ["go", "raise"]}), prompts[:1])
+    # Healthy episodes are the same beside others and alone, and nothing of an episode is left.
+    alone = run(task, tokenizer, policy, prompts[-1:])
+    start = int(episodes.batch.offsets[-2])
+    np.testing.assert_array_equal(alone.batch.token_ids, episodes.batch.token_ids[start:])
+    deadline = time.monotonic() + 60
+    while children := [p for p in psutil.Process().children(recursive=True) if _forked(p)]:
+        assert time.monotonic() < deadline, children
+        time.sleep(0.05)
+    task.close()
+
+
+def _forked(process: psutil.Process) -> bool:
+    """From a worker, and not the worker itself."""
+    with suppress(psutil.NoSuchProcess):
+        commands = [p.cmdline() for p in (process, process.parent()) if p is not None]
+        return all("megatron_dppo.tasks.workers.supervisor" in c and "bwrap" not in c[0] for c in commands)
+    return False
+
+
+def test_what_an_environment_did_wrong_is_said(tokenizer):
+    task = counting(tokenizer)
+    prompt = task.prompts(0, 1)[0]
+    _, episodes = task.episodes.step([task.begin(prompt) for _ in MISBEHAVIOUR], ["go"] * len(MISBEHAVIOUR))
+    turns, episodes = task.episodes.step(episodes, list(MISBEHAVIOUR))
+    for turn, (how, message) in zip(turns, MISBEHAVIOUR.items(), strict=True):
+        assert re.search(message, turn.error), how
+        assert turn.timed_out == (how in ("hang", "spin"))
+    task.close()
+
+
+def test_outside_of_the_sandbox_steps_may_do_what_they_need(tokenizer, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "1")
+    task = counting(tokenizer, sandbox="none")
+    _, episodes = task.episodes.step([task.begin(task.prompts(0, 1)[0])], ["go"])
+    (turn,), _ = task.episodes.step(episodes, ["program"])
+    assert (turn.error, turn.reward) == ("", 1.0)
+    task.close()
+
+
+def test_an_episode_does_not_begin_again_unseen(tokenizer):
+    """Where its process is gone, its state is."""
+    task = counting(tokenizer)
+    _, episodes = task.episodes.step([task.begin(task.prompts(0, 1)[0])], ["go"])
+    task.episodes.end(episodes)
+    (turn,), _ = task.episodes.step(episodes, ["on"])
+    assert turn.error == "its process has ended"
+    task.close()
+    (turn,), _ = task.episodes.step(episodes, ["on"])
+    assert turn.error == "its process has ended"
+    task.close()
+
+
+def test_steps_of_strangers():
+    step = {"observation": "x", "reward": 1.0, "terminated": False, "truncated": False, "error": "", "timed_out": False}
+    assert not read_turn(Outcome(reply=step), (0, 1)).error
+    assert read_turn(Outcome(reply=step | {"observation": "\ud83d"}), (0, 1)).observation == "?"
+    for wrong in ({"reward": 1}, {"reward": True}, {"terminated": 0}, {"observation": None}, {"more": 1}):
+        assert read_turn(Outcome(reply=step | wrong), (0, 1)).error == "what its process answered is no step"
+    assert "outside" in read_turn(Outcome(reply=step | {"reward": 2.0}), (0, 1)).error

@@ -22,6 +22,7 @@ from megatron_dppo.tasks.rewards.gym import GymJudge
 from megatron_dppo.tasks.rewards.math import MathJudge
 from megatron_dppo.tasks.rewards.pool import JudgePool, TimedJudge, read_verdict
 from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
+from megatron_dppo.tasks.workers import sandbox
 from megatron_dppo.tasks.workers.calls import Asked, Call, Hosted, Outcome
 from megatron_dppo.tasks.workers.channel import Channel, Closed
 from megatron_dppo.tasks.workers.sandbox import clean_environment
@@ -74,6 +75,7 @@ def test_outside_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_machine_without_a_sandbox_refuses_what_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "rung", lambda: "none")
+    monkeypatch.setattr(sandbox, "rung", lambda: "none")
     for judge in (CustomJudge(f"{HERE}:rights"), GymJudge("countdown", {"size": 1})):
         with pytest.raises(UserError, match=r"task.rewards: it evaluates .* no Landlock .* set sandbox: none"):
             JudgePool({"it": TimedJudge(judge, 5)}, workers=1, memory_mib=4096)
