@@ -263,6 +263,7 @@ open_tree 428 428    mount_setattr 442 442  name_to_handle_at 303 264  open_by_h
 quotactl_fd 443 443  fanotify_init 300 262  bpf 321 280             perf_event_open 298 241  userfaultfd 323 282
 keyctl 250 219       add_key 248 217        request_key 249 218     io_uring_setup 425 425  io_uring_enter 426 426
 io_uring_register 427 427  io_setup 206 0   personality 135 92      syslog 103 116          modify_ldt 154 -
+sync 162 81          syncfs 306 267
 """
 """Name, number on x86_64, number on aarch64. Among them what Landlock leaves open: mode, owner, times and attributes of
 files that the user owns, signals and limits of processes that the user runs, UDP and Unix sockets."""

@@ -153,7 +153,8 @@ class _Worker:
         asked = Asked(number, secrets.token_hex(16), call)
         self.asked[number] = asked
         self.load += 1
-        self._deadlines[number] = time.monotonic() + call.timeout_s + GRACE_S
+        # A worker forks one process after another: as many as there are calls.
+        self._deadlines[number] = time.monotonic() + call.timeout_s + GRACE_S + len(self.asked)
         self.channel.queue(pickle.dumps(asked))
 
     def end(self, process: str) -> None:
@@ -231,9 +232,9 @@ class _Worker:
 
 
 def printable(text: str, most: int = 500) -> str:
-    """`text` as it may stand in a log: no control characters, no half of a character, and not long."""
+    """`text` as it may stand in a log: one line, no control characters, no half of a character, and not long."""
     text = text[:most].encode(errors="backslashreplace").decode()
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _wait(workers: Sequence[_Worker]) -> list[_Worker]:

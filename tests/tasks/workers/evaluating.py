@@ -30,10 +30,8 @@ def send(frame: bytes) -> None:
 
 def evaluate(*, answer: str, reference: str, **_: Any) -> float:
     """1 where the answer's value is the reference."""
-    names = {
-        name: __import__(name)
-        for name in ("os", "sys", "time", "socket", "struct", "json", "threading", "builtins", "fcntl", "resource")
-    }
+    modules = "os sys time socket struct json threading builtins fcntl resource pickle"
+    names = {name: __import__(name) for name in modules.split()}
     return float(eval(answer, {"send": send} | names) == float(reference))
 
 
@@ -73,6 +71,10 @@ def hostile(marker: Path, port: int, trainer: int) -> dict[str, str]:
         "forge and answer": forged(verdict % "1.0", "0"),
         "forge out of bounds": forged(verdict % "1e6", "os._exit(0)"),
         "forge infinity": forged(verdict % "float('inf')", "os._exit(0)"),
+        "forge a pickle": forged(
+            f"pickle.dumps(type('X', (), {{'__reduce__': lambda self: (os.system, ('touch {marker}',))}})())",
+            "os._exit(0)",
+        ),
         "forge nonsense": forged("b'[' * 100000", "os._exit(0)"),
         "forge a long one": forged("b'7' * (1 << 22)", "7"),
         "half an answer": "(os.write(3, struct.pack('>I', 100)), time.sleep(1000))",
