@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from megatron_dppo.models.tiny_tokenizer import byte_tokenizer
 
+from examples.tiny_moe_dppo.model import byte_tokenizer
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.config import TaskConfig
 from tests.tasks.environments.counting import Stalling
