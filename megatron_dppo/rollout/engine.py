@@ -94,6 +94,19 @@ class Health:
     """Tokens of the responses that have ended, by the call of `generate` that they belong to."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FleetStatus:
+    """What a fleet does at the moment, for people."""
+
+    engines: int
+    ready: int
+    """Engines that can generate."""
+    asked: int
+    """Sequences of the calls of `generate` that are under way."""
+    answered: int
+    """Those of them that have come."""
+
+
 class Generates(Protocol):
     """Whatever answers requests: an engine, or several behind one face."""
 
@@ -249,6 +262,10 @@ class RolloutFleet(Protocol):
 
     def take_counts(self) -> dict[str, float]:
         """What happened since this was asked last: `rollout/...` metrics of faults and of dropped work."""
+        ...
+
+    def status(self) -> FleetStatus:
+        """At once, whatever is under way."""
         ...
 
     def ready_members(self) -> Sequence[EngineClient]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -50,12 +50,18 @@ class Ranks(Protocol):
 
 @contextmanager
 def open_fleet(
-    ranks: Ranks, model: Path, config: RolloutConfig, *, namespace: str, logs: Path
+    ranks: Ranks,
+    model: Path,
+    config: RolloutConfig,
+    *,
+    namespace: str,
+    logs: Path,
+    made: Callable[[RolloutFleet], None] = lambda fleet: None,
 ) -> Iterator[RolloutFleet | None]:
     """Connects every rank to one Ray, and gives the controller its engines, which load in the background. Collective.
 
     Where they share the trainer's GPUs they are waited for and put to sleep: a model that is built meanwhile would take
-    what they measure as free.
+    what they measure as free. `made` gets the engines while they load.
     """
     with ExitStack() as stack:
         if ranks.is_controller:
@@ -78,6 +84,7 @@ def open_fleet(
             stack.callback(places.close)
             fleet = EngineFleet(partial(open_engine, model, config), config, options=places.options, logs=logs)
             stack.callback(fleet.close)
+            made(fleet)
         if config.placement == "colocated":
             if fleet is not None:
                 asleep = [member.ask(lambda engine: engine.sleep(), "weights") for member in fleet.ready_members()]

@@ -95,6 +95,7 @@ def evaluate_model(model: Path, config: EvaluateConfig, out: Path) -> int:
             stack.callback(one.scorer.close)
         if any(missing):
             require_unchanged(model, which=lambda name: name.endswith(WEIGHTS))
+            console.print("starting the engine")
             engine = open_engine(model, config.rollout)
             stack.callback(engine.close)
             for one, file, prompts in zip(sets, files, missing, strict=True):

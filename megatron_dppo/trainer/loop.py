@@ -308,5 +308,5 @@ class Trainer:
         self._heartbeat.beat(phase, self._step_now)
         if self._controller:
             with self._assembly.alone():
-                self._controller.progress.phase(phase)
+                self._controller.progress.phase(f"step {self._step_now}: {phase}")
         yield

@@ -31,6 +31,7 @@ from megatron_dppo.models.lora.attach import attach_adapters
 from megatron_dppo.models.megatron_config import transformer_config
 from megatron_dppo.preflight.finding import raise_first
 from megatron_dppo.preflight.rules import check_model, check_sections
+from megatron_dppo.rollout.engine import FleetStatus, RolloutFleet
 from megatron_dppo.rollout.start import open_fleet, require_cluster
 from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.agreement import check_agreement
@@ -77,8 +78,11 @@ def train(config: Config) -> int:
         stack.enter_context(logging_to(config.run.dir, rank))
         heartbeat = Heartbeat(config.run.dir, rank, limit=config.run.hang_minutes * 60, watch_peers=rank == 0)
         stack.enter_context(heartbeat.running())
+        progress = None
         if examiner is not None:
             stack.callback(examiner.close)
+            progress = stack.enter_context(Progress(total_steps=config.trainer.steps, title=config.run.name))
+            progress.phase("starting ranks")
         stack.callback(actor_runtime.stop)
         runtime = actor_runtime.start(
             config.parallel, seed=config.run.seed, timeout_minutes=config.run.collective_timeout_minutes
@@ -89,14 +93,25 @@ def train(config: Config) -> int:
             rollout = rollout.model_copy(update={"load_format": "dummy"})
         # A cluster may have runs of one name, or what is left of the one that this goes on with.
         namespace = f"{config.run.name}-{config.run.seed}-{secrets.token_hex(4)}"
-        engines = open_fleet(runtime, config.model.path, rollout, namespace=namespace, logs=config.run.dir / LOGS)
+        if progress:
+            progress.phase("starting engines")
+
+        def made(engines: RolloutFleet) -> None:
+            assert progress is not None
+            progress.detail = lambda: _said(engines.status())
+
+        engines = open_fleet(
+            runtime, config.model.path, rollout, namespace=namespace, logs=config.run.dir / LOGS, made=made
+        )
         fleet = stack.enter_context(engines)
+        if progress:
+            progress.phase("loading the model")
         actor = build_actor(runtime, config, hf_config)
         fingerprint = runtime.broadcast(examiner.task.fingerprint if examiner else None)
         checkpoints = Checkpoints(config, fingerprint, actor)
         first_step = checkpoints.restore() if config.trainer.resume else 0
         controller = None
-        if fleet is not None and examiner is not None:
+        if fleet is not None and examiner is not None and progress is not None:
             save_config(config, config.run.dir / "config.yaml")
             resumed_at = first_step if config.trainer.resume else None
             sinks = open_sinks(
@@ -107,9 +122,9 @@ def train(config: Config) -> int:
                 resume=config.trainer.resume,
             )
             tracker = stack.enter_context(Tracker(config.run.dir, resume_step=resumed_at, sinks=sinks))
-            progress = Progress(total_steps=config.trainer.steps, first_step=first_step, title=config.run.name)
             evaluator = Evaluator(fleet, examiner, config.evaluation, config.rollout, config.run.seed)
-            controller = Controller(fleet, examiner, evaluator, tracker, stack.enter_context(progress))
+            controller = Controller(fleet, examiner, evaluator, tracker, progress)
+            progress.begin(first_step)
             for line in examiner.report:
                 progress.note(line)
         trainer = Trainer(
@@ -125,6 +140,16 @@ def train(config: Config) -> int:
     if finished and runtime.is_controller:
         _report(config, time.monotonic() - started)
     return 0
+
+
+def _said(status: FleetStatus) -> str:
+    """What engines do, in a few words."""
+    parts = []
+    if status.ready < status.engines:
+        parts.append(f"engines ready: {status.ready} of {status.engines}")
+    if status.asked:
+        parts.append(f"answers: {status.answered} of {status.asked}")
+    return ", ".join(parts)
 
 
 def build_actor(runtime: Runtime, config: Config, hf_config: HFConfig) -> MegatronActor:

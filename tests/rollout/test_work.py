@@ -51,12 +51,14 @@ def test_a_ticket_gives_results_in_the_order_asked_for_and_takes_none_twice() ->
     with pytest.raises(RuntimeError, match="came twice"):
         ticket.deliver(third, "c")
     assert not ticket.closed
+    assert (ticket.asked, ticket.answered) == (6, 4)
     ticket.deliver(second, "b")
     assert ticket.wait() == ["a", "b", "c"]
 
 
 def test_a_ticket_closes_when_enough_has_come_or_when_it_fails() -> None:
     enough = Ticket(in_pieces(asked([1, 1, 1]), 1), SAMPLING, training=True, enough=2)
+    assert (enough.asked, enough.answered) == (2, 0)
     enough.deliver(enough.work[2], "c")
     enough.deliver(enough.work[0], "a")
     assert enough.closed

@@ -138,7 +138,7 @@ def _run(rank: int, model: str, run: Run, kept: Any) -> Ending:
             fleet.version = first_step
             stack.callback(_mend, kept)
             tracker = stack.enter_context(Tracker(config.run.dir, resume_step=first_step if run.resume else None))
-            progress = Progress(total_steps=run.steps, first_step=first_step)
+            progress = Progress(total_steps=run.steps)
             evaluator = Evaluator(fleet, examiner, config.evaluation, config.rollout, 3)
             controller = Controller(fleet, examiner, evaluator, tracker, progress)
         trainer = Trainer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import threading
 
 import pytest
 from rich.console import Console
@@ -40,10 +41,11 @@ def wall(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def show(console: Console, wall: Clock, steps: int = 2) -> str:
-    with Progress(total_steps=10, title="tiny", console=console) as shown:
+    with Progress(total_steps=10, title="tiny", console=console, look_every_s=0) as shown:
         for step in range(1, steps + 1):
             shown.phase("training")
             wall.now += 30.0
+            shown.look()
             shown.step(step, METRICS)
         shown.note("held-out accuracy 0.500")
     assert isinstance(console.file, io.StringIO)
@@ -54,7 +56,10 @@ def test_a_log_gets_one_plain_line_per_step(wall: Clock) -> None:
     text = show(Console(file=io.StringIO(), width=40), wall)
     shown = "reward=0.412 accuracy=0.400 mean|pi-mu|=1.23e-03 entropy=0.800 masked=1.23% tokens/s=2,310"
     assert text.splitlines() == [
+        "training",
+        "training, 0:30",
         f"step=1/10 {shown} left=4:30",
+        "training, 0:30",
         f"step=2/10 {shown} left=4:00",
         "held-out accuracy 0.500",
     ]
@@ -69,6 +74,59 @@ def test_a_terminal_gets_a_table_that_fits_and_a_bar(wall: Clock) -> None:
     assert text.count("mean|pi-mu|") == 2  # the header comes again after 20 rows
     assert "training" in text
     assert "━" in text
+
+
+def test_a_log_is_never_silent_for_more_than_half_a_minute_and_says_no_more_than_that(wall: Clock) -> None:
+    console = Console(file=io.StringIO(), width=40)
+    ready = 0
+    with Progress(total_steps=2, console=console, look_every_s=0) as shown:
+        shown.detail = lambda: f"{ready} of 2 engines ready" if ready < 2 else ""
+
+        def wait(seconds: int) -> None:
+            for _ in range(seconds):
+                wall.now += 1.0
+                shown.look()
+
+        shown.phase("starting ranks")
+        wait(20)
+        shown.phase("starting engines")
+        wait(20)
+        ready = 1
+        wait(30)
+        shown.begin(0)
+        ready = 2
+        for step in (1, 2):
+            shown.phase(f"step {step}: rollout")
+            wait(29)
+            shown.step(step, {})
+    lines = [line for line in console.file.getvalue().splitlines() if "reward" not in line]
+    assert lines == [
+        "starting ranks",
+        "starting engines, 0 of 2 engines ready, 0:10",
+        "starting engines, 1 of 2 engines ready, 0:40",
+        "step 1: rollout, 0:20",
+    ]
+    assert "left=0:29" in console.file.getvalue()  # the time left knows nothing of the start
+
+
+def test_a_detail_that_cannot_be_had_is_left_out(wall: Clock) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    with Progress(total_steps=1, console=console, look_every_s=0) as shown:
+        shown.phase("starting engines")
+        shown.detail = lambda: str(1 // 0)
+        wall.now += 31.0
+        shown.look()
+    assert console.file.getvalue().splitlines() == ["starting engines", "starting engines, 0:31"]
+
+
+def test_a_thread_of_its_own_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SILENT_S", 0.0)
+    console, seen = Console(file=io.StringIO(), width=80), threading.Event()
+    with Progress(total_steps=1, console=console, look_every_s=0.01) as shown:
+        shown.phase("starting engines")
+        shown.detail = lambda: seen.set() or "here"
+        assert seen.wait(60)
+    assert "starting engines, here, 0:00" in console.file.getvalue()
 
 
 def test_metrics_that_a_step_lacks_are_dashes(wall: Clock) -> None:

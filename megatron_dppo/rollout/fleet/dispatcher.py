@@ -32,6 +32,7 @@ from megatron_dppo.rollout.engine import (
     EngineClient,
     EngineClosed,
     EnginesFailed,
+    FleetStatus,
     GenerationTimeout,
     Health,
     MalformedOutput,
@@ -153,6 +154,14 @@ class Dispatcher:
         taken = {f"rollout/{name}": float(self._counts[name]) for name in COUNTED}
         self._counts.clear()
         return taken
+
+    def status(self) -> FleetStatus:
+        return FleetStatus(
+            engines=len(self._replicas),
+            ready=sum(replica.up for replica in self._replicas),
+            asked=sum(ticket.asked for ticket in self._tickets),
+            answered=sum(ticket.answered for ticket in self._tickets),
+        )
 
     def _put(self, event: Callable[[], None]) -> None:
         """Have something happen; for any thread. An error in an event is the end."""

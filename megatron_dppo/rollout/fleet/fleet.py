@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.engine import EngineClient, GenerationRequest, RolloutEngine, SamplingConfig
+from megatron_dppo.rollout.engine import EngineClient, FleetStatus, GenerationRequest, RolloutEngine, SamplingConfig
 from megatron_dppo.rollout.fleet.dispatcher import Dispatcher
 from megatron_dppo.rollout.fleet.host import RemoteEngine
 from megatron_dppo.rollout.fleet.replica import Replica
@@ -100,6 +100,9 @@ class EngineFleet:
 
     def take_counts(self) -> dict[str, float]:
         return self._dispatcher.ask(self._dispatcher.take_counts)
+
+    def status(self) -> FleetStatus:
+        return self._dispatcher.ask(self._dispatcher.status)
 
     @property
     def members(self) -> list[RemoteEngine]:

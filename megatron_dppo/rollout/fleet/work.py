@@ -67,6 +67,16 @@ class Ticket:
         """Whether nothing more is wanted: enough came, or it failed."""
         return self._closed.is_set()
 
+    @property
+    def asked(self) -> int:
+        """Sequences that whoever waits is to get."""
+        return sum(len(work.requests) for work in self.work[: self._enough])
+
+    @property
+    def answered(self) -> int:
+        """Sequences that have come."""
+        return sum(len(work.requests) for work in self._results)
+
     def deliver(self, work: Work, result: Any) -> None:
         """Take the result of a piece of work. Raises RuntimeError for one that came before."""
         if work in self._results:
