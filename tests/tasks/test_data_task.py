@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.config import TaskConfig
+from megatron_dppo.trainer.examiner import judge
 
 SUMS = [{"problem": f"{i} + {i}", "answer": str(2 * i)} for i in range(30)]
 
@@ -112,3 +113,16 @@ def test_more_questions_wanted_than_there_are(path, tokenizer):
 def test_config_refuses(settings, message):
     with pytest.raises(ValidationError, match=message):
         TaskConfig(**settings)
+
+
+def test_the_finish_reason_reaches_the_rewards(path, tokenizer):
+    """As the trainer and the evaluation call it: token ids, and why each response ended."""
+    task = build_task(config(path, reward_workers=1), tokenizer)
+    prompt = next(p for p in task.prompts(0, 26) if p.question == "7 + 7")
+    ids = np.asarray(tokenizer.encode("\\boxed{14}", add_special_tokens=False))
+    try:
+        rewards = judge(task, tokenizer, [prompt], 2, [ids, ids], ["stop", "length"])
+    finally:
+        task.close()
+    assert rewards.correct.tolist() == [True, False]
+    assert rewards.well_formed.tolist() == [True, False]

@@ -100,7 +100,7 @@ def canonical(text: str) -> str:
 
 def trimmed(text: str) -> str:
     """Without blanks and punctuation at the ends, and without braces or parentheses around the whole."""
-    while True:
+    for _ in range(8):  # nobody who means it nests deeper, and each round is as long as the text
         before = text
         text = text.strip()
         if not text.endswith("..."):
@@ -108,7 +108,8 @@ def trimmed(text: str) -> str:
         if text.startswith(("{", "(")) and text[-1] in "})" and matching(text, 0) == len(text) - 1:
             text = text if text[0] == "(" and re.search("[,;]", text) else text[1:-1]
         if text == before:
-            return text
+            break
+    return text
 
 
 def without_lead(text: str) -> str:

@@ -197,7 +197,9 @@ def _lists(reference: str, answer: str, precision: int) -> bool | None:
     """Parts in any order: `1, 2`, `1 and 2`, `\\{1, 2\\}`, `\\pm 2`, unions of intervals."""
     for separators in (_SEPARATORS, _COMMAS):
         one, other = _parts(reference, separators), _parts(answer, separators)
-        if len(one) == len(other) == 1 and "\\{" not in reference + answer:
+        if (one == [reference] and other == [answer]) or (
+            len(one) == len(other) == 1 and "\\{" not in reference + answer
+        ):
             return None
         if _set(one, other, precision):
             return True
