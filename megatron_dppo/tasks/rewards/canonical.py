@@ -135,6 +135,15 @@ def matching(text: str, start: int) -> int:
     return -1
 
 
+def depth(text: str) -> int:
+    """How deep brackets stand in brackets."""
+    deepest = level = 0
+    for sign in text:
+        level += (sign in "([{") - (sign in ")]}")
+        deepest = max(deepest, level)
+    return deepest
+
+
 def split_top(text: str, separators: re.Pattern[str]) -> list[str]:
     """`text` at the separators that stand in no bracket and in no LaTeX environment."""
     parts, depth, begin, position = [], 0, 0, 0

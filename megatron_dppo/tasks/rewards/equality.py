@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from megatron_dppo.tasks.rewards.canonical import canonical, matching, split_top, trimmed
+from megatron_dppo.tasks.rewards.canonical import canonical, depth, matching, split_top, trimmed
 from megatron_dppo.tasks.rewards.expressions import same_equation, same_expression
 from megatron_dppo.tasks.rewards.final_answer import boxed_answer
 from megatron_dppo.tasks.rewards.quantity import number, quantity, same_number
@@ -21,6 +21,8 @@ from megatron_dppo.tasks.rewards.structure import MATRIX, NAME, bracketed, inter
 LONGEST = 4000
 """Characters of an answer; what is longer is none."""
 _MOST_PARTS = 64
+_DEEPEST = 30
+"""Brackets in brackets."""
 
 _COMMAS = re.compile(
     r"\s*(?:[,;]\s*(?:(?:and|or)(?![a-zA-Z]))?|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|&|\\lor(?![a-z])|\\land(?![a-z]))\s*"
@@ -58,7 +60,9 @@ def equal(reference: str, answer: str, *, precision: int = 6) -> bool:
     """Whether `answer` is worth the point. Raises what sympy raises on answers that nobody foresaw; bounded in time
     but for sympy."""
     expected = readable(reference)
-    return expected is not None and len(answer) <= LONGEST and _same(expected, canonical(answer), precision)
+    if expected is None or len(answer) > LONGEST or depth(answer) > _DEEPEST:
+        return False
+    return _same(expected, canonical(answer), precision)
 
 
 def readable(reference: str) -> str | None:
@@ -67,7 +71,7 @@ def readable(reference: str) -> str | None:
     if len(text) > LONGEST:
         return None
     text = canonical(text)
-    return text if re.search(r"\w", text) else None
+    return text if re.search(r"\w", text) and depth(text) <= _DEEPEST else None
 
 
 def reference_text(reference: str) -> str:
@@ -195,14 +199,16 @@ def _intervals_and_tuples(reference: str, answer: str, precision: int) -> bool |
 
 def _lists(reference: str, answer: str, precision: int) -> bool | None:
     """Parts in any order: `1, 2`, `1 and 2`, `\\{1, 2\\}`, `\\pm 2`, unions of intervals."""
+    tried = None
     for separators in (_SEPARATORS, _COMMAS):
         one, other = _parts(reference, separators), _parts(answer, separators)
-        if (one == [reference] and other == [answer]) or (
-            len(one) == len(other) == 1 and "\\{" not in reference + answer
+        if len(one) == len(other) == 1 and (
+            "\\{" not in reference + answer or (one == [reference] and other == [answer])
         ):
             return None
-        if _set(one, other, precision):
+        if (one, other) != tried and _set(one, other, precision):
             return True
+        tried = one, other
     return False
 
 
