@@ -13,6 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_dppo.compat import megatron_cpu
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.network import init_process_group
 from megatron_dppo.models.groups import initialize_groups
 from megatron_dppo.models.parallel import ParallelConfig
 
@@ -97,7 +98,7 @@ def start(parallel: ParallelConfig, *, seed: int, timeout_minutes: float) -> Run
         torch.cuda.set_device(device)
     timeout = timedelta(minutes=timeout_minutes)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+        init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
     groups = initialize_groups(parallel, seed, timeout_minutes=timeout_minutes)
     control = dist.new_group(timeout=timeout, backend="gloo") if on_gpu else None
     return Runtime(dist.get_rank(), dist.get_world_size(), device, groups, control)

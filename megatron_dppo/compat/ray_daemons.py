@@ -1,4 +1,4 @@
-"""A Ray of one machine without the daemons that it has no use for.
+"""A Ray of one machine: on loopback, and without the daemons that it has no use for.
 
 Ray 2.60 has no public option for either (`ray start` has one for the first, hidden): the log monitor, which sends what
 workers print to drivers that asked for it, and the autoscaler's monitor. Each is a Python process that takes a second
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ray._private import ray_constants
 from ray._private.parameter import RayParams
 
 
@@ -29,3 +30,16 @@ def fewer_daemons() -> Iterator[None]:
         yield
     finally:
         RayParams.__init__ = initialise
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Let a Ray that is started or joined inside have the address 127.0.0.1, at which its servers listen on loopback
+    alone (its metrics too). Ray does so on macOS and Windows; on Linux it takes the machine's own address, and replaces
+    by that a 127.0.0.1 that it is given."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before

@@ -9,16 +9,18 @@ import gc
 def register() -> None:
     """Prepare this vLLM process for our rollout engine. Idempotent, since vLLM may call it again.
 
-    Names our weight-transfer backend, and on a CPU lets router replay see the experts that the kernels choose, and
-    workers share them out; on a GPU vLLM does that itself.
+    Names our weight-transfer backend, lets torch's store listen on one address, and on a CPU lets router replay see the
+    experts that the kernels choose, and workers share them out; on a GPU vLLM does that itself.
 
     A process that has imported vLLM walks 700,000 objects in its last garbage collection: two to five seconds in which
     the engine's core, its work done, is waited for and then killed. Frozen objects are not walked.
     """
     atexit.register(gc.freeze)
+    from megatron_dppo.compat.torch_store import bind_stores
     from megatron_dppo.compat.vllm_cpu import mend_expert_choice, on_cpu
     from megatron_dppo.rollout.vllm.start import register_backend
 
     register_backend()
+    bind_stores()
     if on_cpu():
         mend_expert_choice()

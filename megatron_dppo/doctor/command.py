@@ -111,6 +111,7 @@ def _all(arguments: argparse.Namespace) -> Iterator[Finding]:
     yield from machine.check_sandbox()
     yield from machine.check_interfaces()
     yield from machine.check_rendezvous()
+    yield from machine.check_listening()
     yield from machine.check_ray()
     if arguments.bandwidth:
         from megatron_dppo.doctor.gpu import check_bandwidth

@@ -102,6 +102,16 @@ def check_rendezvous(environment: Mapping[str, str] = os.environ) -> Iterator[Fi
         )
 
 
+def check_listening(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Of what listens, the one thing that this program cannot bind: said once under torchrun."""
+    if environment.get("TORCHELASTIC_RUN_ID") and environment.get("RANK") == "0":
+        yield ok(
+            "listening",
+            f"torchrun's own store takes connections to port {environment.get('MASTER_PORT')} on all interfaces, and "
+            "whoever reaches it can disturb the run: let a firewall close it to others (docs/security.md)",
+        )
+
+
 def check_ray(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """A Ray cluster that the environment names must answer."""
     address = environment.get("RAY_ADDRESS", "")

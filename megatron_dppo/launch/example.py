@@ -101,6 +101,9 @@ def run_example(
         if not processes.isdecimal() or int(processes) < 1:
             raise UserError(f"NPROC={processes}: must be the number of ranks, 1 or more")
         model.ensure()
+        os.environ.update(
+            {name: str(value) for name, value in settings.items()}
+        )  # the ranks' folder is the one we name
         variables = [f"{name}={shlex.quote(str(value))}" for name, value in settings.items()]
         again = " ".join([*variables, "bash", *map(shlex.quote, [script, *extra]), "trainer.resume=true"])
         on_stop = f"To go on from the last checkpoint, if there is one: {again}"

@@ -12,15 +12,12 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
 import psutil
 
-from megatron_dppo.launch.rank import PROGRAM
+from megatron_dppo.launch.rank import PROGRAM, hand_over, reasons
 from megatron_dppo.launch.secrets import redact
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -44,8 +41,11 @@ def launch_local(command: Sequence[str], *, processes: int, on_stop: str = "") -
         message += f" (output of the ranks: {logs})"
     else:
         shutil.rmtree(logs, ignore_errors=True)
+    message = redact(message)
     if message:
-        print(redact(message), file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)
+    if 0 < status < 128 and os.environ.get("TORCHELASTIC_ERROR_FILE"):  # a torchrun without options, see `run_example`
+        hand_over(message.splitlines()[-1], message, status=status)
     return status
 
 
@@ -53,17 +53,21 @@ def _run_ranks(command: Sequence[str], processes: int, logs: str) -> tuple[int, 
     """Exit status and closing message (empty on success)."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from megatron_dppo.launch.network import OneMachine
 
     logging.disable(logging.ERROR)  # the agent's account of signals and exit codes says less than our last line
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    run = uuid.uuid4().hex
+    rendezvous_handler_registry.register(run, lambda parameters: OneMachine(parameters.run_id))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=processes,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        run_id=uuid.uuid4().hex,
+        rdzv_backend=run,
+        run_id=run,
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=dict.fromkeys(range(1, processes), Std.ALL)),
         signals_to_handle="SIGTERM,SIGINT,SIGHUP",
@@ -71,20 +75,16 @@ def _run_ranks(command: Sequence[str], processes: int, logs: str) -> tuple[int, 
     try:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
-        # A rank that the agent ended has failed as well, but gave no reason.
-        rank, failure = min(error.failures.items(), key=lambda item: (_reason(item[1]) == "", item[1].timestamp))
-        if _reason(failure):
-            return (2 if failure.exitcode == 2 else 1), _reason(failure)
+        # Whichever rank the agent saw first, and whatever it did to the others then: what they wrote counts.
+        said = reasons(Path(logs)).values()
+        if said:
+            first = min(said, key=lambda one: (one["after_peer"], one["status"] != 2, int(one["timestamp"])))
+            return first["status"], first["py_callstack"]
+        rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
         return 1, f"{PROGRAM}: failed: rank {rank} ended with {_exit_in_words(failure.exitcode)}"
     except SignalException as error:
         return 128 + error.sigval, "interrupted" if error.sigval == signal.SIGINT else f"stopped by {error.sigval.name}"
     return 0, ""
-
-
-def _reason(failure: ProcessFailure) -> str:
-    """What `exit_status` wrote into the rank's error file; empty where the rank did not come to that."""
-    message: Any = failure.message
-    return message["extraInfo"]["py_callstack"] if isinstance(message, dict) else ""
 
 
 def _exit_in_words(exitcode: int) -> str:

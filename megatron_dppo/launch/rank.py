@@ -6,20 +6,25 @@ import ctypes
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
+from typing import Any
+
+import psutil
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.secrets import redact
 
 PROGRAM = "megatron-dppo"
-PEER_GRACE_SECONDS = 15.0
-"""How long a rank that lost a peer lets the peer's own reason come first."""
+PEER_GRACE_SECONDS = 60.0
+"""How long a rank that lost a peer lets the peer's own reason come first: that one may be closing its engines."""
 EXIT_GRACE_SECONDS = 60
 """A failed rank is gone this much later, whatever its exit handlers do."""
 
@@ -33,30 +38,37 @@ def exit_status(run: Callable[[], int | None]) -> int:
     0 (or what `run` returned), 1 unexpected exception, 2 `UserError`, 130 interrupted (Ctrl-C), 143 terminated.
 
     Run alone, the process prints the reason as its last line on stderr (a `UserError` without traceback). Under
-    torchrun or `launch_local` it hands the reason to the launcher, through torch's error file, and prints nothing: the
-    launcher is the last to write to the terminal. Notes of the exception belong to its reason; secrets are
-    left out. SIGTERM and SIGINT
-    unwind the stack, so that `finally` blocks close engines and files. A rank whose collective failed because another
-    rank is gone first waits for the launcher to end it, so that the other rank's reason is the one reported.
+    torchrun or `launch_local` it hands the reason to the launcher, through torch's error file: the launcher is the last
+    to write to the terminal. torchrun writes a page; the reason is printed once more below it. Notes of the exception
+    belong to its reason; secrets are left out.
+
+    SIGTERM and SIGINT unwind the stack, so that `finally` blocks close engines and files. A rank whose collective
+    failed because another rank is gone first waits for the launcher to end it, so that the other rank's reason is the
+    one reported. A `UserError` stays the reason where the launcher ends the rank while that is closing down because of
+    it.
     """
     under_launcher = bool(os.environ.get("TORCHELASTIC_ERROR_FILE"))
     if under_launcher:
         # Also when the launcher is killed with SIGKILL its ranks must not stay behind.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     received: list[signal.Signals] = []
+    after_peer = False
     try:
         with _signals_interrupt(received, once=under_launcher):
             try:
                 return run() or 0
             except Exception as error:
-                if under_launcher and lost_a_peer(error):
+                after_peer = under_launcher and lost_a_peer(error)
+                if after_peer:
                     time.sleep(PEER_GRACE_SECONDS)
                 raise
     except UserError as error:
         status, details, reason = 2, "", f"{PROGRAM}: error: {_with_notes(error)}"
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         number = received[0] if received else signal.SIGINT
         status, details, reason = 128 + number, "", f"{PROGRAM}: stopped by {number.name}"
+        if (cause := _user_error_before(stop)) is not None:
+            status, reason = 2, f"{PROGRAM}: error: {_with_notes(cause)}"
     except Exception as error:
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         said = f"{rank}{type(error).__name__}: {_with_notes(error)}"
@@ -66,7 +78,7 @@ def exit_status(run: Callable[[], int | None]) -> int:
         print(f"{details}{reason}", file=sys.stderr, flush=True)
         return status
     if status < 128:
-        _write_error_file(reason, f"{details}{reason}")
+        hand_over(reason, f"{details}{reason}", status=status, after_peer=after_peer)
     # If an exit handler hangs, the kernel ends the process: a failed rank must never keep the others waiting.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(EXIT_GRACE_SECONDS)
@@ -110,9 +122,55 @@ def _with_notes(error: BaseException) -> str:
     return ". ".join([*(part.removesuffix(".") for part in parts[:-1]), parts[-1]])
 
 
-def _write_error_file(reason: str, text: str) -> None:
-    """torch's format; torchrun shows `py_callstack` in its closing summary, `launch_local` prints it as it is."""
+def _user_error_before(stop: BaseException) -> UserError | None:
+    """What this process was closing down because of when it was stopped."""
+    before = stop.__context__
+    while before is not None and not isinstance(before, UserError):
+        before = before.__context__
+    return before
+
+
+def hand_over(reason: str, text: str, *, status: int, after_peer: bool = False) -> None:
+    """Write torch's error file; torchrun shows `text` in its closing page, `launch_local` prints it as it is. The first
+    rank of a node with a reason of its own has it printed after torchrun's page as well."""
     # torch compares whole seconds and takes the lowest rank on a tie; a reason must win over ranks ended because of it.
-    extra = {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}
-    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
-        json.dump({"message": {"message": reason, "extraInfo": extra}}, file)
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()) - 1), "status": status, "after_peer": after_peer}
+    file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps({"message": {"message": reason, "extraInfo": extra}}))
+    partial.replace(file)
+    launcher = psutil.Process(os.getppid())
+    with suppress(OSError, psutil.Error):
+        if not after_peer and any("torchrun" in part or "torch.distributed.run" in part for part in launcher.cmdline()):
+            (file.parent.parent / "reason").touch(exist_ok=False)
+            subprocess.Popen(
+                [sys.executable, "-I", "-c", _LAST_WORD, str(launcher.pid), reason],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+
+_LAST_WORD = """
+import sys, time
+end = time.monotonic() + 300
+while time.monotonic() < end:
+    try:
+        if open(f"/proc/{sys.argv[1]}/stat").read().rpartition(")")[2].split()[0] in "ZX":
+            break
+    except OSError:
+        break
+    time.sleep(0.05)
+print(sys.argv[2], file=sys.stderr)
+"""
+"""A program that prints a line when a process has ended."""
+
+
+def reasons(folder: Path) -> dict[int, dict[str, Any]]:
+    """By rank, what ranks that write to torch's log folder `folder` handed over."""
+    found = {}
+    for file in folder.glob("*/attempt_*/*/error.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            extra = json.loads(file.read_text())["message"]["extraInfo"]
+            found[int(file.parent.name)] = {"status": 1, "after_peer": False} | extra
+    return found

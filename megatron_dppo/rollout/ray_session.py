@@ -9,7 +9,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -18,14 +18,14 @@ from typing import Any
 import psutil
 import ray
 
-from megatron_dppo.compat.ray_daemons import fewer_daemons
+from megatron_dppo.compat.ray_daemons import fewer_daemons, on_loopback
 from megatron_dppo.errors import UserError
 
 _START_ATTEMPTS = 4
 
 _ROOT = Path("/tmp")
 _FOLDER = "dppo-ray-"
-"""Ray's files lie in /tmp/dppo-ray-<process>-*: socket paths are limited to 107 bytes."""
+"""Ray's files lie in /tmp/dppo-ray-<process>-*/r: socket paths are limited to 107 bytes. Nobody else may enter."""
 
 _SMALLEST_STORE = 80 << 20
 """Ray refuses less than 75 MiB."""
@@ -53,8 +53,9 @@ class RayAddress:
 class RaySession:
     """This process's connection to Ray; the rank that started a local Ray also ends it. Leave with `close` or `with`.
 
-    A Ray started here has no dashboard, keeps its files in a short temporary folder that goes with it, and dies with
-    this process even when that is killed (Ray ties its daemons to the process that started them).
+    A Ray started here listens on loopback alone, asks for a token and has no dashboard. Its files are in a short
+    temporary folder that goes with it, and it dies with this process even when that is killed (Ray ties its daemons to
+    the process that started them).
     """
 
     def __init__(self, where: RayAddress, folder: str | None, environment: dict[str, str | None]) -> None:
@@ -88,13 +89,13 @@ class RaySession:
             folder = tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=_ROOT)
             others = {child.pid for child in psutil.Process().children()}
             try:
-                with _environment_of_a_daemon(), fewer_daemons():
+                with _environment_of_a_daemon(), fewer_daemons(), on_loopback():
                     context = ray.init(
                         address="local",
                         num_cpus=max(64, os.cpu_count() or 1),
                         include_dashboard=False,
                         object_store_memory=_store_bytes(object_store_mib),
-                        _temp_dir=folder,
+                        _temp_dir=f"{folder}/r",  # Ray makes it 0777
                         **quiet,
                     )
                 return RaySession(RayAddress(context["address"], namespace, token), folder, environment)
@@ -110,7 +111,9 @@ class RaySession:
     def connect(where: RayAddress) -> RaySession:
         """For the other ranks: the Ray that rank 0 started or joined. Each node needs a Ray of that cluster."""
         environment = _authenticate(where.token)
-        ray.init(address=where.address, namespace=where.namespace, log_to_driver=False, logging_level=logging.ERROR)
+        ours = where.address.startswith("127.0.0.1:")
+        with on_loopback() if ours else nullcontext():
+            ray.init(address=where.address, namespace=where.namespace, log_to_driver=False, logging_level=logging.ERROR)
         return RaySession(where, None, environment)
 
     def close(self) -> None:

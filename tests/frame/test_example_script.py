@@ -6,8 +6,10 @@ import ast
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ BIN = Path(sys.executable).parent
 # Stands in for the training command only: prints what it was called with.
 ECHO_COMMAND = """
 import os
+import time
 from collections.abc import Sequence
 
 from megatron_dppo.errors import UserError
@@ -28,6 +31,8 @@ from megatron_dppo.errors import UserError
 
 def main(argv: Sequence[str]) -> int:
     print(f"rank {os.environ.get('RANK')}: {list(argv)}", flush=True)
+    if "wait=1" in argv:
+        time.sleep(100)
     if "wrong.key=1" in argv:
         raise UserError("unknown config key wrong.key; known keys: ...")
     return 0
@@ -100,7 +105,38 @@ def test_torchrun_runs_the_file_to_the_letter_and_its_summary_ends_with_the_reas
     assert len({line[7:] for line in ranks}) == 1  # the same run folder, too
     assert "'wrong.key=1'" in ranks[0]
     assert result.returncode == 1
-    assert "megatron-dppo: error: unknown config key wrong.key; known keys: ..." in result.stderr.splitlines()[-2]
+    assert result.stderr.splitlines()[-1] == "megatron-dppo: error: unknown config key wrong.key; known keys: ..."
+
+
+def test_under_a_torchrun_without_options_the_reason_is_the_last_line_too(project: Path) -> None:
+    torchrun = [str(BIN / "torchrun"), "examples/run_tiny_moe_dppo.sh", "wrong.key=1"]
+    result = run(torchrun, project, MODEL_DIR=str(project / "model"))
+    reason = "megatron-dppo: error: unknown config key wrong.key; known keys: ..."
+    assert result.returncode == 1
+    lines = result.stderr.splitlines()
+    assert lines[-1] == reason
+    assert any(line.strip() == f"traceback : {reason}" for line in lines)
+
+
+@pytest.mark.parametrize("start", ["torchrun", "bash"])
+def test_the_line_to_go_on_names_the_folder_that_was_trained_in(start: str, project: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(project), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment.pop("RUN_DIR", None)
+    process = subprocess.Popen(
+        [str(BIN / "torchrun") if start == "torchrun" else "bash", "examples/run_tiny_moe_dppo.sh", "wait=1"],
+        cwd=project, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    trained = ""
+    while not trained:
+        line = process.stdout.readline()
+        assert line, process.communicate()[1]
+        trained = line.partition("'run.dir=")[2].partition("'")[0]
+    time.sleep(1.0 if start == "torchrun" else 0.0)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, errors = process.communicate(timeout=100)
+    (line,) = [line for line in errors.splitlines() if "To go on from the last checkpoint" in line]
+    assert f" RUN_DIR={trained} bash " in line
 
 
 @pytest.mark.parametrize("nproc", ["two", "0", "-1"])

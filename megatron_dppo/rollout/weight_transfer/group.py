@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+
+from megatron_dppo.launch.network import bound_store
 
 _PATIENCE = 10.0
 """torch's own time limit is this many times ours: ours aborts one communicator, torch's ends the process."""
@@ -45,7 +46,7 @@ class Meeting:
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store = bound_store(host)
         self._number = 0
 
     def next(self, size: int, timeout_s: float) -> Rendezvous:
@@ -126,17 +127,6 @@ class WeightGroup:
         if not self.closed:
             self.closed = True
             self._group.abort()
-
-
-def own_address() -> str:
-    """An address of this machine that other nodes reach: of the interface that leads to the default route; loopback
-    where there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: a datagram socket only picks its interface
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
 
 
 @contextmanager

@@ -1,0 +1,115 @@
+"""Which addresses a job listens on: loopback alone where all of it is on one machine, else the one that leads to the
+other nodes. Whoever reaches torch's store or Ray can run code as the user, see docs/security.md."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from datetime import timedelta
+
+import psutil
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from megatron_dppo.launch.nodes import ranks_in_all_and_here
+
+LOOPBACK = "127.0.0.1"
+_LOG = logging.getLogger(__name__)
+
+
+def one_machine() -> bool:
+    """Whether all ranks are here, and the engines, which are where Ray is."""
+    ranks, here = ranks_in_all_and_here()
+    return ranks == here and not os.environ.get("RAY_ADDRESS")
+
+
+def stay_on_loopback() -> None:
+    """Let gloo and NCCL of this process, and of those it starts, listen on loopback where the job is on one machine. An
+    interface that the environment names stays."""
+    if one_machine():
+        name = next((n for n, at in psutil.net_if_addrs().items() if any(a.address == LOOPBACK for a in at)), None)
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name else ():
+            os.environ.setdefault(variable, str(name))
+
+
+def own_address() -> str:
+    """An address of this machine that the rest of the job reaches: loopback on one machine; else that of the interface
+    GLOO_SOCKET_IFNAME names, or of the one that leads to the default route."""
+    if one_machine():
+        return LOOPBACK
+    named = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), [])
+    if addresses := [one.address for one in named if one.family == socket.AF_INET]:
+        return addresses[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: a datagram socket only picks its interface
+            return str(probe.getsockname()[0])
+        except OSError:
+            return LOOPBACK
+
+
+def bound_store(host: str, port: int = 0, *, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
+    """A store that listens on the address of `host` alone; torch's own listens on all interfaces. Raises OSError where
+    it is no address of this machine, or the port is taken."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(2048)
+        found = listening.getsockname()[1]
+        return dist.TCPStore(
+            host, found, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listening.detach()
+        )
+
+
+def init_process_group(backend: str, timeout: timedelta) -> None:
+    """torch's, for the ranks that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT tell of. The store is the launcher's
+    where it has one (torchrun, ours), else rank 0's, on MASTER_ADDR alone."""
+    stay_on_loopback()
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or rank != 0:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    try:
+        store = bound_store(host, port, timeout=timeout)
+    except OSError as error:
+        _LOG.warning("MASTER_ADDR=%s: %s; torch's store listens on all interfaces", host, error)
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+
+
+class OneMachine(RendezvousHandler):
+    """What torch's agent needs to start the ranks of one machine: a store on loopback, which the ranks share."""
+
+    def __init__(self, run: str) -> None:
+        self._run, self._store = run, bound_store(LOOPBACK)
+
+    def get_backend(self) -> str:
+        return self._run
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(
+            dist.PrefixStore("agent", self._store), 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port)
+        )
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """There is nobody else to tell."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run
+
+    def shutdown(self) -> bool:
+        return True

@@ -1,0 +1,141 @@
+"""Every socket that a run listens on is known, and on loopback; the one that is torchrun's own is not."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from megatron_dppo.doctor.machine import check_listening
+from megatron_dppo.launch import network
+
+ROOT = Path(__file__).resolve().parents[2]
+RANK, LAUNCHER = "run_tiny_moe_dppo.sh (rank)", "run_tiny_moe_dppo.sh (launcher)"
+KNOWN = {RANK, LAUNCHER, "VLLM::EngineCore", "gcs_server", "raylet", "ray::DashboardAgent", "ray::RuntimeEnvAgent",
+         "ray::RolloutStore", "ray::EngineActor", "ray::IDLE", "ray (starting)"}  # fmt: skip
+"""torch's store (launcher), gloo and Ray's driver (ranks), vLLM's store, gloo and messages, and Ray's own."""
+
+
+def listeners(process: psutil.Process) -> Iterator[tuple[str, str]]:
+    """(name of the process, address) of every TCP socket that `process` or a descendant listens on."""
+    for one in (process, *process.children(recursive=True)):
+        try:
+            found = [c.laddr.ip for c in one.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+            command = one.cmdline() or [""]
+        except psutil.Error:
+            continue
+        yield from ((name_of(one, command), address) for address in found)
+
+
+def name_of(process: psutil.Process, command: list[str]) -> str:
+    first = command[0].split()[0] if command[0] else process.name()
+    if first.startswith("ray::"):  # with the name of an actor, and what it does
+        return "ray::" + first.removeprefix("ray::").split(":")[-1].split(".")[0]
+    if first.startswith("VLLM::"):
+        return first
+    if Path(first).name in ("gcs_server", "raylet"):
+        return Path(first).name
+    if any(part.endswith("run_tiny_moe_dppo.sh") for part in command):
+        if any("torchrun" in part or part == "torch.distributed.run" for part in command):
+            return "torchrun"
+        return RANK if "-u" in command else LAUNCHER
+    return "ray (starting)" if any("/ray/" in part for part in command) else " ".join(command)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("start", ["bash", "torchrun"])
+def test_every_listening_socket_of_the_demo_is_known(start: str, tmp_path: Path) -> None:
+    script = str(ROOT / "examples/run_tiny_moe_dppo.sh")
+    small = ["trainer.steps=1", "trainer.prompts_per_step=8", "trainer.prompts_per_mini_batch=8", "evaluation.every=0",
+             "trainer.export_hugging_face=false", "trainer.parity_check=false"]  # fmt: skip
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["bash", script] if start == "bash" else [*torchrun, script]
+    settings = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    folders = {"RUN_DIR": str(tmp_path / "run"), "MODEL_DIR": str(tmp_path / "model")}
+    unset = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RAY_ADDRESS", "RAY_AUTH_MODE")
+    environment = {k: v for k, v in os.environ.items() if k not in unset} | settings | folders
+    seen: set[tuple[str, str]] = set()
+    modes: set[int] = set()
+    with open(tmp_path / "out", "wb") as out:
+        run = subprocess.Popen([*command, *small], env=environment, stdout=out, stderr=out)
+        while run.poll() is None:
+            seen |= set(listeners(psutil.Process(run.pid)))
+            ranks = [child.pid for child in psutil.Process(run.pid).children(recursive=True)]
+            for folder in (f for pid in ranks for f in Path("/tmp").glob(f"dppo-ray-{pid}-*")):
+                modes.add(stat.S_IMODE(folder.stat().st_mode))
+            time.sleep(0.2)
+    assert run.returncode == 0, (tmp_path / "out").read_text()[-3000:]
+    names = {name for name, _ in seen}
+    assert {RANK, "VLLM::EngineCore", "gcs_server", "raylet", "ray::EngineActor"} <= names
+    assert names <= KNOWN | ({"torchrun"} if start == "torchrun" else set())
+    open_to_all = {name for name, address in seen if address not in ("127.0.0.1", "::ffff:127.0.0.1", "::1")}
+    assert open_to_all == ({"torchrun"} if start == "torchrun" else set())
+    assert modes == {0o700}
+
+
+def listening_at(port: int) -> set[str]:
+    connections = psutil.Process().net_connections("tcp")
+    return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
+
+
+def test_a_store_listens_on_its_address_alone() -> None:
+    store = network.bound_store("127.0.0.1")
+    assert listening_at(store.port) == {"127.0.0.1"}
+    other = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=20))
+    other.set("key", "value")
+    assert store.get("key") == b"value"
+    with pytest.raises(OSError, match="in use"):
+        network.bound_store("127.0.0.1", store.port)
+    with pytest.raises(OSError):
+        network.bound_store("192.0.2.77")  # nobody's
+
+
+def test_addresses_of_one_machine_and_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RAY_ADDRESS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # so that what is set below goes again
+        monkeypatch.delenv(name)
+    assert network.own_address() == "127.0.0.1"
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    network.stay_on_loopback()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    named, at = next(
+        (name, a.address) for name, all_ in psutil.net_if_addrs().items() for a in all_ if a.family == socket.AF_INET
+    )
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
+    assert network.own_address() == at
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "theirs")
+    network.stay_on_loopback()
+    loopback = next(n for n, all_ in psutil.net_if_addrs().items() if any(a.address == "127.0.0.1" for a in all_))
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("theirs", loopback)
+
+
+def test_the_doctor_says_that_torchruns_store_is_open() -> None:
+    assert list(check_listening({})) == []
+    (found,) = check_listening({"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "MASTER_PORT": "29500"})
+    assert (found.level, found.check) == ("ok", "listening")
+    assert "port 29500 on all interfaces" in found.problem
+
+
+def test_an_engines_store_listens_on_its_address_alone() -> None:
+    """As vLLM's workers meet, in a process of its own: the handler stays."""
+    body = (
+        "import psutil, torch.distributed as dist; from megatron_dppo.compat.torch_store import bind_stores\n"
+        "from megatron_dppo.launch.network import bound_store\n"
+        "bind_stores(); bind_stores()\n"
+        "free = bound_store('127.0.0.1'); port = free.port; del free\n"
+        "dist.init_process_group('gloo', init_method=f'tcp://127.0.0.1:{port}', rank=0, world_size=1)\n"
+        "print({c.laddr.ip for c in psutil.Process().net_connections('tcp') if c.laddr.port == port and not c.raddr})"
+    )
+    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=200, check=False)
+    assert done.stdout == "{'127.0.0.1'}\n", done.stderr[-2000:]
