@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,6 +29,9 @@ from megatron_dppo.checkpoint.training_state import Trainee, TrainingStates, mod
 from megatron_dppo.checkpoint.verify import compare_with_transformers
 from megatron_dppo.compat import megatron_cpu
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.lease import FOLDER as LEASE
+from megatron_dppo.launch.lease import lease
+from megatron_dppo.launch.network import init_process_group
 from megatron_dppo.models.build import build_model
 from megatron_dppo.models.groups import initialize_groups
 from megatron_dppo.models.hf_config import HFConfig, load_hf_config
@@ -80,9 +83,12 @@ def convert_command(
     for read in (source, base):
         if read is not None and output.resolve() in (read.resolve(), *read.resolve().parents):
             raise UserError(f"{output} is or holds {read}, which is read: writing it would delete that; choose another")
-    console = console or Console(stderr=True, quiet=int(os.environ.get("RANK", "0")) != 0)
+    rank = int(os.environ.get("RANK", "0"))
+    console = console or Console(stderr=True, quiet=rank != 0)
     layout = parallel or ParallelConfig()
-    with _world():
+    place = output.parent / f".{output.name}{LEASE}"
+    with lease(place, of=str(output)) if rank == 0 else nullcontext(), _world():
+        check_target(output, overwrite=overwrite)  # again: another process may have been writing it
         if (source / CONFIG).is_file():
             _to_megatron(source, output, layout, dtype, verify, allow_inf, console)
         else:
@@ -290,7 +296,7 @@ def _world() -> Iterator[None]:
     if "RANK" in os.environ:
         if gpu:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(backend, timeout=patience)
+        init_process_group(backend, patience)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience)
     try:
