@@ -122,13 +122,15 @@ def check_bandwidth(least: float | None = None) -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
 
+    from megatron_dppo.launch.network import init_process_group
+
     (world, here), rank = ranks_in_all_and_here(), int(os.environ["RANK"])
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     started_here = not dist.is_initialized()
     if started_here:
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=5))
+        init_process_group("nccl" if on_gpu else "gloo", timedelta(minutes=5))
     speed = all_reduce_speed(world, on_gpu)
     if started_here:
         dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -45,6 +46,9 @@ class TaskConfig(ConfigModel):
     chat_template: bool = True
     """Wrap the messages by the tokenizer's chat template, with the opening of the assistant's turn. If false, the
     system prompt and the message are tokenized as plain text (for base models)."""
+    date: datetime.date | None = None
+    """Of the clock that a chat template may ask (Llama 3 shows the date). When absent the day on which the run or the
+    evaluation began, also when it goes on later."""
     answer_pattern: str = r"\s*(?P<answer>\S(?:.*\S)?)\s*"
     """Regular expression that a whole response must match (`.` matches line breaks too). Its group `answer` goes to the
     verifier; a response that does not match is malformed and earns 0. By default any non-blank response is an answer;

@@ -20,9 +20,9 @@ class PromptSet:
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
         digest = hashlib.sha256(repr(seed).encode())
         for prompt in self._train:
-            digest.update(prompt.prompt_ids.tobytes() + b"|")
+            digest.update(prompt.prompt_ids.tobytes() + b"|" + prompt.answer.encode("utf-8", "surrogatepass") + b"|")
         self.fingerprint = digest.hexdigest()
-        """Changes with the prompts and with their order."""
+        """Changes with the prompts, their reference answers and their order."""
 
     @property
     def epoch_size(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -59,15 +60,24 @@ def encode_prompt(
             "template; set task.chat_template=false or use a model that has one"
         )
     _check_opening(tokenizer)
-    text = render(tokenizer, complete)
+    text = render(tokenizer, complete, date=config.date)
     # The template writes whatever special tokens belong in front, so the tokenizer must not add its own.
     return encode_text(tokenizer, text), text.replace(_SPLIT, "")
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, opening: bool = True) -> str:
-    """The chat template on `messages`, `opening` the assistant's turn. Raises UserError with the template's reason."""
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    *,
+    date: datetime.date | None = None,
+    opening: bool = True,
+) -> str:
+    """The chat template on `messages`, `opening` the assistant's turn; a clock that it asks stands at the beginning of
+    `date` (today). Raises UserError with the template's reason."""
+    now = datetime.datetime.combine(date or datetime.date.today(), datetime.time())
+    how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": opening, "strftime_now": now.strftime}
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opening))
+        return str(tokenizer.apply_chat_template([dict(message) for message in messages], **how))
     except Exception as error:  # a template is a program: it raises what it likes
         roles = ", ".join(message["role"] for message in messages)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -69,7 +69,7 @@ class Prompts(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the prompts or their order change; a resumed run compares it."""
+        """Changes when the prompts, their references or their order change; a resumed run compares it."""
         ...
 
     def prompts(self, start: int, count: int) -> list[Prompt]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.trainer.checkpoints import flatten
+from megatron_dppo.trainer.resume import flatten
 
 _PATIENCE_S = 15.0
 """For a shared file system to show on one node what another wrote."""

@@ -12,14 +12,9 @@ from megatron_dppo.checkpoint.training_state import TrainingStates
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import CHECKPOINTS
+from megatron_dppo.trainer.resume import difference
 
 logger = logging.getLogger(__name__)
-
-_FIXED = ("algorithm", "optimizer", "lora", "rollout.temperature", "rollout.oversample", "trainer.prompts_per_step",
-          "trainer.samples_per_prompt", "trainer.prompts_per_mini_batch", "trainer.ppo_epochs", "run.seed")  # fmt: skip
-"""Settings that decide what the next gradient step is. Layout, budgets, engines, step counts may change."""
-_FREE = ("optimizer.overlap_",)
-"""Those among them that decide only when ranks talk to each other."""
 
 
 def checkpoint_root(config: Config) -> Path:
@@ -30,8 +25,9 @@ def checkpoint_root(config: Config) -> Path:
 class Checkpoints:
     """Saves and restores the actor with the loop's position. Every method is a collective over all ranks."""
 
-    def __init__(self, config: Config, task_fingerprint: str, actor: MegatronActor) -> None:
-        self._fixed = _fixed_settings(config) | {"task": task_fingerprint}
+    def __init__(self, config: Config, fixed: dict[str, Any], actor: MegatronActor) -> None:
+        """`fixed` is what must be the same when a run goes on from a state, see `resume.facts`."""
+        self._fixed = fixed
         self._states = TrainingStates(
             checkpoint_root(config), actor.trainee, keep=config.trainer.keep_checkpoints, asynchronous=False
         )
@@ -57,27 +53,3 @@ class Checkpoints:
         if (made := resumed.progress.get("gradient_steps")) is not None:
             logger.warning("%s: its last step was broken off after %d of %d gradient steps", resumed.folder, *made)
         return int(resumed.progress["step"])
-
-
-def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """The first setting that is not what it was, in words; "" where all are alike. Of a mapping (the preset's
-    overrides) either side may have an entry that the other lacks."""
-    for name in [*now, *sorted(before.keys() - now.keys())]:
-        if not name.startswith(_FREE) and before.get(name) != now.get(name):
-            was, value = (repr(side[name]) if name in side else "absent" for side in (before, now))
-            return f"{name} was {was} and is {value} now"
-    return ""
-
-
-def _fixed_settings(config: Config) -> dict[str, Any]:
-    """Dotted key to value for every setting of `_FIXED`."""
-    return {key: value for key, value in flatten(config.model_dump(mode="json")).items() if key.startswith(_FIXED)}
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of nested sections."""
-    result: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        result |= flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return result

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from megatron_dppo.config.load import build_config, read_tree
 from megatron_dppo.config.trainer import EvaluationConfig
 from megatron_dppo.config_base import ConfigModel
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.lease import FOLDER as LEASE
+from megatron_dppo.launch.lease import lease
+from megatron_dppo.launch.network import stay_on_loopback
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import Generates
 from megatron_dppo.rollout.start import open_engine
@@ -71,6 +75,9 @@ def evaluate_model(model: Path, config: EvaluateConfig, out: Path) -> int:
     if not (model / "config.json").is_file():
         raise UserError(f"{model}: holds no Hugging Face model (config.json)")
     require_unchanged(model, which=lambda name: not name.endswith(WEIGHTS))
+    stay_on_loopback()
+    date = config.task.date or _date_of(out) or datetime.date.today()
+    config = config.model_copy(update={"task": config.task.model_copy(update={"date": date})})
     tokenizer = load_tokenizer(model)
     sets, report = build_sets(
         config.evaluation,
@@ -84,6 +91,7 @@ def evaluate_model(model: Path, config: EvaluateConfig, out: Path) -> int:
     for line in report:
         console.print(line, markup=False, soft_wrap=True)
     with ExitStack() as stack:
+        stack.enter_context(lease(out / LEASE, of=str(out)))
         files = [
             stack.enter_context(AnswerFile(out / f"{one.name}.jsonl", _settings(model, config, one))) for one in sets
         ]
@@ -182,6 +190,7 @@ def _settings(model: Path, config: EvaluateConfig, one: EvaluationSet) -> dict[s
         "model": str(model.resolve()),
         "weights": _weights(model),
         "prompts": digest.hexdigest(),
+        "date": str(config.task.date),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "max_response_tokens": sampling.max_tokens,
@@ -190,6 +199,14 @@ def _settings(model: Path, config: EvaluateConfig, one: EvaluationSet) -> dict[s
         "answer_pattern": config.task.answer_pattern,
         "rewards": [reward.model_dump(mode="json") for reward in config.task.rewards],
     }
+
+
+def _date_of(out: Path) -> datetime.date | None:
+    """The day on which the evaluation in `out` began."""
+    for file in sorted(out.glob("*.jsonl")):
+        with suppress(OSError, ValueError, KeyError, TypeError), open(file, encoding="utf-8") as lines:
+            return datetime.date.fromisoformat(json.loads(next(lines, ""))["settings"]["date"])
+    return None
 
 
 def _weights(model: Path) -> str:

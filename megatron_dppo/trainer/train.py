@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import secrets
 import time
 from contextlib import ExitStack
@@ -18,10 +19,12 @@ from megatron_dppo.checkpoint.hf_save import save_hf_checkpoint
 from megatron_dppo.checkpoint.peft_adapter import check_peft_adapter, load_peft_adapter, save_peft_adapter
 from megatron_dppo.checkpoint.random_weights import fill_random
 from megatron_dppo.checkpoint.state_folder import latest_state
-from megatron_dppo.config.load import recorded, save_config
+from megatron_dppo.config.load import read_tree, recorded, save_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.heartbeat import Heartbeat
+from megatron_dppo.launch.lease import FOLDER as LEASE
+from megatron_dppo.launch.lease import lease
 from megatron_dppo.launch.logs import FOLDER as LOGS
 from megatron_dppo.launch.logs import logging_to
 from megatron_dppo.launch.stop import StopRequest
@@ -42,9 +45,13 @@ from megatron_dppo.trainer.history import ADAPTER_FOLDER, MODEL_FOLDER, History
 from megatron_dppo.trainer.loop import Controller, Trainer
 from megatron_dppo.trainer.plots import plot_runs
 from megatron_dppo.trainer.progress import Progress
+from megatron_dppo.trainer.resume import facts, weights_fingerprint
 from megatron_dppo.trainer.sinks import open_sinks, require_services
 from megatron_dppo.trainer.summary import print_summary
 from megatron_dppo.trainer.tracking import Tracker, require_unused
+
+CONFIG = "config.yaml"
+"""Of the run's folder."""
 
 
 def train(config: Config) -> int:
@@ -63,23 +70,21 @@ def train(config: Config) -> int:
     if not config.model.random_weights:
         files = HFFiles(config.model.path)
         check_tensors(files, hf_config, stores_stacked_experts(files, hf_config))
-    _make_run_folder(config)
-    if config.trainer.resume:
-        latest_state(checkpoint_root(config))
-    else:
-        require_unused(config.run.dir)
-    examiner = None
-    if actor_runtime.rank() == 0:
-        require_services(config.tracking)
-        examiner = build_examiner(config, load_tokenizer(config.model.path))
-
+    rank = actor_runtime.rank()
     with ExitStack() as stack:
-        rank = actor_runtime.rank()
-        stack.enter_context(logging_to(config.run.dir, rank))
-        heartbeat = Heartbeat(config.run.dir, rank, limit=config.run.hang_minutes * 60, watch_peers=rank == 0)
-        stack.enter_context(heartbeat.running())
-        progress = None
-        if examiner is not None:
+        _make_run_folder(config)
+        if rank == 0:  # the others write nothing before they have met it
+            stack.enter_context(lease(config.run.dir / LEASE, of=f"run.dir={config.run.dir}"))
+        if config.trainer.resume:
+            latest_state(checkpoint_root(config))
+        else:
+            require_unused(config.run.dir)
+        examiner = progress = None
+        if rank == 0:
+            require_services(config.tracking)
+            dated = _dated(config)
+            examiner = build_examiner(dated, load_tokenizer(config.model.path))
+            weights = weights_fingerprint(config.model.path, random=config.model.random_weights)
             stack.callback(examiner.close)
             progress = stack.enter_context(Progress(total_steps=config.trainer.steps, title=config.run.name))
             progress.phase("starting ranks")
@@ -87,6 +92,9 @@ def train(config: Config) -> int:
         runtime = actor_runtime.start(
             config.parallel, seed=config.run.seed, timeout_minutes=config.run.collective_timeout_minutes
         )
+        stack.enter_context(logging_to(config.run.dir, rank))
+        heartbeat = Heartbeat(config.run.dir, rank, limit=config.run.hang_minutes * 60, watch_peers=rank == 0)
+        stack.enter_context(heartbeat.running())
         check_agreement(runtime, config)
         rollout = config.rollout
         if config.model.random_weights:
@@ -107,12 +115,12 @@ def train(config: Config) -> int:
         if progress:
             progress.phase("loading the model")
         actor = build_actor(runtime, config, hf_config)
-        fingerprint = runtime.broadcast(examiner.task.fingerprint if examiner else None)
-        checkpoints = Checkpoints(config, fingerprint, actor)
+        fixed = runtime.broadcast(facts(config, task=examiner.task.fingerprint, weights=weights) if examiner else None)
+        checkpoints = Checkpoints(config, fixed, actor)
         first_step = checkpoints.restore() if config.trainer.resume else 0
         controller = None
         if fleet is not None and examiner is not None and progress is not None:
-            save_config(config, config.run.dir / "config.yaml")
+            save_config(dated, config.run.dir / CONFIG)
             resumed_at = first_step if config.trainer.resume else None
             sinks = open_sinks(
                 config.tracking,
@@ -195,13 +203,22 @@ def _export(runtime: Runtime, config: Config, actor: MegatronActor, hf_config: H
         save_hf_checkpoint(folder / MODEL_FOLDER, actor.model, hf_config, runtime.groups, overwrite=again)
 
 
+def _dated(config: Config) -> Config:
+    """With the date that a chat template may show: the day on which the run began, also when it goes on."""
+    file, began = config.run.dir / CONFIG, None
+    if config.task.date is None and config.trainer.resume and file.is_file():
+        began = (read_tree(file).get("task") or {}).get("date")
+    task = config.task.model_dump() | {"date": config.task.date or began or datetime.date.today()}
+    return config.model_copy(update={"task": type(config.task).model_validate(task)})
+
+
 def _make_run_folder(config: Config) -> None:
     folder = config.run.dir
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".write-probe-{actor_runtime.rank()}"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another job may be trying the same folder
     except OSError as error:
         raise UserError(f"run.dir={folder} cannot be written: {error.strerror}; choose another folder") from error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import datetime
 import json
 
 import numpy as np
@@ -11,6 +13,7 @@ from pydantic import ValidationError
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.config import TaskConfig
+from megatron_dppo.tasks.environments.turns import TurnEncoder
 from megatron_dppo.trainer.examiner import judge
 
 SUMS = [{"problem": f"{i} + {i}", "answer": str(2 * i)} for i in range(30)]
@@ -57,6 +60,27 @@ def test_the_length_filter_counts(path, tokenizer):
     assert longest in (7, 9)
     with pytest.raises(UserError, match=r"all 30 prompts are longer than rollout.max_prompt_tokens=3"):
         build_task(config(path), tokenizer, max_prompt_tokens=3)
+
+
+def test_a_template_with_a_clock_shows_the_date_of_the_run(path, tokenizer):
+    clocked = copy.deepcopy(tokenizer)
+    clocked.chat_template = "{{ strftime_now('%d %b %Y') }}|" + tokenizer.chat_template
+    task = build_task(config(path, date="2024-02-29"), clocked)
+    assert task.prompts(0, 1)[0].text.startswith("29 Feb 2024|")
+    assert build_task(config(path, date="2024-02-29"), clocked).fingerprint == task.fingerprint
+    assert build_task(config(path, date="2024-03-01"), clocked).fingerprint != task.fingerprint
+    today = {datetime.date.today(), (datetime.datetime.now() - datetime.timedelta(minutes=10)).date()}
+    assert build_task(config(path), clocked).prompts(0, 1)[0].text[:11] in {f"{day:%d %b %Y}" for day in today}
+    turns = TurnEncoder(config(path, date="2024-02-29"), clocked)
+    assert turns.between("next", -1).tolist() == TurnEncoder(config(path), tokenizer).between("next", -1).tolist()
+
+
+def test_the_fingerprint_knows_the_reference_answers(path, tokenizer, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps(row | {"answer": row["answer"] + "0"}) + "\n" for row in SUMS))
+    made = [build_task(config(file), tokenizer) for file in (path, other)]
+    assert [p.text for p in made[0].prompts(0, 26)] == [p.text for p in made[1].prompts(0, 26)]
+    assert made[0].fingerprint != made[1].fingerprint
 
 
 def test_prompt_of_messages_by_chat_template_and_raw(tmp_path, tokenizer):

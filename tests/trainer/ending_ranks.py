@@ -126,7 +126,7 @@ def _run(rank: int, model: str, run: Run, kept: Any) -> Ending:
         stack.callback(parallel_state.destroy_model_parallel)
         heartbeat = stack.enter_context(Heartbeat(config.run.dir, rank, limit=600).running())
         actor = build_actor(runtime, config, load_hf_config(config.model.path))
-        checkpoints = Checkpoints(config, "sums", actor)
+        checkpoints = Checkpoints(config, {"task": "sums"}, actor)
         first_step = checkpoints.restore() if run.resume else 0
         if run.blocked and rank == 0:
             (config.run.dir / "checkpoints").write_text("a file")

@@ -30,7 +30,7 @@ def rescues(rank: int, model: str, folder: str) -> tuple[dict[str, str], list[st
     config = config_of(model, Run(folder))
     weights = WeightSync(actor.runtime, actor, config)
     assembly = Assembly(actor.runtime, weights, None)
-    last = LastState(actor.runtime, actor, weights, assembly, Checkpoints(config, "none", actor), None)
+    last = LastState(actor.runtime, actor, weights, assembly, Checkpoints(config, {"task": "none"}, actor), None)
     said: dict[str, str] = {}
     error = RuntimeError("out of memory")
 

@@ -17,7 +17,7 @@ class TurnEncoder:
     were sampled, and the environment's are appended."""
 
     def __init__(self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._chat, self._tokenizer = config.chat_template, tokenizer
+        self._chat, self._tokenizer, self._date = config.chat_template, tokenizer, config.date
 
     def between(self, observation: str, last_sampled: int) -> np.ndarray:
         """Token ids int32 to put after a turn that ended with the token `last_sampled`.
@@ -34,7 +34,7 @@ class TurnEncoder:
             {"role": "assistant", "content": _MARK},
             {"role": "user", "content": observation},
         ]
-        text = render(self._tokenizer, messages)
+        text = render(self._tokenizer, messages, date=self._date)
         _, mark, after = text.partition(_MARK)
         if not mark or _MARK in after:
             raise UserError(

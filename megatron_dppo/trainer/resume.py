@@ -1,0 +1,169 @@
+"""What must be the same when a run is resumed: every setting that changes what it computes next."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dppo.checkpoint.hf_files import HFFiles
+from megatron_dppo.config.load import recorded
+from megatron_dppo.config.schema import Config
+
+RESULT = (
+    "run.seed",
+    "model.random_weights",
+    "lora", "lora.rank", "lora.alpha", "lora.targets", "lora.adapter",
+    "actor.dtype", "actor.router_replay", "actor.load_balancing_loss", "actor.router_z_loss",
+    "optimizer.lr", "optimizer.min_lr", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.decay_steps",
+    "optimizer.beta1", "optimizer.beta2", "optimizer.epsilon", "optimizer.weight_decay", "optimizer.clip_grad",
+    "optimizer.cpu_offload_fraction", "optimizer.initial_loss_scale", "optimizer.min_loss_scale",
+    "optimizer.loss_scale_hysteresis", "optimizer.loss_scale_window",
+    "algorithm.preset", "algorithm.constants", "algorithm.overrides.*", "algorithm.baseline",
+    "algorithm.divide_by_std", "algorithm.overlong_filter", "algorithm.normaliser",
+    "rollout.temperature", "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.stop_token_ids",
+    "rollout.top_k_logprobs", "rollout.router_replay", "rollout.dtype", "rollout.schedule", "rollout.max_staleness",
+    "rollout.partial_rollouts", "rollout.oversample",
+    "task.kind", "task.dataset", "task.parameters.*", "task.environment", "task.environment.name",
+    "task.environment.factory", "task.environment.parameters.*", "task.environment.max_turns",
+    "task.environment.bounds",
+    "task.environment.environment", "task.seed",
+    "task.train_size", "task.held_out_size", "task.prompt", "task.system_prompt", "task.chat_template",
+    "task.answer_pattern", "task.rewards", "task.rewards.name", "task.rewards.weight", "task.rewards.kind",
+    "task.rewards.boxed_only", "task.rewards.precision", "task.rewards.ignore_case", "task.rewards.pattern",
+    "task.rewards.buffer_tokens", "task.rewards.max_response_tokens", "task.rewards.path", "task.rewards.bounds",
+    "task.rewards.environment",
+    "trainer.prompts_per_step", "trainer.samples_per_prompt", "trainer.prompts_per_mini_batch",
+    "trainer.ppo_epochs", "trainer.engine_weight_noise",
+)  # fmt: skip
+"""Settings that decide what the next step computes. `*` stands for the entries of a mapping."""
+FREE = (
+    "run.dir", "run.name", "run.collective_timeout_minutes", "run.hang_minutes",
+    "model.path",
+    "parallel.tensor", "parallel.pipeline", "parallel.virtual_pipeline", "parallel.context", "parallel.expert",
+    "parallel.expert_tensor", "parallel.sequence_parallel",
+    "actor.max_tokens_per_microbatch", "actor.long_sequences", "actor.token_dispatcher", "actor.recompute",
+    "actor.max_skipped_steps",
+    "optimizer.overlap_grad_reduce", "optimizer.overlap_param_gather",
+    "rollout.placement", "rollout.weight_transfer", "rollout.load_format", "rollout.tensor_parallel",
+    "rollout.expert_parallel", "rollout.enforce_eager", "rollout.gpu_memory_utilization", "rollout.kv_cache_mib",
+    "rollout.max_num_seqs", "rollout.max_num_batched_tokens", "rollout.enable_prefix_caching",
+    "rollout.enable_sleep", "rollout.cpu_threads", "rollout.sequences_per_object", "rollout.object_store_mib",
+    "rollout.weight_sync_bucket_mib", "rollout.start_timeout_s", "rollout.request_timeout_s",
+    "rollout.stall_timeout_s", "rollout.max_engine_failures", "rollout.engines", "rollout.max_tokens_in_flight",
+    "rollout.sync_timeout_s",
+    "task.data", "task.data.path", "task.data.subset", "task.data.split", "task.data.revision", "task.data.layout",
+    "task.data.fields", "task.data.fields.question", "task.data.fields.messages", "task.data.fields.answer",
+    "task.data.fields.solution", "task.date", "task.environment.sandbox", "task.environment.step_timeout_s",
+    "task.rewards.timeout_s", "task.rewards.sandbox", "task.reward_workers",
+    "task.reward_placement", "task.reward_memory_mib",
+    "trainer.steps", "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.resume",
+    "trainer.export_hugging_face", "trainer.profile_step", "trainer.parity_check",
+    "evaluation.every", "evaluation.prompts", "evaluation.samples", "evaluation.sets", "evaluation.sets.name",
+    "evaluation.sets.prompt", "evaluation.sets.samples", "evaluation.sets.data.path",
+    "evaluation.sets.data.subset", "evaluation.sets.data.split", "evaluation.sets.data.revision",
+    "evaluation.sets.data.layout", "evaluation.sets.data.fields", "evaluation.sets.data.fields.question",
+    "evaluation.sets.data.fields.messages", "evaluation.sets.data.fields.answer",
+    "evaluation.sets.data.fields.solution", "evaluation.temperature", "evaluation.top_p",
+    "tracking.wandb", "tracking.trackio", "tracking.project", "tracking.samples_every", "tracking.samples",
+    "tracking.masked_tokens",
+)  # fmt: skip
+"""The others: layout, budgets, patience, what is kept and shown. Where the data lie is free, what is in them is not
+(`facts`); of the model likewise."""
+_LONGEST = 200
+_SAMPLED_TENSORS, _SAMPLED_VALUES = 1000, 2048
+
+
+def facts(config: Config, *, task: str, weights: str) -> dict[str, Any]:
+    """What a training state keeps of its run, to be compared when one goes on from it.
+
+    task, weights  fingerprints of the questions and of the model's weights
+    """
+    shown, values = (flatten(tree) for tree in (recorded(config), config.model_dump(mode="json")))
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if placed(name) == "result":
+            found[name] = value
+            if name in shown and shown[name] != value:  # the environment's: not itself, but whether it is another
+                found[name] = f"{shown[name]} ({hashlib.sha256(repr(value).encode()).hexdigest()[:8]})"
+    normaliser = config.algorithm.normaliser or float(config.rollout.max_response_tokens)
+    return found | {
+        "algorithm.normaliser, resolved": normaliser,
+        "model.path": f"{config.model.path} (weights {weights})",
+        "task, its questions and answers": task,
+    }
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first setting that is not what it was, in words; "" where all are alike. Of a mapping (the preset's
+    overrides) either side may have an entry that the other lacks."""
+    for name in [*now, *sorted(before.keys() - now.keys())]:
+        if _compared(before.get(name)) != _compared(now.get(name)):
+            was, value = (repr(side[name]) if name in side else "absent" for side in (before, now))
+            return f"{name} was {_short(was)} and is {_short(value)} now"
+    return ""
+
+
+def placed(name: str) -> str:
+    """`result` or `free`, for a dotted key of the configuration; KeyError where neither table has it."""
+    plain = re.sub(r"\.\d+(?=\.|$)", "", name)
+    for table, kind in ((RESULT, "result"), (FREE, "free")):
+        if any(plain == one or (one.endswith(".*") and f"{plain}.".startswith(one[:-1])) for one in table):
+            return kind
+    raise KeyError(f"{name}: place it in RESULT or FREE of {__name__}")
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of nested sections; of a list of sections with their numbers."""
+    result: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            result |= flatten(value, f"{name}.")
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            result |= flatten({f"{name}.{number}": item for number, item in enumerate(value)})
+        else:
+            result[name] = value
+    return result
+
+
+def weights_fingerprint(folder: Path, *, random: bool) -> str:
+    """Of the weights of a Hugging Face folder, however they are divided among files: name, shape and type of every
+    tensor, and values from the middle of a thousand of them. A step of training changes some of those. Where weights
+    are `random`, of its config.json."""
+    digest = hashlib.sha256()
+    if random:
+        digest.update((folder / "config.json").read_bytes())
+        return digest.hexdigest()[:16]
+    files = HFFiles(folder)
+    names = sorted(files.tensors)
+    for name in names:
+        stored = files.tensors[name]
+        digest.update(json.dumps([name, stored.shape, str(stored.dtype)]).encode())
+    some = [name for name in names if files.tensors[name].shape][:: max(1, -(-len(names) // _SAMPLED_TENSORS))]
+    parts = {}
+    for name in sorted(some, key=lambda name: str(files.tensors[name].file)):  # each file is opened once
+        block = [(size // 2, size // 2 + 1) for size in files.tensors[name].shape]
+        last = files.tensors[name].shape[-1]
+        width = min(last, _SAMPLED_VALUES)
+        block[-1] = ((last - width) // 2, (last - width) // 2 + width)
+        parts[name] = files.read(name, tuple(block)).flatten().view(torch.uint8).numpy().tobytes()
+    files.close()
+    for name in sorted(parts):
+        digest.update(parts[name])
+    return digest.hexdigest()[:16]
+
+
+def _compared(value: Any) -> Any:
+    """Of the model, where it is does not count."""
+    match = re.fullmatch(r".*( \(weights [0-9a-f]{16}\))", value) if isinstance(value, str) else None
+    return match[1] if match else value
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
