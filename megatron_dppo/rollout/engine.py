@@ -22,10 +22,9 @@ import torch
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.checkpoint.weight_layout import BucketLayout
 from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.bucket import Bucket, pack
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.stored import LayerGroups, RolloutHandle
-from megatron_dppo.rollout.weight_transfer.bucket import Bucket, pack
-from megatron_dppo.rollout.weight_transfer.group import Rendezvous
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +51,18 @@ class GenerationRequest:
     request_id: str
     prompt_ids: np.ndarray = field(repr=False)
     seed: int
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where a communicator's members meet. `key` is new for each communicator, so that late members of an old one
+    meet nobody."""
+
+    host: str
+    port: int
+    key: str
+    size: int
+    timeout_s: float
 
 
 @dataclass(frozen=True, kw_only=True)

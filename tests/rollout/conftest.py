@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron_dppo.batch import RolloutBatch
+from megatron_dppo.rollout.bucket import Bucket
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import GenerationRequest, RolloutEngine, SamplingConfig, update_weights
 from megatron_dppo.rollout.fleet.fleet import EngineFleet
@@ -21,7 +22,6 @@ from megatron_dppo.rollout.fleet.host import RemoteEngine
 from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.rollout.start import open_engine
 from megatron_dppo.rollout.vllm.engine import VllmEngine
-from megatron_dppo.rollout.weight_transfer.bucket import Bucket
 from tests.tiny import VOCAB_SIZE, tiny_qwen3_moe
 
 CONFIG = RolloutConfig(

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_dppo.batch import RolloutBatch
+from megatron_dppo.rollout.bucket import Bucket, pack
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import (
     EngineClosed,
@@ -29,7 +30,6 @@ from megatron_dppo.rollout.engine import (
 from megatron_dppo.rollout.fleet.fleet import EngineFleet
 from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.rollout.start import open_rollout
-from megatron_dppo.rollout.weight_transfer.bucket import Bucket, pack
 from megatron_dppo.rollout.weight_transfer.manifest import IncompleteSync, Manifest
 from megatron_dppo.rollout.weight_transfer.recipients import Recipients
 

@@ -12,12 +12,12 @@ import torch
 
 from megatron_dppo.batch import align
 from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.bucket import Bucket, pack
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import EngineClosed, GenerationRequest, GenerationTimeout, SamplingConfig
 from megatron_dppo.rollout.fleet.store import RolloutSource
 from megatron_dppo.rollout.model_facts import ModelFacts
 from megatron_dppo.rollout.vllm.engine import VllmEngine
-from megatron_dppo.rollout.weight_transfer.bucket import Bucket, pack
 from megatron_dppo.rollout.weight_transfer.manifest import IncompleteSync
 from tests.batch.test_align import assert_same
 from tests.rollout.conftest import SAMPLING, Served, requests

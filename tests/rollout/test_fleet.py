@@ -16,6 +16,7 @@ import ray
 import torch
 
 from megatron_dppo.batch import RolloutBatch
+from megatron_dppo.rollout.bucket import pack
 from megatron_dppo.rollout.engine import EngineClosed, EnginesFailed, GenerationRequest
 from megatron_dppo.rollout.fleet.fleet import EngineFleet
 from megatron_dppo.rollout.fleet.host import RemoteEngine
@@ -23,7 +24,6 @@ from megatron_dppo.rollout.fleet.replica import Replica
 from megatron_dppo.rollout.fleet.store import RolloutSource
 from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.rollout.stored import RolloutHandle
-from megatron_dppo.rollout.weight_transfer.bucket import pack
 from megatron_dppo.rollout.weight_transfer.recipients import Recipients
 from tests.distributed import PATIENCE_S
 from tests.rollout.conftest import CONFIG, SAMPLING, vllm

@@ -226,8 +226,6 @@ class Dispatcher:
         await asyncio.sleep(0)  # whoever waits in `_until` hears of it before the loop is stopped
 
     def _submit(self, ticket: Ticket) -> None:
-        if self._end_reason is not None:
-            raise self._end_reason
         self._tickets.append(ticket)
         if ticket.training:
             self._waiting.extend(ticket.work)

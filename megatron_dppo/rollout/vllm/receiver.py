@@ -26,10 +26,11 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megatron_dppo.checkpoint.weight_layout import BucketLayout, TensorSlot
 from megatron_dppo.compat.vllm_cpu import repack_tied_head
+from megatron_dppo.rollout.engine import Rendezvous
 from megatron_dppo.rollout.vllm.loading import BucketLoader
 from megatron_dppo.rollout.weight_transfer.checksum import checksum, sampled
 from megatron_dppo.rollout.weight_transfer.cuda_ipc import open_shared
-from megatron_dppo.rollout.weight_transfer.group import Rendezvous, WeightGroup
+from megatron_dppo.rollout.weight_transfer.group import WeightGroup
 from megatron_dppo.rollout.weight_transfer.segment import read_segment
 
 

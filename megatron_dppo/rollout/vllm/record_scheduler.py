@@ -7,6 +7,9 @@ step, beside a GPU that needs about 17. A training rollout wants nothing before 
 sent of such requests until their last token; then the one output carries all tokens and a `ResponseRecord` frame in the
 field of the routes. Nothing is computed here: tokens, log-probabilities and routes are vLLM's own.
 
+The record has no field of its own name: vLLM's client decodes outputs by place, and of what belongs to one completion
+it hands on the routes alone as an array.
+
 A request asks for it by `SamplingParams.extra_args = HOLD`. Others are served as ever. A request that its client aborts
 leaves nothing. `pause_generation(mode="abort")` cuts: who has sampled something ends with the next token, as if it had
 come to its `max_tokens`, and is sent with its record; who has not, or lost its place to others and waits, is aborted.

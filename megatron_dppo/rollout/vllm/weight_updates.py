@@ -9,10 +9,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.checkpoint.weight_layout import TensorSlot
+from megatron_dppo.rollout.bucket import Bucket
 from megatron_dppo.rollout.engine import TransferTerms, WorkerReport
 from megatron_dppo.rollout.vllm.gate import Gate
 from megatron_dppo.rollout.vllm.start import CoreLoop
-from megatron_dppo.rollout.weight_transfer.bucket import Bucket
 from megatron_dppo.rollout.weight_transfer.manifest import ChecksumMismatch, IncompleteSync, Manifest
 from megatron_dppo.rollout.weight_transfer.segment import MemorySegment
 

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.launch.network import bound_store
+from megatron_dppo.rollout.engine import Rendezvous
 
 _PATIENCE = 10.0
 """torch's own time limit is this many times ours: ours aborts one communicator, torch's ends the process."""
@@ -24,21 +24,6 @@ _ASK_S = 0.5
 
 class GroupClosed(RuntimeError):
     """A communicator broke or was given up; what was under way on it did not arrive."""
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where a communicator's members meet. `key` is new for each communicator, so that late members of an old one
-    meet nobody."""
-
-    host: str
-    port: int
-    key: str
-    size: int
-    timeout_s: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Meeting:
