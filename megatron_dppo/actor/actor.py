@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_dppo.actor.aux_losses import AuxiliaryLosses
 from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
 from megatron_dppo.actor.dispatched import release_dispatched
+from megatron_dppo.actor.multi_tensor import prepare_step
 from megatron_dppo.actor.objective import MicrobatchReport, MiniBatchObjective, collect
 from megatron_dppo.actor.offload import PARTS, Offloader, Part
 from megatron_dppo.actor.optimizer import build_optimizer, guarded_step
@@ -204,6 +205,7 @@ class MegatronActor:
                 if controller is not None:
                     stack.enter_context(controller.installed())
                 reports = self._passes.run(microbatches, objective, replay=controller, forward_only=False)
+                prepare_step(self.optimizer)
             with self.phases("metrics"):
                 self._aux_losses.finish(len(microbatches))
                 if controller is not None:

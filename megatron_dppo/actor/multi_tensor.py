@@ -12,6 +12,8 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from megatron_dppo.actor.fused_adam import FusedAdam
+
 
 class MultiTensorOptimizer(DistributedOptimizer):
     """`DistributedOptimizer` with the same arithmetic and few launches.
@@ -69,6 +71,31 @@ class MultiTensorOptimizer(DistributedOptimizer):
                     cast_to = weight.detach().view(-1)[owned.start : owned.end] if is_half and not decoupled else None
                     yield shard, gradient, cast_to
 
+    @cached_property
+    def adam(self) -> FusedAdam | None:
+        """What steps this part in one launch; None where its optimizer is another than TransformerEngine's on a GPU."""
+        if self.is_stub_optimizer or not FusedAdam.fits(self.optimizer):
+            return None
+        counted = {id(gradient) for gradient in self.gradients_for_norm}
+        return FusedAdam(
+            self.optimizer,
+            weights={id(shard): weight for shard, _, weight in self._shards if weight is not None},
+            counted=frozenset(id(shard) for shard, gradient, _ in self._shards if id(gradient) in counted),
+        )
+
+    clip_factor = 1.0
+    """What the next step multiplies gradients by."""
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        if self.adam is None:
+            return bool(super().step_with_ready_grads())
+        self.adam.step(scale=self.clip_factor)
+        self.clip_factor = 1.0
+        if not self.ddp_config.overlap_param_gather and not getattr(self, "_defer_param_sync", False):
+            self.start_param_sync_for_bucket_group_subset()
+        return True
+
     def _copy_model_grads_to_main_grads(self) -> None:
         name = "decoupled_grad" if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
         for shard, gradient, _ in self._shards:
@@ -81,21 +108,41 @@ class MultiTensorOptimizer(DistributedOptimizer):
             torch._foreach_copy_(weights, masters)
 
 
+def prepare_step(optimizer: Any) -> None:
+    """What the host has to do for the next step, to be done while the device computes gradients."""
+    for part in optimizer.chained_optimizers:
+        if isinstance(part, MultiTensorOptimizer) and part.adam is not None:
+            part._copy_model_grads_to_main_grads()
+            part.adam.prepare()
+
+
 @torch.no_grad()
 def gradient_norm(optimizer: Any) -> float:
     """L2 norm of the whole gradient. Collective over the gradient-statistics group; waits for the device once."""
-    gradients = [g for part in optimizer.chained_optimizers for g in part.gradients_for_norm]
     square = torch.zeros((), dtype=torch.float32, device=torch.cuda.current_device())
+    gradients: list[Tensor] = []
+    for part in optimizer.chained_optimizers:
+        if part.adam is None:
+            gradients += part.gradients_for_norm
+        else:
+            square += part.adam.square_norm()
     if gradients:
-        square = torch.nn.utils.get_total_norm(gradients).square()
+        square += torch.nn.utils.get_total_norm(gradients).square()
     dist.all_reduce(square, group=optimizer.get_grad_stats_parallel_group())
     return math.sqrt(square.item())
 
 
 @torch.no_grad()
 def clip_gradients(optimizer: Any, *, norm: float, limit: float) -> None:
-    """Scale the gradient down to a norm of `limit` where it has more."""
+    """Scale the gradient down to a norm of `limit` where it has more; `FusedAdam` does so in its step."""
     factor = limit / (norm + 1e-6)
-    gradients = [g for part in optimizer.chained_optimizers for g in part.gradients()]
-    if factor < 1 and gradients:
+    if factor >= 1:
+        return
+    gradients: list[Tensor] = []
+    for part in optimizer.chained_optimizers:
+        if part.adam is None:
+            gradients += part.gradients()
+        else:
+            part.clip_factor = factor
+    if gradients:
         torch._foreach_mul_(gradients, factor)

@@ -10,6 +10,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from actor_step.stock import stock_optimizer
+from actor_step.stock import stock_kernels, stock_optimizer
 
 from megatron_dppo.actor.actor import MegatronActor, TrainingSignal
 from megatron_dppo.actor.optimizer import guarded_step
@@ -113,6 +114,31 @@ def few_launches(bench: Bench) -> dict[str, Any]:
     return {"norms": norms, "stock": stock, "gap": gap(ours, masters(actor))}
 
 
+def experts(bench: Bench) -> dict[str, Any]:
+    """Gradients of one batch by our experts and by stock ones, and whether the host waits inside a layer of experts."""
+    actor = bench.actor(lr=0.0, clip_grad=0.0)  # neither weights nor gradients change after the backward
+    layer = actor.model[0].decoder.layers[0].mlp
+    hidden = torch.randn(64, 1, SIZES["hidden_size"], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    found: dict[str, Any] = {"why_not": layer.experts.why_not(hidden)}
+    gradients: dict[str, dict[str, torch.Tensor]] = {}
+    for name in ("ours", "stock"):
+        with stock_kernels(actor) if name == "stock" else nullcontext():
+            found[name] = bench.updates(actor, 1)[0]["optimizer/loss"]
+        gradients[name] = {n: p.main_grad.clone() for n, p in actor.model[0].named_parameters()}
+    stock = gradients["stock"]
+    found["differences"] = {
+        n: float((g - stock[n]).norm() / (stock[n].norm() + 1e-20)) for n, g in gradients["ours"].items()
+    }
+    layer(hidden)[0].sum().backward()  # kernels are compiled
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(hidden)[0].sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return found
+
+
 def offload(bench: Bench) -> dict[str, Any]:
     """Given steps with everything moved to the host and back between them, and without; then a real update of each."""
     found: dict[str, Any] = {}
@@ -201,7 +227,7 @@ def recompute(bench: Bench) -> dict[str, Any]:
     return found
 
 
-ORDER = (few_launches, loss_scaling, offload, auxiliary_losses, overlaps, recompute, state_on_the_host)
+ORDER = (few_launches, experts, loss_scaling, offload, auxiliary_losses, overlaps, recompute, state_on_the_host)
 CHECKS: dict[str, Callable[[Bench], dict[str, Any]]] = {check.__name__: check for check in ORDER}
 
 

@@ -42,6 +42,13 @@ def test_few_launches_compute_what_many_do(found: dict[str, Any]) -> None:
     assert got["gap"] < 1e-6
 
 
+def test_experts_in_one_launch_compute_what_a_loop_does_and_wait_for_nothing(found: dict[str, Any]) -> None:
+    got = result(found, "experts")
+    assert got["why_not"] is None
+    assert got["ours"] == pytest.approx(got["stock"], rel=1e-3, abs=1e-4)
+    assert max(got["differences"].values()) < 0.02, got["differences"]
+
+
 def test_float16_finds_its_loss_scale_and_trains(found: dict[str, Any]) -> None:
     got = result(found, "loss_scaling")
     losses, norms, overflowed, scales = zip(*got["half"], strict=True)

@@ -52,6 +52,8 @@ class Case:
     """One run: `gpus` processes, one model.
 
     time       median step of several ways to train (`actor_step.arms`)
+    depth      the step with this project's kernels and with stock ones in turn, at one of two depths, from which the
+               whole model's is computed
     agreement  loss and gradient norm of three steps on a batch that is the same for every layout
     """
 
@@ -59,7 +61,7 @@ class Case:
     gpus: int
     layers: int
     layout: dict[str, Any] = field(default_factory=dict)
-    measure: Literal["time", "agreement"] = "time"
+    measure: Literal["time", "depth", "agreement"] = "time"
     recompute: Literal["none", "selective", "full"] = "none"
     microbatches: int = 2
     cross_entropy: bool = True
@@ -84,6 +86,9 @@ class Case:
     """Also this many turns of a step with and one without replay, next to each other."""
     predicted: bool = False
     """Only to hold the planner's step time against, committed before the case was measured: one arm, no profile."""
+
+    whole: int = 48
+    """Layers of the whole model, for `depth`."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -113,6 +118,11 @@ _QWEN3_235B_A22B = {
     "num_attention_heads": 64,
 }
 _CUTLASS = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
+
+
+def _depths(name: str, gpus: int, layers: tuple[int, int], **options: Any) -> list[Case]:
+    return [Case(f"{name}-{n}", gpus, n, measure="depth", most_rounds=20, **options) for n in layers]
+
 
 CASES = [
     Case("b2", 2, 8, _TP2_EP2, recompute="selective", wgrad_arm=True, trace=True),
@@ -158,5 +168,12 @@ CASES = [
     Case("same-ep4", 4, 4, {"expert": 4}, measure="agreement"),
     Case("same-pp2-ep2", 4, 4, _PP2_EP2, measure="agreement"),
     Case("g4", 4, 12, _TP2_EP4, recompute="full", cross_entropy=False),
+    *_depths("full-1", 1, (2, 4)),
+    *_depths("full-1-235b", 1, (1, 2), shapes=_QWEN3_235B_A22B, whole=94),
+    *_depths("full-ep2", 2, (2, 4), layout={"expert": 2}),
+    *_depths("full-tp2-ep2", 2, (2, 4), layout=_TP2_EP2),
+    *_depths("full-pp2-ep2", 4, (4, 8), layout=_PP2_EP2, microbatches=4),
+    *_depths("full-ep4", 4, (2, 4), layout={"expert": 4}),
+    *_depths("full-tp2-ep4", 4, (2, 4), layout=_TP2_EP4),
 ]
 REFERENCE = "same-1"

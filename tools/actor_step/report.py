@@ -13,11 +13,20 @@ from megatron_dppo.models.flops import H100_BF16_DENSE
 Found = dict[str, dict[str, Any]]
 MAIN, REPLAY, NO_REPLAY = "dppo-topk-tv, replay", "dppo-binary-tv, replay", "dppo-binary-tv"
 STOCK = "dppo-binary-tv, replay, Megatron-Core's optimizer step"
+STOCK_KERNELS = "dppo-topk-tv, replay, stock experts, dispatcher and Adam"
 
 
 def report(found: Found, failures: dict[str, str]) -> str:
     """Everything, the timing table first."""
-    parts = [_timing(found), _ratios(found), _replay(found), _work(found), _agreement(found), _offload(found)]
+    parts = [
+        _depth(found),
+        _timing(found),
+        _ratios(found),
+        _replay(found),
+        _work(found),
+        _agreement(found),
+        _offload(found),
+    ]
     if failures:
         parts.append("Failed:\n\n" + "\n".join(f"- `{name}`:\n```\n{text}\n```" for name, text in failures.items()))
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -26,6 +35,42 @@ def report(found: Found, failures: dict[str, str]) -> str:
 def _median(found: dict[str, Any], group: str, arm: str) -> float | None:
     times = found.get(group, {}).get(arm)
     return statistics.median(times) if times else None
+
+
+def _depth(found: Found) -> str:
+    """Pairs of depths, and the whole model's step from them."""
+    rows = []
+    cases = _cases(found, "depth")
+    for shallow, deep in [
+        (a, b) for a in cases for b in cases if a.name.rpartition("-")[0] == b.name.rpartition("-")[0]
+    ]:
+        if shallow.layers >= deep.layers:
+            continue
+        low, high = found[shallow.name], found[deep.name]
+        for arm in (MAIN, STOCK_KERNELS):
+            few, many = _median(low, "with_replay", arm), _median(high, "with_replay", arm)
+            if few is None or many is None:
+                continue
+            layer = (many - few) / (deep.layers - shallow.layers)
+            whole = many + (deep.whole - deep.layers) * layer
+            stock = _median(high, "with_replay", STOCK_KERNELS)
+            spread = np.quantile(high["with_replay"][arm], [0.25, 0.75])
+            rows.append(
+                [
+                    *(deep.name, deep.layout_text, "ours" if arm == MAIN else "stock", f"{few:.4f}", f"{many:.4f}"),
+                    *(f"{spread[0]:.4f} to {spread[1]:.4f}", len(high["with_replay"][arm]), _ratio(many, stock)),
+                    *(f"{layer * 1e3:.1f}", f"{whole:.2f}", f"{high['tokens'] / whole / deep.gpus:,.0f}"),
+                    f"{high['whole_flops_per_gpu'] / whole / H100_BF16_DENSE:.1%}",
+                    f"{high.get(f'peak_gib, {arm}', 0):.1f}",
+                ]
+            )
+    title = (
+        "The whole model's step from two depths: a layer, its weights' optimizer step included, takes what the deeper "
+        "model takes longer, by layer. Arms in turn in one process; medians."
+    )
+    head = ["case", "layout", "kernels", "shallow s", "deep s", "quartiles", "steps", "of stock", "layer ms"]
+    head += ["whole step s", "tokens/s per GPU", "MFU at full depth", "peak GiB"]
+    return _table(title, head, rows)
 
 
 def _timing(found: Found) -> str:
@@ -98,10 +143,12 @@ def _replay(found: Found) -> str:
 
 
 def _work(found: Found) -> str:
-    cases = [case for case in _cases(found, "time") if "profile" in found[case.name]]
+    cases = [c for c in [*_cases(found, "depth"), *_cases(found, "time")] if "profile" in found[c.name]]
     profiles = {case.name: found[case.name]["profile"] for case in cases}
     stock = "stock_optimizer_profile"
     profiles |= {f"{c.name}, stock optimizer": found[c.name][stock] for c in cases if stock in found[c.name]}
+    kernels = "stock_kernels_profile"
+    profiles |= {f"{c.name}, stock kernels": found[c.name][kernels] for c in cases if kernels in found[c.name]}
     if not profiles:
         return ""
     kinds = sorted(

@@ -1,4 +1,4 @@
-"""Megatron-Core's own optimizer step, parameter by parameter, to compare `MultiTensorOptimizer` with."""
+"""Megatron-Core's and TransformerEngine's own parts in place of this project's, to compare with."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import Any
 import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megatron_dppo.actor import optimizer as actor_optimizer
+from megatron_dppo.actor.actor import MegatronActor
+from megatron_dppo.models.experts.module import OneLaunchExperts, UnwaitingDispatcher
 
 
 @contextmanager
 def stock_optimizer(optimizer: Any) -> Iterator[None]:
-    """Inside, an actor's `optimizer` steps as Megatron-Core wrote it."""
+    """Inside, an actor's `optimizer` steps as Megatron-Core wrote it, parameter by parameter."""
     parts = optimizer.chained_optimizers
     ours = [type(part) for part in parts]
     functions = actor_optimizer.gradient_norm, actor_optimizer.clip_gradients
@@ -28,6 +32,31 @@ def stock_optimizer(optimizer: Any) -> Iterator[None]:
         for part, kind in zip(parts, ours, strict=True):
             part.__class__, part._defer_param_sync = kind, part is not parts[-1]
         actor_optimizer.gradient_norm, actor_optimizer.clip_gradients = functions
+
+
+@contextmanager
+def stock_kernels(actor: MegatronActor) -> Iterator[None]:
+    """Inside, experts, their dispatcher and Adam are Megatron-Core's and TransformerEngine's; clipping and casts remain
+    `MultiTensorOptimizer`'s, a launch for many parameters."""
+    ours = [m for chunk in actor.model for m in chunk.modules() if isinstance(m, OneLaunchExperts)]
+    holders = [m for chunk in actor.model for m in chunk.modules() if hasattr(m, "token_dispatcher")]
+    dispatchers = [m.token_dispatcher for m in holders if isinstance(m.token_dispatcher, UnwaitingDispatcher)]
+    parts: Any = actor.optimizer.chained_optimizers
+    for experts in ours:
+        experts.__class__ = TEGroupedMLP
+    for dispatcher in dispatchers:
+        dispatcher.__class__ = MoEAlltoAllTokenDispatcher
+    for part in parts:
+        part.adam = None  # a cached property
+    try:
+        yield
+    finally:
+        for experts in ours:
+            experts.__class__ = OneLaunchExperts
+        for dispatcher in dispatchers:
+            dispatcher.__class__ = UnwaitingDispatcher
+        for part in parts:
+            del part.adam
 
 
 def _norm(optimizer: Any) -> float:

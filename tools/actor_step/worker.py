@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,20 @@ import torch.distributed as dist
 from actor_step.arms import Arm, cross_entropy_arm, policy_arm
 from actor_step.cases import LEARNING_RATE, SEQUENCES_PER_PACK, SMALL, TOPK, Case
 from actor_step.problem import advantages, agreement_batch, build, describe, timing_batch
-from actor_step.stock import stock_optimizer
+from actor_step.stock import stock_kernels, stock_optimizer
 from megatron_dppo.actor import runtime as actor_runtime
 from megatron_dppo.actor.actor import MegatronActor, TrainingSignal
 from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
 from megatron_dppo.actor.profiling import StepProfile, profiled
 from megatron_dppo.actor.weight_gradients import fuse_weight_gradients
 from megatron_dppo.algorithm import presets
-from megatron_dppo.batch import InMemorySource
+from megatron_dppo.batch import InMemorySource, RolloutBatch
 from megatron_dppo.models.flops import training_flops
 from megatron_dppo.models.parallel import ParallelConfig
 
 MAIN, REPLAY, NO_REPLAY = "dppo-topk-tv, replay", "dppo-binary-tv, replay", "dppo-binary-tv"
 STOCK = "dppo-binary-tv, replay, Megatron-Core's optimizer step"
+STOCK_KERNELS = "dppo-topk-tv, replay, stock experts, dispatcher and Adam"
 
 
 class Bench:
@@ -49,7 +51,7 @@ class Bench:
         self.found["parameters_per_rank"] = [
             int(n) for n in self._gather(float(sum(p.numel() for chunk in chunks for p in chunk.parameters())))
         ]
-        budget = self.sizes.pack if case.measure == "time" else self.sizes.agreement_budget // case.budget_divisor
+        budget = self.sizes.pack if case.measure != "agreement" else self.sizes.agreement_budget // case.budget_divisor
         self.actor = MegatronActor(
             self.runtime,
             chunks,
@@ -59,7 +61,7 @@ class Bench:
                 max_tokens_per_microbatch=budget,
                 recompute=case.recompute,
             ),
-            optimizer=OptimizerConfig(lr=LEARNING_RATE if case.measure == "time" else 1e-5),
+            optimizer=OptimizerConfig(lr=LEARNING_RATE if case.measure != "agreement" else 1e-5),
             preset=presets.get("dppo-topk-tv", topk=TOPK),
             hf_config=self.model,
             temperature=1.0,
@@ -91,7 +93,7 @@ class Bench:
         self.note("steps", steps)
         self.note("peak_gib", self._peak())
 
-    def time(self) -> None:
+    def _batch(self) -> tuple[InMemorySource, TrainingSignal, RolloutBatch]:
         batch = timing_batch(self.case, self.model, self.sizes)
         source = InMemorySource.of(batch)
         weights = advantages(len(batch))
@@ -99,6 +101,31 @@ class Bench:
         self.note("tokens", len(batch.token_ids))
         flops = training_flops(self.model, batch.lengths)
         self.note("flops_per_gpu", flops / self.case.gpus)
+        return source, signal, batch
+
+    def depth(self) -> None:
+        """The same step with our kernels and with stock ones."""
+        source, signal, batch = self._batch()
+        whole = training_flops(describe(replace(self.case, layers=self.case.whole), tiny=self.tiny), batch.lengths)
+        self.note("whole_flops_per_gpu", whole / self.case.gpus)
+        ours = policy_arm(self.actor, source, signal, "dppo-topk-tv", replay=True)
+
+        def stock() -> None:
+            with stock_kernels(self.actor):
+                ours()
+
+        for name, arm in ((MAIN, ours), (STOCK_KERNELS, stock)):
+            self._step(arm)
+            self._reset_peak()
+            self._step(arm)
+            self.note(f"peak_gib, {name}", self._peak())
+        self.note("with_replay", self._rounds({MAIN: ours, STOCK_KERNELS: stock}))
+        self.note("peak_gib", self.found[f"peak_gib, {MAIN}"])
+        self.note("profile", self._profile(ours))
+        self.note("stock_kernels_profile", self._profile(stock))
+
+    def time(self) -> None:
+        source, signal, batch = self._batch()
 
         def policy(preset: str, *, replay: bool) -> Arm:
             return policy_arm(self.actor, source, signal, preset, replay=replay)
@@ -257,7 +284,7 @@ def work(case: Case, file: Path, *, tiny: bool, seconds: float, fusion: bool) ->
     """Run a case on this rank; the exit code."""
     try:
         bench = Bench(case, file, tiny=tiny, seconds=seconds, fusion=fusion)
-        bench.agreement() if case.measure == "agreement" else bench.time()
+        {"time": bench.time, "depth": bench.depth, "agreement": bench.agreement}[case.measure]()
         bench.note("finished", True)
     except BaseException:
         traceback.print_exc()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import (
@@ -16,6 +17,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_dppo.compat.upload import to_device
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.lora.sites import LocalSite, a_pieces, b_pieces
 from megatron_dppo.models.lora.size import GROUPED_ROW_BYTES
@@ -111,17 +113,18 @@ class LoraAdapter(torch.nn.Module):
         )
         return flat.view(output.shape)
 
-    def add_to_grouped(self, output: Tensor, x: Tensor, splits: Sequence[int]) -> Tensor:
-        """The same for experts: rows of `x [T, in]` belong to expert 0, then 1, ..., `splits` of them each."""
+    def add_to_grouped(self, output: Tensor, x: Tensor, splits: Sequence[int] | Tensor) -> Tensor:
+        """The same for experts: rows of `x [T, in]` belong to expert 0, then 1, ..., `splits` of them each; or
+        `splits` is a tensor on x's device of where each one's rows end, int32 `[E]`."""
         a, b = self._factors()
         if not _can_group(x, self.rank):
+            if isinstance(splits, Tensor):
+                splits = splits.diff(prepend=splits.new_zeros(1)).tolist()
             parts = zip(output.split(list(splits)), x.split(list(splits)), a, b, strict=True)
             return torch.cat(
                 [torch.addmm(y, F.linear(rows, a_), b_.t(), alpha=self.scale) for y, rows, a_, b_ in parts]
             )
-        ends = torch.tensor(splits, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        if x.is_cuda:
-            ends = ends.pin_memory().to(x.device, non_blocking=True)
+        ends = splits if isinstance(splits, Tensor) else to_device(np.cumsum(splits, dtype=np.int32), x.device)
         hidden = F.grouped_mm(x, a.transpose(1, 2), offs=ends)
         return output + F.grouped_mm(hidden * self.scale, b.transpose(1, 2), offs=ends)
 

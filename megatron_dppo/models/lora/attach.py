@@ -40,7 +40,8 @@ def attach_adapters(
             weights = [p for p in layer.parameters(recurse=False) if id(p) in held]
             if not weights:
                 continue
-            local = [held[id(p)] for p in weights]
+            # Experts in their order, in which their tokens come, not in that of registration.
+            local = sorted((held[id(p)] for p in weights), key=lambda one: one.site.expert or 0)
             site = local[0].site
             expert = site.expert is not None
             sharding = Sharding(

@@ -1,0 +1,135 @@
+"""Megatron-Core's grouped experts and their dispatcher, without a wait for the number of tokens of an expert."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
+
+from megatron_dppo.models.experts.activation import WeightedSwiGLU
+from megatron_dppo.models.experts.grouped import GroupedLinear, stacked, unusable
+
+
+def take_over_experts(chunks: Iterable[torch.nn.Module]) -> None:
+    """Make the grouped experts of newly built chunks, and their dispatchers, those of this module.
+
+    Parameters keep their names and shapes. Those of a layer are put next to each other in memory, expert 0 first, and
+    registered from the last to the first: DistributedDataParallel fills its buffers from the last parameter on, so
+    that they lie in the same order there.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if type(module) is TEGroupedMLP:
+                module.__class__ = OneLaunchExperts
+                linears: list[Any] = [module.linear_fc1, module.linear_fc2]
+                for linear in linears:
+                    linear.__class__ = _one_launch(linear.__class__)
+                    _line_up(linear)
+            dispatcher: Any = getattr(module, "token_dispatcher", None)
+            if type(dispatcher) is MoEAlltoAllTokenDispatcher:
+                dispatcher.__class__ = UnwaitingDispatcher
+
+
+def _weights(linear: Any) -> list[torch.nn.Parameter]:
+    return [getattr(linear, f"weight{expert}") for expert in range(linear.num_gemms)]
+
+
+@torch.no_grad()
+def _line_up(linear: Any) -> None:
+    weights = _weights(linear)
+    stack = torch.empty((len(weights), *weights[0].shape), dtype=weights[0].dtype, device=weights[0].device)
+    for weight, place in zip(weights, stack, strict=True):
+        weight.data = place
+    parameters = linear._parameters
+    for expert in reversed(range(len(weights))):
+        parameters[f"weight{expert}"] = parameters.pop(f"weight{expert}")
+
+
+class OneLaunchExperts(TEGroupedMLP):
+    """`TEGroupedMLP` whose products take all experts in one launch (`GroupedLinear`), activation and probabilities in
+    another. Where the tensors do not allow it (`why_not`), it is the stock class."""
+
+    def why_not(self, hidden: Tensor) -> str | None:
+        """Why TransformerEngine's loop over the experts computes this, or None."""
+        if self.config.moe_apply_probs_on_input or self.config.add_bias_linear:
+            return "probabilities on the input, or biases"
+        if not self.config.gated_linear_unit or self.config.activation_func is not torch.nn.functional.silu:
+            return "an activation that is not gated SiLU"
+        if self.activation_recompute or self.offload_expert_fc1 or self.offload_moe_act:
+            return "recomputed or offloaded activations"
+        for linear in (self.linear_fc1, self.linear_fc2):
+            if stacked(_weights(linear)) is None:
+                return "weights that do not lie next to each other"
+            if reason := unusable(hidden, linear.weight0):
+                return reason
+        return None
+
+    def forward(
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
+        output_buffer: Tensor | None = None,
+        grad_input_buffer: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """`[T, hidden]` of the tokens sorted by expert, each weighted with its probability `[T]`.
+
+        tokens_per_expert: int `[local experts]`, on any device; the device's own is not waited for.
+        """
+        hidden = permuted_local_hidden_states
+        if output_buffer is not None or grad_input_buffer is not None or self.why_not(hidden):
+            return super().forward(hidden, tokens_per_expert, permuted_probs, output_buffer, grad_input_buffer)
+        ends = tokens_per_expert.to(hidden.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+        gate_up, _ = self.linear_fc1(hidden, ends)
+        weighted = WeightedSwiGLU.apply(gate_up, permuted_probs)
+        output, _ = self.linear_fc2(weighted, ends)
+        return output, None
+
+
+@functools.cache
+def _one_launch(stock: Any) -> Any:
+    """`stock` (a TransformerEngine GroupedLinear) that also takes `ends` (see `GroupedLinear`) in place of counts."""
+
+    class OneLaunchLinear(stock):
+        def forward(self, x: Tensor, splits: Any) -> tuple[Tensor, Any]:
+            if not isinstance(splits, Tensor):
+                return super().forward(x, splits)
+            weights = _weights(self)
+            stack = stacked(weights)
+            assert stack is not None
+            return GroupedLinear.apply(x, splits, stack, bool(self.fuse_wgrad_accumulation), *weights), None
+
+    OneLaunchLinear.__name__ = f"OneLaunch{stock.__name__}"
+    return OneLaunchLinear
+
+
+class UnwaitingDispatcher(MoEAlltoAllTokenDispatcher):
+    """`MoEAlltoAllTokenDispatcher` that leaves the number of tokens of each expert on the device.
+
+    Where experts are not divided among ranks the host needs nothing, and the rows, sorted by expert already, are not
+    sorted again. Where they are, only the numbers of rows that ranks exchange come to the host, for NCCL.
+    """
+
+    @property
+    def _undivided(self) -> bool:
+        return self.ep_size == 1 and self.tp_size == 1
+
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
+        if not self._undivided:
+            super()._maybe_dtoh_and_synchronize(point, None)
+        return tokens_per_expert
+
+    def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not self._undivided:
+            return super().dispatch_postprocess(global_input_tokens, global_probs)
+        counts: Tensor = self.tokens_per_expert  # type: ignore[has-type]
+        self.tokens_per_expert = None
+        return global_input_tokens, counts, global_probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states if self._undivided else super().combine_preprocess(hidden_states)

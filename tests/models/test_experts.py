@@ -1,0 +1,101 @@
+"""All experts in one launch, as a CPU computes them: against float64, whatever the loads and wherever gradients go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_dppo.models.experts.activation import WeightedSwiGLU
+from megatron_dppo.models.experts.grouped import GroupedLinear, stacked, unusable
+
+COUNTS = [[3, 0, 5, 1], [0, 0, 9, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
+
+
+def experts(number: int, rows: int, columns: int, *, apart: bool = False) -> tuple[list[torch.nn.Parameter], Tensor]:
+    """Weights next to each other, with gradient buffers that are so too, or not; and the weights' memory."""
+    stack = torch.randn(number, rows, columns)
+    weights = [torch.nn.Parameter(w) for w in stack]
+    buffer = torch.randn(number, rows + apart, columns)
+    for weight, main in zip(weights, buffer, strict=True):
+        setattr(weight, "main_grad", main[:rows])  # noqa: B010
+    return weights, stack
+
+
+def expected(x: Tensor, dy: Tensor, weights: list[Any], counts: list[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Output, input gradient and weight gradients in float64."""
+    parts = list(zip(x.double().split(counts), dy.double().split(counts), weights, strict=True))
+    return (
+        torch.cat([rows @ w.double().t() for rows, _, w in parts]),
+        torch.cat([grads @ w.double() for _, grads, w in parts]),
+        [grads.t() @ rows for rows, grads, _ in parts],
+    )
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("where", ["main_grad", "main_grad apart", "grad", "frozen"])
+def test_products_of_all_experts(counts: list[int], where: str) -> None:
+    torch.manual_seed(0)
+    weights, _ = experts(len(counts), 8, 12, apart=where == "main_grad apart")
+    x, dy = torch.randn(sum(counts), 12, requires_grad=True), torch.randn(sum(counts), 8)
+    for weight in weights:
+        weight.requires_grad_(where != "frozen")
+    before = [w.main_grad.double().clone() for w in weights]  # type: ignore[attr-defined]
+    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    y = GroupedLinear.apply(x, ends, stacked(weights), where.startswith("main_grad"), *weights)
+    y.backward(dy)
+    output, input_gradient, gradients = expected(x.detach(), dy, weights, counts)
+    torch.testing.assert_close(y.double(), output, rtol=1e-5, atol=1e-5)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.double(), input_gradient, rtol=1e-5, atol=1e-5)
+    for weight, start, gradient in zip(weights, before, gradients, strict=True):
+        main = weight.main_grad.double()  # type: ignore[attr-defined]
+        if where.startswith("main_grad"):
+            torch.testing.assert_close(main, start + gradient, rtol=1e-5, atol=1e-5)
+            assert weight.grad_added_to_main_grad, "DistributedDataParallel's hook would add the placeholder"
+            assert weight.grad is not None, "without a gradient the hook that reduces would not run"
+            continue
+        torch.testing.assert_close(main, start, rtol=0, atol=0)
+        if where == "frozen":
+            assert weight.grad is None
+        else:
+            assert weight.grad is not None
+            torch.testing.assert_close(weight.grad.double(), gradient, rtol=1e-5, atol=1e-5)
+
+
+def test_a_stack_is_the_weights_own_memory() -> None:
+    weights, stack = experts(3, 4, 8)
+    found = stacked(weights)
+    assert found is not None
+    assert found.data_ptr() == stack.data_ptr()
+    assert stacked([*reversed(weights)]) is None
+    assert stacked([torch.zeros(4, 8) for _ in range(3)]) is None
+    assert stacked([w.t() for w in weights]) is None, "expert by expert in order, but columns first"
+
+
+def test_what_needs_another_way() -> None:
+    x = torch.zeros(2, 8)
+    assert unusable(x, torch.zeros(8, 8)) is None
+    assert "bytes" in str(unusable(x, torch.zeros(7, 8)))
+    assert "float64" in str(unusable(x.double(), torch.zeros(8, 8, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 7])
+def test_activation_times_probability(dtype: torch.dtype, rows: int) -> None:
+    torch.manual_seed(1)
+    gate_up = torch.randn(rows, 12, dtype=dtype, requires_grad=True)
+    probability = torch.rand(rows, requires_grad=True)
+    grad = torch.randn(rows, 6, dtype=dtype)
+    WeightedSwiGLU.apply(gate_up, probability).backward(grad)
+    exact, weight = gate_up.detach().double().requires_grad_(), probability.detach().double().requires_grad_()
+    gate, up = exact.chunk(2, -1)
+    (F.silu(gate) * up * weight[:, None]).backward(grad.double())
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    for got, wanted in ((gate_up.grad, exact.grad), (probability.grad, weight.grad)):
+        assert got is not None
+        assert wanted is not None
+        torch.testing.assert_close(got.double(), wanted, **tolerance)
