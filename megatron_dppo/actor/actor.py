@@ -194,12 +194,12 @@ class MegatronActor:
             )
             own_routes = None if before is None else before[number].routes
             with self.phases("microbatches"):
+                for chunk in self.chunks:  # the device does so while the host makes the first microbatch
+                    chunk.zero_grad_buffer()
+                self.optimizer.zero_grad()
                 microbatches = self._passes.build(source, plan, replay=self._passes.replay, own_routes=own_routes)
             totals.add_plan(plan)
             self._aux_losses.start(plan.padded_rows)
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
             controller = RouterReplayController(self._passes.routers) if self._passes.replay != "none" else None
             with self.phases("forward and backward"), progress.inside(), ExitStack() as stack:
                 if controller is not None:

@@ -147,8 +147,6 @@ def _work(found: Found) -> str:
     profiles = {case.name: found[case.name]["profile"] for case in cases}
     stock = "stock_optimizer_profile"
     profiles |= {f"{c.name}, stock optimizer": found[c.name][stock] for c in cases if stock in found[c.name]}
-    kernels = "stock_kernels_profile"
-    profiles |= {f"{c.name}, stock kernels": found[c.name][kernels] for c in cases if kernels in found[c.name]}
     if not profiles:
         return ""
     kinds = sorted(

@@ -122,7 +122,6 @@ class Bench:
         self.note("with_replay", self._rounds({MAIN: ours, STOCK_KERNELS: stock}))
         self.note("peak_gib", self.found[f"peak_gib, {MAIN}"])
         self.note("profile", self._profile(ours))
-        self.note("stock_kernels_profile", self._profile(stock))
 
     def time(self) -> None:
         source, signal, batch = self._batch()

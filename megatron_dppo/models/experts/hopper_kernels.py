@@ -34,9 +34,10 @@ def _async_add_shared_to_global(descriptor, coordinates, source, _semantic=None)
 
 
 @gluon.jit
-def _tile(index, ends, tiles_n, tiles_k):
+def _tile(index, ends, tiles, tiles_n, tiles_k):
     """Expert, row tile and column tile (row tiles innermost: they share the columns' tokens in L2), first and last
-    token."""
+    token; some tile past the last."""
+    index = gl.minimum(index, tiles - 1)
     expert = index // (tiles_n * tiles_k)
     rest = index % (tiles_n * tiles_k)
     start = gl.load(ends + expert - 1, mask=expert > 0, other=0)
@@ -56,7 +57,7 @@ def _load_tokens(dy, x, ring, ends, tiles, tiles_n, tiles_k):
     BYTES: gl.constexpr = DEPTH * (128 + ring_x.shape[2]) * 2
     count = 0
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        _, tile_n, tile_k, start, stop = _tile(index, ends, tiles_n, tiles_k)
+        _, tile_n, tile_k, start, stop = _tile(index, ends, tiles, tiles_n, tiles_k)
         for step in range((stop - start + DEPTH - 1) // DEPTH):
             stage = count % STAGES
             barrier = full.index(stage)
@@ -94,8 +95,13 @@ def _add_products(ring, staging, out, ends, tiles, tiles_n, tiles_k, HALF: gl.co
     ring_dy = high if HALF else low
     buffer = staging.index(HALF)
     count = 0
-    for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        expert, tile_n, tile_k, start, stop = _tile(index, ends, tiles_n, tiles_k)
+    coming = gl.program_id(0)
+    next_expert, next_n, next_k, next_start, next_stop = _tile(coming, ends, tiles, tiles_n, tiles_k)
+    for _ in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        expert, tile_n, tile_k, start, stop = next_expert, next_n, next_k, next_start, next_stop
+        coming += gl.num_programs(0)
+        # Behind a whole product, which hides the loads.
+        next_expert, next_n, next_k, next_start, next_stop = _tile(coming, ends, tiles, tiles_n, tiles_k)
         if stop > start:
             acc = gl.zeros([64, WIDTH], gl.float32, layout)
             for step in range((stop - start + DEPTH - 1) // DEPTH):

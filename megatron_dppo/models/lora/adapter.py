@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import (
@@ -17,7 +16,6 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_dppo.compat.upload import to_device
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.lora.sites import LocalSite, a_pieces, b_pieces
 from megatron_dppo.models.lora.size import GROUPED_ROW_BYTES
@@ -124,7 +122,11 @@ class LoraAdapter(torch.nn.Module):
             return torch.cat(
                 [torch.addmm(y, F.linear(rows, a_), b_.t(), alpha=self.scale) for y, rows, a_, b_ in parts]
             )
-        ends = splits if isinstance(splits, Tensor) else to_device(np.cumsum(splits, dtype=np.int32), x.device)
+        if isinstance(splits, Tensor):
+            ends = splits
+        else:
+            ends = torch.tensor(splits, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            ends = ends.pin_memory().to(x.device, non_blocking=True) if x.is_cuda else ends
         hidden = F.grouped_mm(x, a.transpose(1, 2), offs=ends)
         return output + F.grouped_mm(hidden * self.scale, b.transpose(1, 2), offs=ends)
 
