@@ -30,7 +30,7 @@ def agreement(folder: Path, *options: str) -> dict:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_adapters_equal_the_merged_model(tmp_path: Path) -> None:
     found = agreement(tmp_path)
-    assert "TEColumnParallelGroupedLinear" in found["layer_types"]
+    assert "OneLaunchTEColumnParallelGroupedLinear" in found["layer_types"]
     assert len(found["grouped"]) == 2
     assert found["agrees"], found
 
