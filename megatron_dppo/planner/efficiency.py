@@ -33,10 +33,11 @@ class Efficiency:
     decode: float = 0.36
     """Bytes an engine's step must read (weights of the experts hit, KV cache) over what it takes."""
 
-    expert_forward_s: float = 101e-6
-    """Host seconds per local expert and layer: two launches and their descriptors."""
-    expert_backward_s: float = 72e-6
-    """The same for four launches and two gradient hooks."""
+    expert_forward_s: float = 3e-6
+    """Host seconds per local expert and layer: finding its two weights. This and the next two are not of the fit, which
+    was of a loop over experts and of an Adam from lists: docs/planner.md."""
+    expert_backward_s: float = 10e-6
+    """The same for its two gradient hooks."""
     expert_unfused_s: float = 50e-6
     """More where weight gradients are added to the float32 buffer by kernels of their own."""
     layer_forward_s: float = 7.3e-3
@@ -44,8 +45,8 @@ class Efficiency:
     layer_backward_s: float = 15e-3
     microbatch_s: float = 0.021
     """Packing, routes to the device, objective and metrics."""
-    parameter_s: float = 30e-6
-    """Host seconds per parameter tensor in the optimizer step: 30 to 60 ms for 550 to 1,060, less Adam's own."""
+    parameter_s: float = 3e-6
+    """Host seconds per parameter tensor in the optimizer step."""
     adapter_s: float = 150e-6
     """Host seconds per adapter and pass: some ten launches. An estimate, not fitted."""
     merge_s: float = 100e-6
@@ -60,13 +61,12 @@ H200 = Efficiency(
     grouped=0.52,
     memory=0.69,
     link=0.24,
-    expert_forward_s=6.2e-05,
-    expert_backward_s=1.0e-04,
     layer_forward_s=0.0031,
     layer_backward_s=0.0077,
-    microbatch_s=0.0145,
+    microbatch_s=0.010,
 )
-"""Fitted by `tools/fit_planner.py` to twenty steps of one and two H200s (docs/planner.md); the rest is the H100's."""
+"""Fitted by `tools/fit_planner.py` to twenty steps of one and two H200s, and `microbatch_s` set by two since then
+(docs/planner.md); the rest is the H100's."""
 MEASURED = {"h100-80g": H100, "h200-141g": H200}
 """By the name of the card."""
 

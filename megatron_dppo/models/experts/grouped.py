@@ -13,14 +13,17 @@ from torch import Tensor
 
 ROW_BYTES = 16
 """Rows of the operands must be a multiple of this (`torch.nn.functional.grouped_mm`, TMA)."""
+_ONE_LAUNCH = (9, 10)
+"""Major compute capabilities for which `torch.nn.functional.grouped_mm` is one kernel."""
 _BLOCK_N, _BLOCK_K, _DEPTH, _STAGES = 128, 256, 64, 4
 
 
 def unusable(x: Tensor, weight: Tensor) -> str | None:
     """Why these tokens and a weight `[N, K]` of one expert cannot take `GroupedLinear`, or None."""
-    if x.dtype != weight.dtype or weight.dtype not in (
-        (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float32)
-    ):
+    if x.is_cuda and torch.cuda.get_device_capability(x.device)[0] not in _ONE_LAUNCH:
+        return "torch's grouped product is a loop on this card"
+    types = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float32)
+    if x.dtype != weight.dtype or weight.dtype not in types:
         return f"one launch for all experts takes bfloat16, not {weight.dtype}"
     if any(width * weight.element_size() % ROW_BYTES for width in weight.shape):
         return f"rows of {tuple(weight.shape)} are no multiple of {ROW_BYTES} bytes"
