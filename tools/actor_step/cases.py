@@ -87,6 +87,8 @@ class Case:
     predicted: bool = False
     """Only to hold the planner's step time against, committed before the case was measured: one arm, no profile."""
 
+    overlap: bool = False
+    """Reduce gradients and gather weights beside other work."""
     whole: int = 48
     """Layers of the whole model, for `depth`."""
 
@@ -171,6 +173,7 @@ CASES = [
     *_depths("full-1", 1, (2, 4)),
     *_depths("full-1-235b", 1, (1, 2), shapes=_QWEN3_235B_A22B, whole=94),
     *_depths("full-ep2", 2, (2, 4), layout={"expert": 2}),
+    *_depths("full-ep2-overlap", 2, (2, 4), layout={"expert": 2}, overlap=True),
     *_depths("full-tp2-ep2", 2, (2, 4), layout=_TP2_EP2),
     *_depths("full-pp2-ep2", 4, (4, 8), layout=_PP2_EP2, microbatches=4),
     *_depths("full-ep4", 4, (2, 4), layout={"expert": 4}),

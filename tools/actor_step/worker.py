@@ -61,7 +61,11 @@ class Bench:
                 max_tokens_per_microbatch=budget,
                 recompute=case.recompute,
             ),
-            optimizer=OptimizerConfig(lr=LEARNING_RATE if case.measure != "agreement" else 1e-5),
+            optimizer=OptimizerConfig(
+                lr=LEARNING_RATE if case.measure != "agreement" else 1e-5,
+                overlap_grad_reduce=case.overlap,
+                overlap_param_gather=case.overlap,
+            ),
             preset=presets.get("dppo-topk-tv", topk=TOPK),
             hf_config=self.model,
             temperature=1.0,
