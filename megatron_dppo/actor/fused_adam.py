@@ -136,17 +136,18 @@ class FusedAdam:
                     table.rows,
                     table.first,
                     table.tensors,
-                    scale,
-                    group["lr"],
-                    beta1,
-                    beta2,
-                    group["eps"],
-                    group["weight_decay"],
+                    *(
+                        float(value)
+                        for value in (scale, group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
+                    ),
                     1 - beta1 ** group["step"] if corrected else 1.0,
                     1 - beta2 ** group["step"] if corrected else 1.0,
                     HALF=dtypes[table.half],
                     ALIGNED=table.aligned,
                 )
+
+    def forget(self) -> None:
+        """Addresses are those of one step."""
         self._tables = None
 
     def _prepared(self) -> list[_Table]:

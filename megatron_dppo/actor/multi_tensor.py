@@ -110,10 +110,20 @@ class MultiTensorOptimizer(DistributedOptimizer):
 
 def prepare_step(optimizer: Any) -> None:
     """What the host has to do for the next step, to be done while the device computes gradients."""
-    for part in optimizer.chained_optimizers:
-        if isinstance(part, MultiTensorOptimizer) and part.adam is not None:
-            part._copy_model_grads_to_main_grads()
-            part.adam.prepare()
+    for part in _fused(optimizer):
+        part._copy_model_grads_to_main_grads()
+        part.adam.prepare()
+
+
+def end_step(optimizer: Any) -> None:
+    """Taken or skipped: what was prepared holds no longer."""
+    for part in _fused(optimizer):
+        part.adam.forget()
+
+
+def _fused(optimizer: Any) -> list[Any]:
+    parts = optimizer.chained_optimizers
+    return [part for part in parts if isinstance(part, MultiTensorOptimizer) and part.adam is not None]
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_dppo.actor.config import OptimizerConfig
-from megatron_dppo.actor.multi_tensor import MultiTensorOptimizer, clip_gradients, gradient_norm
+from megatron_dppo.actor.multi_tensor import MultiTensorOptimizer, clip_gradients, end_step, gradient_norm
 from megatron_dppo.errors import UserError
 
 
@@ -143,6 +143,13 @@ def guarded_step(optimizer: Any, scheduler: OptimizerParamScheduler, *, loss_is_
     clipping: a norm is finite only where every element is. Collectives: those of the norm, and for float16 of the
     overflow check; every rank takes the same decision.
     """
+    try:
+        return _step(optimizer, scheduler, loss_is_finite=loss_is_finite)
+    finally:
+        end_step(optimizer)
+
+
+def _step(optimizer: Any, scheduler: OptimizerParamScheduler, *, loss_is_finite: bool) -> StepOutcome:
     lr = max(group["lr"] for group in optimizer.param_groups)
     scale = optimizer.get_loss_scale().item()
     skipped = StepOutcome(applied=False, grad_norm=float("nan"), lr=lr, loss_scale=scale)

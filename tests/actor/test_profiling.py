@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatron_dppo.actor.profiling import PHASE, kind_of
+from megatron_dppo.actor import fused_adam
+from megatron_dppo.actor.profiling import PHASE, _ancestry, kind_of
 from megatron_dppo.models.flops import active_matrix_parameters, peak_flops, training_flops
 from megatron_dppo.models.hf_config import load_hf_config, resolve_hf_config
 from tests.actor.matrix import SHAPE, TEMPERATURE, Case, advantages, build_actor
@@ -115,3 +118,16 @@ def test_flops_of_a_step(tmp_path: Path) -> None:
 def test_peak_of_a_card() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
     assert peak_flops("NVIDIA H100 PCIe") is None
+
+
+def test_a_kernel_of_ours_that_no_operator_launches_stands_in_its_phase() -> None:
+    """Kineto links kernels to operators, not to annotations: the name around the launch has to be an operator's."""
+    with (
+        profile(activities=[ProfilerActivity.CPU]) as profiler,
+        record_function(PHASE + "optimizer"),
+        fused_adam._recorded("FusedAdam: step"),
+    ):
+        torch.ones(1)
+    event = next(e for e in profiler.events() if e.name == "FusedAdam: step")
+    assert not event.is_user_annotation
+    assert kind_of("adamw", " ".join(_ancestry(event))) == "optimizer"
