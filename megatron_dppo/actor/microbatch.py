@@ -143,7 +143,8 @@ class MicrobatchBuilder:
         kind = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
         taken = torch.empty((len(source), *array.shape[1:]), dtype=kind, pin_memory=self.device.type == "cuda")
         rows = taken.numpy()
-        np.take(array, source, axis=0, out=rows, mode="clip")
+        if len(array):
+            np.take(array, source, axis=0, out=rows, mode="clip")
         rows[source < 0] = padding
         return taken.to(self.device, non_blocking=True)
 

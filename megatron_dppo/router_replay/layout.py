@@ -54,8 +54,10 @@ def local_routes(routes: Routes, pack_rows: np.ndarray, local: slice | np.ndarra
     real = rows != PADDING_ROW
     number = np.cumsum(pack_rows == PADDING_ROW)[local] - 1
     spread = (number[~real, None] * routes.topk + np.arange(routes.topk)) % routes.num_experts
-    every = layers == list(range(routes.experts.shape[1]))
-    experts = (routes.experts if every else routes.experts[:, layers]).take(rows, axis=0, mode="clip")
+    experts = np.empty((len(rows), len(layers), routes.topk), dtype=routes.experts.dtype)
+    if real.any():
+        every = layers == list(range(routes.experts.shape[1]))
+        (routes.experts if every else routes.experts[:, layers]).take(rows, axis=0, mode="clip", out=experts)
     experts[~real] = spread[:, None, :]
     forced = ~real
     forced[real] = routes.valid[rows[real]]
