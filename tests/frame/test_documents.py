@@ -1,0 +1,77 @@
+"""What the documents name is there: files, and in docs/architecture.md classes, functions and settings as well."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.config.schema import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "megatron_dppo"
+DOCUMENTS = sorted(path for pattern in ("*.md", "docs/*.md", "examples/**/*.md") for path in ROOT.glob(pattern))
+PATH = re.compile(r"([\w./-]+/[\w./-]+\.(?:py|sh|yaml|md))(?:: (\w[\w.]*))?")
+
+
+def spans(document: Path) -> list[str]:
+    """What stands between backticks."""
+    return re.findall(r"`([^`\n]+)`", document.read_text())
+
+
+def find(path: str) -> Path | None:
+    """A file of the package, or of the repository."""
+    return next((file for file in (PACKAGE / path, ROOT / path) if file.is_file()), None)
+
+
+def definitions(file: Path) -> set[str]:
+    """Names at the top of a module, and `Class.name` of what its classes have."""
+    found: set[str] = set()
+
+    def walk(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                found.add(prefix + node.name)
+            if isinstance(node, ast.ClassDef):
+                walk(node.body, f"{prefix}{node.name}.")
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            found.update(prefix + target.id for target in targets if isinstance(target, ast.Name))
+
+    walk(ast.parse(file.read_text()).body, "")
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files(document: Path) -> None:
+    for span in spans(document):
+        if (match := PATH.fullmatch(span)) is None or match[1].startswith(("runs/", "/")):
+            continue
+        file = find(match[1]) or find(str(document.parent.relative_to(ROOT) / match[1]))
+        assert file is not None, f"there is no {match[1]}"
+        if match[2] is not None:
+            assert match[2] in definitions(file), f"{match[1]} does not define {match[2]}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):
+        assert (document.parent / link).exists(), f"there is no {link}"
+
+
+def test_architecture() -> None:
+    """It names many functions with their files; classes that stand alone, folders and settings are there too."""
+    document = ROOT / "docs/architecture.md"
+    named = spans(document)
+    assert sum(1 for span in named if (match := PATH.fullmatch(span)) and match[2]) > 60
+    known: set[str] = set().union(*(definitions(file) for file in PACKAGE.rglob("*.py")))
+    for span in named:
+        if re.fullmatch(r"_?[A-Z]\w*[a-z]\w*(\.\w+)*", span):
+            assert span in known, f"nothing defines {span}"
+        elif re.fullmatch(r"[\w/]+/", span):
+            assert (PACKAGE / span).is_dir() or (ROOT / span).is_dir(), f"there is no folder {span}"
+        elif (match := re.fullmatch(r"(\w+)\.(\w+)(?:[:=].*)?", span)) and match[1] in Config.model_fields:
+            kind = Config.model_fields[match[1]].annotation
+            fields = getattr(kind, "model_fields", None)
+            assert fields is None or match[2] in fields, f"there is no setting {span}"
