@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser(
         "evaluate",
         help="avg@n and pass@k of a model on files of questions",
-        description="Sample answers and judge them: megatron-dppo evaluate MODEL [NAME=]FILE ... [a.b=c ...]. "
+        description="Sample answers and score them: megatron-dppo evaluate MODEL [NAME=]FILE ... [a.b=c ...]. "
         "Without --config the sampling is temperature 0.7, top-p 0.95, 32 answers per question. Started again with the "
         "same --out, it goes on where it was.",
     )

@@ -83,8 +83,8 @@ def run_trial(arguments: argparse.Namespace) -> None:
         found = agreement(trial, lora)
     else:
         found = timing(trial, lora if arguments.trial == "lora" else None, arguments.steps)
-    card = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
-    found["device"], found["device_bytes"] = (card.name, card.total_memory) if card else ("CPU", 0)
+    device = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
+    found["device"], found["device_bytes"] = (device.name, device.total_memory) if device else ("CPU", 0)
     arguments.out.write_text(json.dumps(found))
     trial.close()
 
@@ -122,14 +122,14 @@ def _trial(arguments: argparse.Namespace, kind: str, layers: int, recompute: str
 
 
 def planned(trial: dict[str, Any], rank: int) -> list[str]:
-    """The planner's peak in GiB and seconds of a step, for cards that it was calibrated on."""
+    """The planner's peak in GiB and seconds of a step, for GPUs that it was calibrated on."""
     from actor_step.cases import Case
     from compare_plan import predict
 
     from megatron_dppo.models.lora.config import LoraConfig
-    from megatron_dppo.planner.gpus import gpu_of_card
+    from megatron_dppo.planner.gpus import gpu_of_device
 
-    gpu = gpu_of_card(trial["device"], trial["device_bytes"])
+    gpu = gpu_of_device(trial["device"], trial["device_bytes"])
     if not gpu.measured:
         return ["", ""]
     case = Case("trial", 1, trial["layers"], recompute=trial["recompute"])

@@ -1,6 +1,6 @@
 """Time, memory and error of token_stats beside the matrix products it cannot do without and beside its peers.
 
-One process, one table, one card; several ranks (torchrun) split the vocabulary and show this op alone::
+One process, one table, one GPU; several ranks (torchrun) split the vocabulary and show this op alone::
 
     python tools/bench_token_stats.py --tokens 16384 --hidden 2048 --vocab 151936 --topk 20
     torchrun --nproc-per-node 4 tools/bench_token_stats.py --tokens 8192 --hidden 4096
@@ -70,7 +70,7 @@ class Problem:
 def interleaved_ms[K](runs: dict[K, Callable[[], object]], repeats: int) -> dict[K, float]:
     """Median time of each run by CUDA events.
 
-    Clocks follow the card's power, so runs take turns in a shuffled order, each after an untimed run of itself.
+    Clocks follow the GPU's power, so runs take turns in a shuffled order, each after an untimed run of itself.
     """
     times: dict[K, list[float]] = {name: [] for name in runs}
     order = list(runs)

@@ -4,7 +4,7 @@
     python tools/compare_plan.py bench.json                       # beside what tools/bench_actor_step.py wrote
     python tools/compare_plan.py bench.json --fixed predictions.json
     python tools/compare_plan.py --save predictions.json          # keep them, before measuring
-    python tools/compare_plan.py --gpu h200-141g --only p1 p2     # other cases, on another card
+    python tools/compare_plan.py --gpu h200-141g --only p1 p2     # other cases, on another GPU
     python tools/compare_plan.py --efficiency fit.json            # as fitted by tools/fit_planner.py
 
 Markdown on standard output. With `--fixed` the predictions are those of the file and not today's.

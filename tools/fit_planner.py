@@ -3,7 +3,7 @@
     python tools/bench_actor_step.py --out OUT --only a1 a1-small a1-short a1-long
     python tools/fit_planner.py OUT/bench.json --gpu h200-141g --save fit.json
 
-Every fitted efficiency moves from the card's present value x0 by as little as explains the steps: minimised is the sum
+Every fitted efficiency moves from the GPU's present value x0 by as little as explains the steps: minimised is the sum
 of (ln(predicted / measured) / 0.03)^2 over cases and (ln(x / x0) / 0.35)^2 over efficiencies. Those measured apart (the
 head, the optimizer) stay. `--save` writes all of them for `tools/compare_plan.py --efficiency`.
 """

@@ -7,7 +7,7 @@
 #   VENV     folder of the environment (default: .venv beside this repository's Makefile)
 #   PYTHON   interpreter to make it from (default: the first Python 3.12, else 3.13, found as python3, python3.12,
 #            python3.13 or through uv)
-#   EXTRA    cpu | gpu: which vLLM and whether Transformer Engine (default: gpu where nvidia-smi lists a card, else cpu)
+#   EXTRA    cpu | gpu: which vLLM and whether Transformer Engine (default: gpu where nvidia-smi lists a GPU, else cpu)
 #
 # Safe to call at any time: one run at a time per environment, and one that was interrupted is made anew.
 set -euo pipefail

@@ -17,7 +17,7 @@ _recorders: list[TopKRecorder] = []
 
 
 class TopKRecorder(LogitsProcessor):
-    """Keeps, per step, `(log-probabilities, ids)` `[rows of the batch, K]` of the law that is being sampled: processors
+    """Keeps, per step, `(log-probabilities, ids)` `[rows of the batch, K]` of what is being sampled: processors
     that leave the arg-max alone run after the temperature. Logits pass through. Off unless a request of the batch has
     `extra_args={"topk_on_gpu": K}`."""
 

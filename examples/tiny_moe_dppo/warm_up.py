@@ -124,7 +124,7 @@ def measure(
     seed: int,
     max_new_tokens: int = 8,
 ) -> Measurement:
-    """Sample `samples` responses to every prompt at temperature 1, and let the task judge them."""
+    """Sample `samples` responses to every prompt at temperature 1, and let the task score them."""
     width = max(len(prompt.prompt_ids) for prompt in prompts)
     ids = torch.full((len(prompts), width), tokenizer.pad_token_id, dtype=torch.long)
     mask = torch.zeros_like(ids)

@@ -296,7 +296,7 @@ class MegatronActor:
         return self._buckets
 
     def offload(self, parts: Iterable[Part] = PARTS) -> int:
-        """Move these to host memory, so that the engine can have the card (see `Offloader`); the bytes freed here."""
+        """Move these to host memory, so that the engine can have the GPU (see `Offloader`); the bytes freed here."""
         return self._offloader.offload(parts)
 
     def onload(self, parts: Iterable[Part] = PARTS) -> None:

@@ -65,7 +65,7 @@ class OptimizerConfig(ConfigModel):
     (after the last mini-batch of an update there is nothing to overlap with). Needs `overlap_grad_reduce`."""
     cpu_offload_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
     """Fraction of the parameters whose master weights and moments live on the host for good, where AdamW updates them
-    (Megatron-Core's HybridDeviceOptimizer): 12 bytes a parameter less on the card, and a slower step. Needs a CUDA
+    (Megatron-Core's HybridDeviceOptimizer): 12 bytes a parameter less on the GPU, and a slower step. Needs a CUDA
     device and `actor.dtype=bfloat16`. 0 keeps all on the device."""
     initial_loss_scale: float = Field(default=65536.0, gt=0.0)
     """float16 only: factor of the loss in the first backward, so that small gradients do not vanish. A step whose

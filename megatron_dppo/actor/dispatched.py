@@ -17,7 +17,7 @@ def release_dispatched(chunks: Iterable[torch.nn.Module]) -> None:
     By themselves they keep routing probabilities with their graph until the layer's next forward. Where layers are
     recomputed, the graph's leaf is the layer's input with its gradient, so that at the end of a backward every layer
     holds 2 x tokens x hidden in the model's dtype, and a row map (int32 [tokens, 2 experts + 1]) besides: on 48 layers
-    of Qwen3-30B-A3B and packs of 16,384 tokens 7.8 GB per rank, and until the next step, while engines on the same card
+    of Qwen3-30B-A3B and packs of 16,384 tokens 7.8 GB per rank, and until the next step, while engines on the same GPU
     generate. What the backward needs is in the graph.
     """
     for chunk in chunks:

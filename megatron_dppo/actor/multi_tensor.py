@@ -21,7 +21,7 @@ class MultiTensorOptimizer(DistributedOptimizer):
     Every expert of every layer has two matrices: 1,024 parameters for 4 layers of 128 experts. For each of them the
     stock class cuts a gradient shard out of its buffer, takes a norm and waits for it, scales, and casts the master
     weight back: with TransformerEngine 2.12 also norm and scaling are loops, since Megatron-Core 0.19 wants a kernel of
-    a later version and falls back. On an H100 that is some 5,000 launches and 1,000 waits a step, and the card idles
+    a later version and falls back. On an H100 that is some 5,000 launches and 1,000 waits a step, and the GPU idles
     for most of it. Here the shards are cut once (buffers never move; `Offloader` empties storages and keeps the views)
     and torch's multi-tensor kernels walk the lists.
 

@@ -28,7 +28,7 @@ class Runtime:
     groups: ProcessGroupCollection
     control: dist.ProcessGroup | None = None
     """Where ranks wait for the controller; None is the default group. Over gloo even on GPUs: a rank that waits in NCCL
-    has a kernel that spins on its card, and shares the card's time with an engine there."""
+    has a kernel that spins on its GPU, and shares the GPU's time with an engine there."""
 
     @property
     def is_controller(self) -> bool:

@@ -93,7 +93,7 @@ def policy_loss(
 
     Args:
         logp: log pi(y_t | s_t) of the sampled token, with gradient.
-        mu_logp: the same under the law that drew it.
+        mu_logp: the same under the distribution that drew it.
         advantages: A_t.
         loss_mask: rows that are trained; anything non-zero counts.
         divergence: D of `divergence_for`; needed by divergence presets, refused by the others.

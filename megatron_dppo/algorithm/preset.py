@@ -204,5 +204,5 @@ class Preset:
             TrustRegion.RATIO_CLIP,
         ):
             raise self._error(
-                f"ratio_level=sequence contradicts the trust region {self.trust_region}, which judges single tokens"
+                f"ratio_level=sequence contradicts the trust region {self.trust_region}, which masks single tokens"
             )

@@ -38,7 +38,7 @@ class PolicyColumns(_Arrays):
 
 @dataclass(frozen=True)
 class TopKColumns(_Arrays):
-    """The engine's likeliest tokens of each row and their law, `N` rows of `K + 1` columns.
+    """The engine's likeliest tokens of each row, `N` rows of `K + 1` columns.
 
     ids      int32 `[N, K + 1]`   the engine's K ids in rank order, then the target; -1 = absent
     member   bool `[N, K + 1]`    which columns count: present ids, and the target unless the K hold it already

@@ -19,7 +19,7 @@ class RolloutBatch:
     offsets        int64 `[B + 1]` first row of every sequence, then `N`
     prompt_lengths int32 `[B]`     tokens of each sequence that were given, not sampled
     loss_mask      bool  `[N]`     True for tokens the policy sampled (never prompt, tool or environment tokens)
-    mu_logp        float32 `[N]`   log mu(token), natural log, the law it was drawn from; 0 where not sampled
+    mu_logp        float32 `[N]`   natural log of the probability it was drawn with; 0 where not sampled
     topk_ids       int32 `[N, K]`  the engine's own K likeliest ids at that draw, likeliest first; -1 = absent
     topk_logp      float32 `[N, K]` their log mu; -inf where absent
     routes         Routes of `N` tokens, or None when the engine did not record them

@@ -67,7 +67,7 @@ class EvaluationSetConfig(ConfigModel):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """Under which it is logged: `eval/NAME/...`."""
     data: DataConfig
-    """Its questions. They are put to the model as `task.system_prompt` and `task.chat_template` say and judged as
+    """Its questions. They are put to the model as `task.system_prompt` and `task.chat_template` say and scored as
     `task.rewards` says (by math-verify unless `task.kind` is `data`)."""
     prompt: PromptTemplate | None = None
     """Format of the user's message, where it is not `task.prompt`: training data may hold its instructions already."""

@@ -91,10 +91,10 @@ def _parity(arguments: argparse.Namespace) -> Iterator[Finding]:
 def _all(arguments: argparse.Namespace) -> Iterator[Finding]:
     from megatron_dppo.doctor import gpu, machine
 
-    card = None if arguments.gpu_kind is None else find_gpu(arguments.gpu_kind, option="--gpu-kind")
-    if card is not None and arguments.config is None:
+    planned_gpu = None if arguments.gpu_kind is None else find_gpu(arguments.gpu_kind, option="--gpu-kind")
+    if planned_gpu is not None and arguments.config is None:
         raise UserError("--gpu-kind: name a configuration as well, whose memory is planned on it")
-    there = gpu.cards() > 0
+    there = gpu.count() > 0
     if arguments.parity is not None:
         yield from _parity(arguments)
         return
@@ -125,4 +125,4 @@ def _all(arguments: argparse.Namespace) -> Iterator[Finding]:
         from megatron_dppo.doctor.configuration import check_configuration
 
         sys.stdout.flush()
-        yield from check_configuration(arguments.config, arguments.overrides, ranks=arguments.ranks, gpu=card)
+        yield from check_configuration(arguments.config, arguments.overrides, ranks=arguments.ranks, gpu=planned_gpu)

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.doctor.machine import MIB, check_shared_memory
-from megatron_dppo.doctor.memory import card_here, check_memory
+from megatron_dppo.doctor.memory import check_memory, gpu_here
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.secrets import redact
 from megatron_dppo.models.hf_config import HFConfig, load_hf_config
@@ -26,7 +26,7 @@ def check_configuration(
     file: Path, overrides: list[str], *, ranks: int | None, gpu: Gpu | None = None
 ) -> Iterator[Finding]:
     """Findings about the run that `file` with `overrides` describes, on `ranks` ranks (default: the fewest it can use).
-    Its memory has to fit `gpu`, or the card of this machine.
+    Its memory has to fit `gpu`, or the GPU of this machine.
 
     Later checks need what earlier ones read; where that fails they are left out.
     """
@@ -47,7 +47,7 @@ def check_configuration(
         return
     yield from check_model(config, model, ranks or config.parallel.fewest_ranks)
     yield from _adapter(config, model)
-    yield from check_memory(config, model, ranks=ranks, gpu=gpu or card_here())
+    yield from check_memory(config, model, ranks=ranks, gpu=gpu or gpu_here())
     yield from _files(config, model)
     yield from _disk(config, model)
 
@@ -113,14 +113,14 @@ def _files(config: Config, model: HFConfig) -> Iterator[Finding]:
 
 def _task(config: Config) -> Iterator[Finding]:
     from megatron_dppo.tasks.tokenizer import load_tokenizer
-    from megatron_dppo.trainer.examiner import build_examiner
+    from megatron_dppo.trainer.task_suite import build_task_suite
 
     tokenizer, problems = attempt("tokenizer", "prompts cannot be encoded", lambda: load_tokenizer(config.model.path))
     yield from problems
     if tokenizer is None:
         return
     try:
-        build_examiner(config, tokenizer).close()
+        build_task_suite(config, tokenizer).close()
     except (UserError, ValueError, OSError) as problem:
         yield error("task", str(problem).splitlines()[0], "correct the task and evaluation sections")
 

@@ -1,4 +1,4 @@
-"""CUDA, NCCL and the wires between GPUs. Runs only where there is a card, or where one is expected."""
+"""CUDA, NCCL and the wires between GPUs. Runs only where there is a GPU, or where one is expected."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron_dppo.preflight.finding import Finding, error, warning
 DRIVER = 580
 """The first driver branch for CUDA 13."""
 PEER_BANDWIDTH = 20e9
-"""Bytes/s between two cards of a node below which something is wrong (PCIe gen 5 gives 50e9, NVLink 300e9 and more)."""
+"""Bytes/s between two GPUs of a node below which something is wrong (PCIe gen 5 gives 50e9, NVLink 300e9 and more)."""
 
 
-def cards() -> int:
+def count() -> int:
     """GPUs that the driver lists; 0 without a driver."""
     if shutil.which("nvidia-smi") is None:
         return 0
@@ -28,7 +28,7 @@ def cards() -> int:
 
 def check_cuda(expected: bool) -> Iterator[Finding]:
     """Driver, torch's CUDA and NCCL."""
-    listed = cards()
+    listed = count()
     if not listed:
         if expected:
             yield error(
@@ -58,7 +58,7 @@ def check_cuda(expected: bool) -> Iterator[Finding]:
             yield warning(
                 "gpu-memory",
                 f"GPU {index} has {free / 2**30:.0f} of {total / 2**30:.0f} GiB free: another process uses it",
-                "end it, or choose other cards",
+                "end it, or choose other GPUs",
             )
 
 
@@ -71,7 +71,7 @@ def _driver() -> Iterator[Finding]:
 
 
 def check_peers() -> Iterator[Finding]:
-    """Every pair of cards of this node: direct access, and how fast 256 MiB get across."""
+    """Every pair of GPUs of this node: direct access, and how fast 256 MiB get across."""
     import torch
 
     for a in range(torch.cuda.device_count()):
@@ -88,7 +88,7 @@ def check_peers() -> Iterator[Finding]:
                 yield warning(
                     "peer-bandwidth",
                     f"GPU {a} to {b}: {speed / 1e9:.0f} GB/s",
-                    "check `nvidia-smi nvlink -s` and that no other job uses the cards",
+                    "check `nvidia-smi nvlink -s` and that no other job uses the GPUs",
                 )
 
 

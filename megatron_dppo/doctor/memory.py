@@ -10,7 +10,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.planner.fix import MORE_GPUS, find_fix
-from megatron_dppo.planner.gpus import GIB, Gpu, gpu_of_card
+from megatron_dppo.planner.gpus import GIB, Gpu, gpu_of_device
 from megatron_dppo.planner.plan import COMFORTABLE, Plan, memory_problem
 from megatron_dppo.planner.report import memory_parts
 from megatron_dppo.planner.run import Run, engine_gpus, planned_run
@@ -18,18 +18,18 @@ from megatron_dppo.preflight.finding import Finding, error, ok, warning
 from megatron_dppo.preflight.rules import check_model
 
 
-def card_here() -> Gpu | None:
+def gpu_here() -> Gpu | None:
     """The smallest GPU of this machine; None without one."""
     import torch
 
     if not torch.cuda.is_available():
         return None
-    cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    smallest = min(cards, key=lambda card: card.total_memory)
-    return gpu_of_card(smallest.name, smallest.total_memory)
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    smallest = min(devices, key=lambda device: device.total_memory)
+    return gpu_of_device(smallest.name, smallest.total_memory)
 
 
-def _cards_here() -> int:
+def _gpus_here() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -52,7 +52,7 @@ def check_memory(config: Config, model: HFConfig, *, ranks: int | None, gpu: Gpu
         return
     engines = engine_gpus(config)
     fewest = math.lcm(config.parallel.fewest_ranks, 1 if engines else config.rollout.tensor_parallel)
-    world = ranks or max(fewest, (_cards_here() - engines) // fewest * fewest)
+    world = ranks or max(fewest, (_gpus_here() - engines) // fewest * fewest)
     if {finding.check for finding in check_model(config, model, world)} & {"layout", "engines"}:
         return
     try:
@@ -71,11 +71,11 @@ def _verdict(run: Run, *, assumed: bool) -> Finding:
     if enough is not None:
         return warning("memory", f"{figure}; {enough} are enough", "say how many it will run on with --ranks")
     if problem:
-        what = figure if plan.on_card > gpu.memory else f"{problem}; {figure}"
+        what = figure if plan.on_gpu > gpu.memory else f"{problem}; {figure}"
         return error("memory", what, _advice(run, share=1.0) or "use more GPUs or another model")
     if not plan.comfortable:
         advice = _advice(run, share=COMFORTABLE)
-        return warning("memory", f"{figure}: {plan.share:.0%} of a card", advice or "watch memory in the first steps")
+        return warning("memory", f"{figure}: {plan.share:.0%} of a GPU", advice or "watch memory in the first steps")
     return ok("memory", figure)
 
 
@@ -93,13 +93,13 @@ def _enough_ranks(run: Run) -> int | None:
 
 
 def _figure(plan: Plan) -> str:
-    fullest = max(plan.stages, key=lambda stage: stage.on_card)
-    held = memory_parts(fullest) | {"beside torch's allocator": plan.on_card - fullest.peak}
+    fullest = max(plan.stages, key=lambda stage: stage.on_gpu)
+    held = memory_parts(fullest) | {"beside torch's allocator": plan.on_gpu - fullest.peak}
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in held.items())
     memory = plan.layout.gpu.memory
-    return f"the fullest rank needs {plan.on_card / GIB:.1f} of {memory / GIB:.1f} GiB ({parts})"
+    return f"the fullest rank needs {plan.on_gpu / GIB:.1f} of {memory / GIB:.1f} GiB ({parts})"
 
 
 def _advice(run: Run, *, share: float) -> str:
     fix = find_fix(run, share=share)
-    return "" if fix is None else f"{fix} (then {fix.plan.on_card / GIB:.1f} GiB)"
+    return "" if fix is None else f"{fix} (then {fix.plan.on_gpu / GIB:.1f} GiB)"

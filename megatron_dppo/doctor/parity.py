@@ -34,10 +34,10 @@ from megatron_dppo.rollout.seeds import TRAINING
 from megatron_dppo.rollout.start import open_engine
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.tokenizer import load_tokenizer
-from megatron_dppo.trainer.examiner import build_examiner
 from megatron_dppo.trainer.mismatch import Mismatch
 from megatron_dppo.trainer.requests import requests_for
 from megatron_dppo.trainer.rollouts import training_sampling
+from megatron_dppo.trainer.task_suite import build_task_suite
 from megatron_dppo.trainer.train import build_actor
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -153,13 +153,13 @@ def spell(tokenizer: PreTrainedTokenizerBase, batch: RolloutBatch, sequence: int
 
 def _roll_out(config: Config, dtype: str) -> RolloutBatch:
     tokenizer = load_tokenizer(config.model.path)
-    examiner = build_examiner(config, tokenizer)
+    suite = build_task_suite(config, tokenizer)
     try:
-        if isinstance(examiner.task, EnvironmentTask):
+        if isinstance(suite.task, EnvironmentTask):
             raise UserError("doctor --parity: task.kind=environment is not compared; set another, or leave CONFIG out")
-        prompts = examiner.task.prompts(0, config.trainer.prompts_per_step)
+        prompts = suite.task.prompts(0, config.trainer.prompts_per_step)
     finally:
-        examiner.close()
+        suite.close()
     requests = requests_for(
         prompts, config.trainer.samples_per_prompt, run_seed=config.run.seed, step=0, stream=TRAINING
     )
@@ -182,7 +182,7 @@ def _give_random_weights(engine: RolloutEngine, config: Config) -> None:
     tensors = random_tensors(load_hf_config(config.model.path), config.run.seed, device)
     update_weights(engine, 1, tensors, bucket_mib=config.rollout.weight_sync_bucket_mib)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the next engine wants its share of the card
+        torch.cuda.empty_cache()  # the next engine wants its share of the GPU
 
 
 def _recompute(runtime: Runtime, config: Config, dtype: str, batch: RolloutBatch) -> Comparison:

@@ -106,8 +106,8 @@ def _worst(config: Config, found: dict[str, Comparison], batches: dict[str, Roll
         order = np.argsort(-_prob_gaps(one, one.mismatch.log_pi), kind="stable")[:WORST]
         for i in order:
             before, token = spell(tokenizer, batches[name], int(one.sequence[i]), int(one.position[i]))
-            laws = [one.mismatch.log_mu[i], one.mismatch.log_pi[i], *([one.mismatch.log_pi_live[i]] if live else [])]
-            table.add_row(name, *(f"{np.exp(float(law)):.6f}" for law in laws), _quoted(token), _quoted(before))
+            logps = [one.mismatch.log_mu[i], one.mismatch.log_pi[i], *([one.mismatch.log_pi_live[i]] if live else [])]
+            table.add_row(name, *(f"{np.exp(float(logp)):.6f}" for logp in logps), _quoted(token), _quoted(before))
     return table
 
 

@@ -15,7 +15,7 @@ _BF16_DENSE = {"H100 80GB HBM3": H100_BF16_DENSE, "H200": H100_BF16_DENSE, "A100
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 (and float16) FLOP/s of a card by a part of its name in CUDA; None for others."""
+    """Dense bfloat16 (and float16) FLOP/s of a GPU by a part of its name in CUDA; None for others."""
     return next((peak for part, peak in _BF16_DENSE.items() if part in device_name), None)
 
 

@@ -19,7 +19,7 @@ class AdapterWork:
     flops: float
     """Of the forward. The backward has twice as many: gradients of inputs, and of A and B."""
     forward_bytes: float
-    """Read and written on the card: the layer's input once, its output four times (a copy or the adapter's share, and
+    """Read and written on the GPU: the layer's input once, its output four times (a copy or the adapter's share, and
     the sum). `A x` is too narrow to matter."""
     backward_bytes: float
     """The output's gradient twice, the input for A's gradient, its own gradient, and the sum of that with the frozen

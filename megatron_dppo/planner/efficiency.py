@@ -68,9 +68,9 @@ H200 = Efficiency(
 """Fitted by `tools/fit_planner.py` to twenty steps of one and two H200s, and `microbatch_s` set by two since then
 (docs/planner.md); the rest is the H100's."""
 MEASURED = {"h100-80g": H100, "h200-141g": H200}
-"""By the name of the card."""
+"""By the name of the GPU."""
 
 
 def efficiency_of(gpu: str) -> Efficiency:
-    """That of the card, or of the H100 where the card was not measured."""
+    """That of the GPU, or of the H100 where the GPU was not measured."""
     return MEASURED.get(gpu, H100)

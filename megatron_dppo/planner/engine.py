@@ -27,7 +27,7 @@ class EngineSettings:
     tensor: int | None = None
     """GPUs of an engine (`rollout.tensor_parallel`); None takes the smallest whose weights leave room for a cache."""
     utilization: float = UTILIZATION
-    """Share of a card that an engine may use (`rollout.gpu_memory_utilization`)."""
+    """Share of a GPU that an engine may use (`rollout.gpu_memory_utilization`)."""
     kv_cache: int | None = None
     """Bytes of keys and values per GPU (`rollout.kv_cache_mib`), whatever `utilization` says; None: what is left."""
     max_sequences: int = 256
@@ -60,8 +60,8 @@ class EnginePlan:
         return self.concurrent >= 1
 
     @property
-    def on_card(self) -> int:
-        """Bytes of a card while engines generate, without what a trainer keeps there."""
+    def on_gpu(self) -> int:
+        """Bytes of a GPU while engines generate, without what a trainer keeps there."""
         return self.weights + self.kv_cache + WORKSPACE
 
 

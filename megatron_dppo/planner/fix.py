@@ -43,7 +43,7 @@ type _Kind = Callable[[Run], Iterator[_Change]]
 
 
 def find_fix(run: Run, *, share: float = 1.0) -> Fix | None:
-    """The fewest changes after which all fits, training and sync in `share` of a card; of equally many those with the
+    """The fewest changes after which all fits, training and sync in `share` of a GPU; of equally many those with the
     shortest step. Optimizer state on the host comes after all that do without, since its time is not known; more
     GPUs come last."""
     for host in (False, True):
@@ -142,7 +142,7 @@ def _engine_tensor(run: Run) -> Iterator[_Change]:
 
 
 def _engine_memory(run: Run) -> Iterator[_Change]:
-    """The engines' share of a card: the usual one, or less where the trainer's processes leave less."""
+    """The engines' share of a GPU: the usual one, or less where the trainer's processes leave less."""
     utilization = largest_utilization(run.layout.gpu, shared=not run.rollout_gpus)
     settings = replace(run.settings, utilization=utilization, kv_cache=None)
     if settings != run.settings:

@@ -53,11 +53,11 @@ def find_gpu(name: str, *, option: str = "--gpu") -> Gpu:
     return GPUS[name]
 
 
-def gpu_of_card(name: str, memory: int) -> Gpu:
+def gpu_of_device(name: str, memory: int) -> Gpu:
     """The GPU that torch calls `name`, with the bytes it has. Of an unknown one the speed is taken for the H100's.
 
     The model has to be named ("H100 PCIe" and "H100 80GB HBM3" alike) and the memory to agree within a tenth: there are
-    A100s of 40 and of 80 GB, and partitions of a card bear its name.
+    A100s of 40 and of 80 GB, and partitions of a GPU bear its name.
     """
     for gpu in GPUS.values():
         model = gpu.name.split("-")[0].upper()

@@ -16,7 +16,7 @@ LIBRARY_WORKSPACE = 250 << 20
 """cuBLAS workspaces that torch and Transformer Engine allocate: 32 MiB for each of four streams of grouped products,
 for dense products of either, and small tables."""
 OUTSIDE_ALLOCATOR = int(2.5 * GIB)
-"""CUDA context, NCCL buffers, cuDNN and kernels: memory of the card that torch does not count."""
+"""CUDA context, NCCL buffers, cuDNN and kernels: memory of the GPU that torch does not count."""
 FRAGMENTATION = 0.04
 """Share of the allocator's peak that is reserved and not used."""
 
@@ -65,8 +65,8 @@ class StageMemory:
         return self.static + self.activations + max(self.workspace, self.head_workspace)
 
     @property
-    def on_card(self) -> int:
-        """Bytes of the card, with what the allocator does not see."""
+    def on_gpu(self) -> int:
+        """Bytes of the GPU, with what the allocator does not see."""
         return int(self.peak * (1 + FRAGMENTATION)) + OUTSIDE_ALLOCATOR
 
 

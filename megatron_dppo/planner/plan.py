@@ -1,4 +1,4 @@
-"""A layout judged: does it fit, how long does a step take, how far is that from what was measured."""
+"""A layout assessed: does it fit, how long does a step take, how far is that from what was measured."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ MEASURED_GPUS, MEASURED_TOKENS = 4, 16384
 MEASURED_LORA = (1, "h200-141g")
 """GPUs and their kind that predictions with adapters were held against."""
 SLEEPING_ENGINE = 2 * GIB
-"""What an engine on the same card keeps while it sleeps: context, communicators, graphs."""
+"""What an engine on the same GPU keeps while it sleeps: context, communicators, graphs."""
 LENT = int(2.5 * GIB)
-"""What torch's allocator keeps of a trainer whose card is lent to an engine, beside what it does not see; weights,
-gradients and optimizer state are on the host then. From 75.6 GiB on a card of which an engine had 69.9
+"""What torch's allocator keeps of a trainer whose GPU is lent to an engine, beside what it does not see; weights,
+gradients and optimizer state are on the host then. From 75.6 GiB on a GPU of which an engine had 69.9
 (docs/planner.md): 0.2 of it were allocated, the rest are blocks that are not wholly free."""
 ENGINE_OUTSIDE = int(0.7 * GIB)
-"""Of an engine beyond its share of the card: 112.5 GiB were measured for 111.8 (docs/benchmarks.md)."""
+"""Of an engine beyond its share of the GPU: 112.5 GiB were measured for 111.8 (docs/benchmarks.md)."""
 SYNC_BUCKETS = 3
-"""Buckets of a weight sync on a card at once: one travels while the last is loaded, and adapters are merged."""
-GENERATION = ("generation", "generation (engines' cards)")
+"""Buckets of a weight sync on a GPU at once: one travels while the last is loaded, and adapters are merged."""
+GENERATION = ("generation", "generation (engines' GPUs)")
 COMFORTABLE = 0.92
-"""Share of a card above which the planner's error, an uneven pack or another process can be too much."""
+"""Share of a GPU above which the planner's error, an uneven pack or another process can be too much."""
 SYNC_EFFICIENCY = 0.5
 """Of the slowest wire in a weight sync."""
 
@@ -78,7 +78,7 @@ class Plan:
     """Of the training GPUs."""
     workload: Workload
     rollout_gpus: int
-    """GPUs that only generate; 0: engines share the cards of the trainer and sleep while it trains."""
+    """GPUs that only generate; 0: engines share the GPUs of the trainer and sleep while it trains."""
     stages: tuple[StageMemory, ...]
     gradient_step: StepTime
     microbatches: int
@@ -102,29 +102,29 @@ class Plan:
         return self.layout.gpus + self.rollout_gpus
 
     @property
-    def on_card(self) -> int:
-        """Bytes of the fullest card while training."""
-        return max(stage.on_card for stage in self.stages) + (0 if self.rollout_gpus else SLEEPING_ENGINE)
+    def on_gpu(self) -> int:
+        """Bytes of the fullest GPU while training."""
+        return max(stage.on_gpu for stage in self.stages) + (0 if self.rollout_gpus else SLEEPING_ENGINE)
 
     @property
-    def cards(self) -> dict[str, int]:
-        """Bytes of the fullest card, moment by moment of a step. Cards that are shared change hands: the engine sleeps
+    def moments(self) -> dict[str, int]:
+        """Bytes of the fullest GPU, moment by moment of a step. GPUs that are shared change hands: the engine sleeps
         while the trainer trains, both have their weights there in a weight sync, then the trainer's go to the host."""
         if self.rollout_gpus:
-            return {"training": self.on_card, GENERATION[1]: self.engine.on_card + ENGINE_OUTSIDE}
+            return {"training": self.on_gpu, GENERATION[1]: self.engine.on_gpu + ENGINE_OUTSIDE}
         trainer = max(stage.weights + stage.adapter_weights for stage in self.stages)
         buckets = SYNC_BUCKETS * self.settings.bucket
         return {
-            "training": self.on_card,
+            "training": self.on_gpu,
             "weight sync": trainer + OUTSIDE_ALLOCATOR + LENT + buckets + self.engine.weights + SLEEPING_ENGINE,
-            GENERATION[0]: self.engine.on_card + ENGINE_OUTSIDE + OUTSIDE_ALLOCATOR + LENT,
+            GENERATION[0]: self.engine.on_gpu + ENGINE_OUTSIDE + OUTSIDE_ALLOCATOR + LENT,
         }
 
     @property
     def share(self) -> float:
-        """Of the fullest card, while it trains or weights are synced. In generation engines take what they are given
+        """Of the fullest GPU, while it trains or weights are synced. In generation engines take what they are given
         and no more: that it fits is enough."""
-        return max(size for moment, size in self.cards.items() if moment not in GENERATION) / self.layout.gpu.memory
+        return max(size for moment, size in self.moments.items() if moment not in GENERATION) / self.layout.gpu.memory
 
     @property
     def comfortable(self) -> bool:
@@ -134,7 +134,7 @@ class Plan:
     @property
     def host_per_node(self) -> int:
         """Bytes of page-locked memory of a training node: optimizer state that lives there and, where engines share the
-        cards, what goes there while they generate. Rollouts come beside (`traffic.rollouts`, on all hosts together)."""
+        GPUs, what goes there while they generate. Rollouts come beside (`traffic.rollouts`, on all hosts together)."""
         ranks = min(self.layout.gpus, self.layout.gpu.gpus_per_node)
         lent = 0
         if not self.rollout_gpus:
@@ -177,7 +177,7 @@ class Plan:
 
 
 def largest_utilization(gpu: Gpu, *, shared: bool) -> float:
-    """The usual share of a card for engines, or what others leave of it, in whole percent."""
+    """The usual share of a GPU for engines, or what others leave of it, in whole percent."""
     taken = ENGINE_OUTSIDE + (OUTSIDE_ALLOCATOR + LENT if shared else 0)
     return min(UTILIZATION, math.floor(100 * (1 - taken / gpu.memory)) / 100)
 
@@ -233,10 +233,10 @@ def _problem(plan: Plan) -> str:
 def memory_problem(plan: Plan) -> str:
     """What does not fit where and how large its parts are; empty where all does."""
     engine, memory = plan.engine, plan.layout.gpu.memory
-    if plan.on_card > memory:
-        fullest = max(plan.stages, key=lambda stage: stage.on_card)
+    if plan.on_gpu > memory:
+        fullest = max(plan.stages, key=lambda stage: stage.on_gpu)
         return (
-            f"needs {plan.on_card / GIB:.0f} GiB of {memory / GIB:.0f} (stage {fullest.stage}: {largest_part(fullest)})"
+            f"needs {plan.on_gpu / GIB:.0f} GiB of {memory / GIB:.0f} (stage {fullest.stage}: {largest_part(fullest)})"
         )
     beside = "" if plan.rollout_gpus else " beside the trainer"
     if not engine.fits:
@@ -245,7 +245,7 @@ def memory_problem(plan: Plan) -> str:
             f"tokens: {engine.weights / GIB:.0f} GiB of weights and {engine.kv_cache / GIB:.1f} GiB of KV cache a GPU, "
             f"where a sequence takes {engine.kv_per_token * plan.workload.sequence / GIB:.1f}"
         )
-    for moment, size in plan.cards.items():
+    for moment, size in plan.moments.items():
         if size > memory:
             return (
                 f"needs {size / GIB:.0f} GiB of {memory / GIB:.0f} in {moment}: a vLLM engine of {engine.tensor} GPUs "

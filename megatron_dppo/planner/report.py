@@ -65,7 +65,7 @@ def print_plan(console: Console, plan: Plan) -> None:
     _head(console, plan)
     console.print(_memory_table(plan), _time_table(plan), _traffic_table(plan))
     console.print(_engine_line(plan), highlight=False)
-    console.print(_cards_line(plan), highlight=False)
+    console.print(_moments_line(plan), highlight=False)
 
 
 def print_extrapolated(console: Console, plan: Plan) -> None:
@@ -117,7 +117,7 @@ def _memory_table(plan: Plan) -> Table:
         table.add_row(part, *(f"{column[part] / GIB:.2f}" for column in columns))
     stages = [shown[number] for number in sorted(shown)]
     table.add_row("[bold]peak of the allocator[/]", *(f"[bold]{stage.peak / GIB:.1f}[/]" for stage in stages))
-    table.add_row("on the card", *(f"{stage.on_card / GIB:.1f}" for stage in stages))
+    table.add_row("on the GPU", *(f"{stage.on_gpu / GIB:.1f}" for stage in stages))
     table.add_row("fullest in", *(stage.moment for stage in stages))
     return table
 
@@ -161,24 +161,24 @@ def _engine_line(plan: Plan) -> str:
     )
 
 
-def _cards_line(plan: Plan) -> str:
-    """The card moment by moment, and the node's page-locked memory."""
-    moments = ", ".join(f"{moment} {size / GIB:.1f}" for moment, size in plan.cards.items())
+def _moments_line(plan: Plan) -> str:
+    """The GPU moment by moment, and the node's page-locked memory."""
+    moments = ", ".join(f"{moment} {size / GIB:.1f}" for moment, size in plan.moments.items())
     return (
-        f"GiB of the {plan.layout.gpu.memory / GIB:.1f} on the fullest card: {moments}; page-locked on a training node "
+        f"GiB of the {plan.layout.gpu.memory / GIB:.1f} on the fullest GPU: {moments}; page-locked on a training node "
         f"{plan.host_per_node / GIB:.1f} GiB"
     )
 
 
 def _alternatives(plans: tuple[Plan, ...], title: str) -> Table:
     table = Table(title=title)
-    for name in ("layout", "recompute", "on the card, GiB", "training s", "step s", "tokens/s"):
+    for name in ("layout", "recompute", "on the GPU, GiB", "training s", "step s", "tokens/s"):
         table.add_column(name, justify="left" if name in ("layout", "recompute") else "right")
     for plan in plans:
         table.add_row(
             layout_name(plan.layout.parallel),
             plan.layout.recompute,
-            f"{plan.on_card / GIB:.0f}",
+            f"{plan.on_gpu / GIB:.0f}",
             f"{plan.train_s:.0f}",
             f"{plan.step_s:.0f}",
             f"{plan.tokens_per_second:,.0f}",
@@ -216,9 +216,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "problem": plan.problem,
         "extrapolated": list(plan.extrapolated),
         "memory": {
-            "on_card": plan.on_card,
+            "on_gpu": plan.on_gpu,
             "available": layout.gpu.memory,
-            "moments": plan.cards,
+            "moments": plan.moments,
             "host_per_node": plan.host_per_node,
             "stages": [
                 {
@@ -266,7 +266,7 @@ def print_run(console: Console, plan: Plan, fix: Fix | None, beside: tuple[str, 
             console.print(f"- {line}", highlight=False, markup=False)
     if not plan.problem:
         verdict = "[green]It fits[/]" if plan.comfortable else "[yellow]It fits, but barely[/]"
-        console.print(f"{verdict}: training and weight sync take {plan.share:.0%} of a card", highlight=False)
+        console.print(f"{verdict}: training and weight sync take {plan.share:.0%} of a GPU", highlight=False)
         return
     console.print(f"[red]It does not fit[/]: {plan.problem}", highlight=False)
     console.print(advice(plan, fix), highlight=False, markup=False)
@@ -276,9 +276,9 @@ def advice(plan: Plan, fix: Fix | None) -> str:
     """What to change, and what that leads to."""
     if fix is None:
         return f"No change that was tried makes it fit on {plan.gpus} GPUs or on eight times as many ranks"
-    most = max(fix.plan.cards.values()) / GIB
+    most = max(fix.plan.moments.values()) / GIB
     return (
-        f"Cheapest change: {fix}: at most {most:.0f} GiB of {plan.layout.gpu.memory / GIB:.0f} on a card, a step of "
+        f"Cheapest change: {fix}: at most {most:.0f} GiB of {plan.layout.gpu.memory / GIB:.0f} on a GPU, a step of "
         f"{fix.plan.step_s:.0f} s (now {plan.step_s:.0f})"
     )
 
@@ -290,5 +290,5 @@ def run_json(plan: Plan, fix: Fix | None, beside: tuple[str, ...]) -> dict[str, 
         "beside": list(beside),
         "fix": None
         if fix is None
-        else {"overrides": list(fix.keys), "gpus": fix.plan.gpus, "moments": fix.plan.cards, "step": fix.plan.step_s},
+        else {"overrides": list(fix.keys), "gpus": fix.plan.gpus, "moments": fix.plan.moments, "step": fix.plan.step_s},
     }

@@ -21,13 +21,13 @@ from megatron_dppo.planner.workload import EXPERT_IMBALANCE, Layout, Workload
 
 @dataclass(frozen=True)
 class Run:
-    """What `make_plan` judges."""
+    """What `make_plan` is given."""
 
     layout: Layout
     workload: Workload
     settings: EngineSettings
     rollout_gpus: int
-    """0: engines share the trainer's cards."""
+    """0: engines share the trainer's GPUs."""
 
     def plan(self) -> Plan:
         """Raises UserError where the layout is impossible whatever the memory."""

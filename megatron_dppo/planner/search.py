@@ -34,7 +34,7 @@ class Wanted:
     """Default: a sequence of full length, 16,384 at least."""
     engine_tensor: int | None = None
     rollout_gpus: int | None = None
-    """Default: shared cards where that fits, else half of the GPUs."""
+    """Default: shared GPUs where that fits, else half of the GPUs."""
     expert_imbalance: float = EXPERT_IMBALANCE
     """Rows of the fullest expert-parallel rank over the mean, in the worst microbatch."""
     lora: LoraConfig | None = None
@@ -87,7 +87,7 @@ def _search(
         plan = _leanest_needed(model, gpu, gpus - rollout_gpus, parallel, workload, wanted, rollout_gpus)
         (others if plan.problem else fitting).append(plan)
     fitting.sort(key=_order)
-    others.sort(key=lambda plan: plan.on_card)
+    others.sort(key=lambda plan: plan.on_gpu)
     return SearchResult(tuple(fitting), tuple(others), tuple(impossible))
 
 

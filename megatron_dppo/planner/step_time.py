@@ -44,7 +44,7 @@ class StepTime:
 
 
 def step_time(layout: Layout, microbatches: int, efficiency: Efficiency | None = None) -> StepTime:
-    """`microbatches` per data-parallel rank; all of `layout.microbatch_tokens`. `efficiency`: that of the card."""
+    """`microbatches` per data-parallel rank; all of `layout.microbatch_tokens`. `efficiency`: that of the GPU."""
     efficiency = efficiency or efficiency_of(layout.gpu.name)
     stages = [_stage(layout, stage, efficiency) for stage in range(layout.parallel.pipeline)]
     slowest = max(stages, key=lambda time: time.both)

@@ -137,7 +137,7 @@ def _sequences(config: Config, model: HFConfig, ranks: int) -> Finding | None:
 
 
 def _engines(config: Config, model: HFConfig, ranks: int) -> Finding | None:
-    """Colocated engines divide the trainer's cards among them."""
+    """Colocated engines divide the trainer's GPUs among them."""
     tensor = config.rollout.tensor_parallel
     if config.rollout.placement != "colocated" or not ranks % tensor:
         return None

@@ -27,10 +27,10 @@ class RolloutConfig(ConfigModel):
     """Record the experts of every token (R3). Ignored for models without experts."""
 
     placement: Literal["fleet", "colocated"] = "fleet"
-    """Where engines run: on cards of their own, or on the trainer's, which then change hands twice a step (needs
+    """Where engines run: on GPUs of their own, or on the trainer's, which then change hands twice a step (needs
     `enable_sleep`)."""
     weight_transfer: Literal["auto", "object_store", "ipc", "broadcast"] = "auto"
-    """How weights reach the engines: through Ray's object store by way of rank 0; through memory of the shared card
+    """How weights reach the engines: through Ray's object store by way of rank 0; through memory of the shared GPU
     (CUDA IPC, colocated only); by broadcast from the ranks that own them (NCCL, on a CPU gloo). "auto" takes ipc when
     colocated, broadcast for a fleet on GPUs and the object store on a CPU."""
 
@@ -57,7 +57,7 @@ class RolloutConfig(ConfigModel):
     enable_prefix_caching: bool = True
     """Samples of one prompt share its key-value cache. Emptied at every weight sync."""
     enable_sleep: bool = False
-    """Let the engine give its GPU memory back between rollouts (`sleep` and `wake`); needed when it shares cards with
+    """Let the engine give its GPU memory back between rollouts (`sleep` and `wake`); needed when it shares GPUs with
     the trainer. A CPU has nothing to give back."""
     cpu_threads: int = Field(default=1, ge=1)
     """Threads of an engine on a CPU. One is best up to some millions of parameters: more wait for each other longer
@@ -127,21 +127,21 @@ class RolloutConfig(ConfigModel):
             )
         if self.placement == "colocated" and not self.enable_sleep:
             raise ValueError(
-                "rollout.placement=colocated shares cards between trainer and engine: set rollout.enable_sleep=true"
+                "rollout.placement=colocated shares GPUs between trainer and engine: set rollout.enable_sleep=true"
             )
         if self.weight_transfer == "ipc" and self.placement != "colocated":
             raise ValueError(
-                "rollout.weight_transfer=ipc needs trainer and engine on the same cards: set "
+                "rollout.weight_transfer=ipc needs trainer and engine on the same GPUs: set "
                 "rollout.placement=colocated, or another weight_transfer"
             )
         if self.weight_transfer == "broadcast" and self.placement == "colocated":
             raise ValueError(
-                "rollout.weight_transfer=broadcast: NCCL refuses two members on one card; with "
+                "rollout.weight_transfer=broadcast: NCCL refuses two members on one GPU; with "
                 "rollout.placement=colocated use ipc"
             )
         if self.placement == "colocated" and self.schedule == "one_step_off":
             raise ValueError(
-                "rollout.schedule=one_step_off needs engines on cards of their own: with rollout.placement=colocated "
+                "rollout.schedule=one_step_off needs engines on GPUs of their own: with rollout.placement=colocated "
                 "they sleep while the trainer works"
             )
         if self.schedule == "synchronous" and self.max_staleness != 1:

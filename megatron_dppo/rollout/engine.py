@@ -93,7 +93,7 @@ class WorkerReport:
     """Of these, the host's own work; None where buckets came one by one."""
     finish_s: float
     """Seconds from the last bucket until the layers were whole."""
-    card_used_gib: float | None = None
+    gpu_used_gib: float | None = None
     """Memory used on its GPU; None on a CPU."""
 
 

@@ -1,4 +1,4 @@
-"""The books of router replay: every recorded route is replayed exactly once in every MoE layer, or the step fails."""
+"""Accounting of router replay: each recorded route is replayed exactly once in every MoE layer, or the step fails."""
 
 from __future__ import annotations
 
@@ -105,34 +105,34 @@ def settle(
         raise ValueError(
             f"counts of {counts.replayed.shape} (microbatch, layer) pairs, not {microbatches, len(layers)}"
         )
-    books = np.zeros((len(_MATRICES), replicas, microbatches, moe_layers), dtype=np.int64)
+    table = np.zeros((len(_MATRICES), replicas, microbatches, moe_layers), dtype=np.int64)
     for index, name in enumerate(_MATRICES):
-        books[index, data_rank][:, list(layers)] = getattr(counts, name)
-    total = torch.from_numpy(np.append(books.ravel(), counts.differing_tokens.sum())).to(device)
+        table[index, data_rank][:, list(layers)] = getattr(counts, name)
+    total = torch.from_numpy(np.append(table.ravel(), counts.differing_tokens.sum())).to(device)
     dist.all_reduce(total)
     summed = total.cpu().numpy()
-    by_name = dict(zip(_MATRICES, summed[:-1].reshape(books.shape), strict=True))
+    by_name = dict(zip(_MATRICES, summed[:-1].reshape(table.shape), strict=True))
     _check(by_name, recorded, rows)
     of_layer = {name: matrix.sum(axis=(0, 1)) for name, matrix in by_name.items()}
     stated = np.full(moe_layers, recorded.sum(), dtype=np.int64)
     return ReplayAccount(recorded=stated, differing_tokens=int(summed[-1]), **of_layer)
 
 
-def _check(books: dict[str, np.ndarray], recorded: np.ndarray, rows: np.ndarray) -> None:
+def _check(table: dict[str, np.ndarray], recorded: np.ndarray, rows: np.ndarray) -> None:
     recorded, rows = recorded[:, :, None], rows[:, :, None]
     equalities = (
         ("sent", recorded, "rows with a route reached the trainer's ranks, the engine recorded"),
         ("replayed", recorded, "recorded routes were replayed in the forward pass of the"),
         ("gaps", rows - recorded, "rows went to the live router for want of a record, expected were"),
-        ("recomputed", books["kept"], "routings were used by activation recomputation, the forward pass kept"),
+        ("recomputed", table["kept"], "routings were used by activation recomputation, the forward pass kept"),
     )
     for name, expected, sentence in equalities:
-        wrong = books[name] != expected
+        wrong = table[name] != expected
         if wrong.any():
             replica, microbatch, layer = (int(i) for i in np.argwhere(wrong)[0])
             want = int(np.broadcast_to(expected, wrong.shape)[replica, microbatch, layer])
             raise RoutesLost(
                 f"router replay: MoE layer {layer}, microbatch {microbatch} of data-parallel rank {replica}: "
-                f"{int(books[name][replica, microbatch, layer])} {sentence} {want} "
+                f"{int(table[name][replica, microbatch, layer])} {sentence} {want} "
                 f"({int(wrong.sum())} of {wrong.size} (microbatch, layer) pairs are wrong)"
             )

@@ -127,7 +127,7 @@ class RouterReplayController:
         """Rows by microbatch (`0..microbatches-1`) and layer of this rank (one device synchronisation)."""
         layers = len(self._hooks)
         shape = (microbatches, layers)
-        books = {
+        sums = {
             name: np.array([[self._rows[name, m, layer] for layer in range(layers)] for m in range(microbatches)])
             .reshape(shape)
             .astype(np.int64)
@@ -143,7 +143,7 @@ class RouterReplayController:
         tokens = np.zeros(microbatches, dtype=np.int64)
         for m, rows in self._differing_tokens.items():
             tokens[m] = int(rows.sum())
-        return ReplayCounts(sent=sent, differing=differing, differing_tokens=tokens, **books)
+        return ReplayCounts(sent=sent, differing=differing, differing_tokens=tokens, **sums)
 
     def used_routes(self, microbatch: int) -> LocalRoutes:
         """What the routers of this rank used for a microbatch, as a record that a later pass replays (R2): every real

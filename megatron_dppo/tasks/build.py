@@ -8,7 +8,7 @@ from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.data_task import DataTask
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.reasoning_gym import ReasoningGymTask
-from megatron_dppo.tasks.rewards.pool import JudgePool, MakeJudges
+from megatron_dppo.tasks.rewards.pool import LocalVerifierPool, MakePool
 from megatron_dppo.tasks.task import Task
 
 
@@ -18,10 +18,10 @@ def build_task(
     *,
     max_prompt_tokens: int = 1024,
     max_response_tokens: int = 16384,
-    make_judges: MakeJudges = JudgePool,
+    make_pool: MakePool = LocalVerifierPool,
 ) -> Task | EnvironmentTask:
     """The task that `config` describes, its prompts encoded by `tokenizer`; the limits are those of the rollout,
-    and `make_judges` says where rewards run that need processes of their own.
+    and `make_pool` says where rewards run that need processes of their own.
     Raises UserError for a name or parameter that does not exist, and for data that cannot be used."""
     if config.kind == "data":
         return DataTask(
@@ -29,7 +29,7 @@ def build_task(
             tokenizer,
             max_prompt_tokens=max_prompt_tokens,
             max_response_tokens=max_response_tokens,
-            make_judges=make_judges,
+            make_pool=make_pool,
         )
     if config.kind == "environment":
         return EnvironmentTask(config, tokenizer, max_prompt_tokens=max_prompt_tokens)
@@ -38,5 +38,5 @@ def build_task(
         tokenizer,
         max_prompt_tokens=max_prompt_tokens,
         max_response_tokens=max_response_tokens,
-        make_judges=make_judges,
+        make_pool=make_pool,
     )

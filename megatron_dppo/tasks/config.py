@@ -58,11 +58,11 @@ class TaskConfig(ConfigModel):
     as correct. When absent the task's own verifier, or for `data` math-verify. Not for `environment`, which gives
     its own rewards."""
     reward_workers: int = Field(default=2, ge=1)
-    """Workers that judge answers for `verifier`, `math-verify` and `python` rewards, or hold the episodes of an
+    """Workers that score answers for `verifier`, `math-verify` and `python` rewards, or hold the episodes of an
     environment."""
     reward_placement: Literal["local", "ray"] = "local"
-    """Where those that judge are: on the controller's machine, or as many on every node of the run's Ray cluster.
-    `evaluate` has no Ray and judges locally."""
+    """Where those that score are: on the controller's machine, or as many on every node of the run's Ray cluster.
+    `evaluate` has no Ray and scores locally."""
     reward_memory_mib: int = Field(default=4096, ge=256)
     """Address space of each process in them; an answer that needs more earns 0."""
 

@@ -16,7 +16,7 @@ from megatron_dppo.tasks.prompting import encode_prompt, user_message
 from megatron_dppo.tasks.rewards.config import MathVerifyReward
 from megatron_dppo.tasks.rewards.grader import Grader, build_grader
 from megatron_dppo.tasks.rewards.math import meets_itself
-from megatron_dppo.tasks.rewards.pool import JudgePool, MakeJudges
+from megatron_dppo.tasks.rewards.pool import LocalVerifierPool, MakePool
 from megatron_dppo.tasks.task import Prompt
 
 _MOST_CHARACTERS = 1_000_000
@@ -34,7 +34,7 @@ class DataTask:
         *,
         max_prompt_tokens: int,
         max_response_tokens: int,
-        make_judges: MakeJudges = JudgePool,
+        make_pool: MakePool = LocalVerifierPool,
     ) -> None:
         assert config.data is not None  # the configuration's own check
         prompts, report = load_prompts(config, config.data, tokenizer, max_prompt_tokens)
@@ -52,7 +52,7 @@ class DataTask:
         self.epoch_size, self.held_out_size = self._set.epoch_size, self._set.held_out_size
         self.fingerprint = self._set.fingerprint
         self.prompts, self.held_out = self._set.prompts, self._set.held_out
-        self._grader = data_grader(config, max_response_tokens, make_judges)
+        self._grader = data_grader(config, max_response_tokens, make_pool)
         self.score, self.close = self._grader.score, self._grader.close
         self._report = report
 
@@ -103,14 +103,14 @@ def load_prompts(
     return prompts, replace(report, kept=len(prompts))
 
 
-def data_grader(config: TaskConfig, max_response_tokens: int, make_judges: MakeJudges = JudgePool) -> Grader:
+def data_grader(config: TaskConfig, max_response_tokens: int, make_pool: MakePool = LocalVerifierPool) -> Grader:
     """The rewards of `config` for questions that have a reference answer and no verifier of their own;
-    `make_judges` says where those run that need processes."""
+    `make_pool` says where those run that need processes."""
     return build_grader(
         config.rewards or (MathVerifyReward(),),
         answer_pattern=config.answer_pattern,
         workers=config.reward_workers,
         memory_mib=config.reward_memory_mib,
         max_response_tokens=max_response_tokens,
-        make_judges=make_judges,
+        make_pool=make_pool,
     )

@@ -14,8 +14,8 @@ from megatron_dppo.tasks.prompt_set import PromptSet
 from megatron_dppo.tasks.prompting import encode_prompt, user_message
 from megatron_dppo.tasks.rewards.config import VerifierReward
 from megatron_dppo.tasks.rewards.grader import build_grader
-from megatron_dppo.tasks.rewards.gym import GymJudge, gym_factory
-from megatron_dppo.tasks.rewards.pool import JudgePool, MakeJudges
+from megatron_dppo.tasks.rewards.gym import GymVerifier, gym_factory
+from megatron_dppo.tasks.rewards.pool import LocalVerifierPool, MakePool
 from megatron_dppo.tasks.task import Prompt
 
 TRAIN_SIZE, HELD_OUT_SIZE = 2048, 256
@@ -37,7 +37,7 @@ class ReasoningGymTask:
         *,
         max_prompt_tokens: int,
         max_response_tokens: int,
-        make_judges: MakeJudges = JudgePool,
+        make_pool: MakePool = LocalVerifierPool,
     ) -> None:
         held_out = HELD_OUT_SIZE if config.held_out_size is None else config.held_out_size
         wanted = held_out + (config.train_size or TRAIN_SIZE)
@@ -69,8 +69,8 @@ class ReasoningGymTask:
             workers=config.reward_workers,
             memory_mib=config.reward_memory_mib,
             max_response_tokens=max_response_tokens,
-            verifier=GymJudge(config.dataset, {**config.parameters, "seed": config.seed, "size": draws}),
-            make_judges=make_judges,
+            verifier=GymVerifier(config.dataset, {**config.parameters, "seed": config.seed, "size": draws}),
+            make_pool=make_pool,
         )
         self.score, self.close = self._grader.score, self._grader.close
 

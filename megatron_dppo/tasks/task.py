@@ -45,7 +45,7 @@ class Rewards:
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)
     """float32 `[N]` of each reward by name, before its weight."""
     errors: Mapping[str, int] = field(default_factory=dict)
-    """Responses each reward could not judge."""
+    """Responses each reward could not score."""
     timeouts: Mapping[str, int] = field(default_factory=dict)
     """Those of them that took too long."""
 
@@ -86,12 +86,12 @@ class Prompts(Protocol):
         ...
 
     def close(self) -> None:
-        """End whatever was started to judge responses."""
+        """End whatever was started to score responses."""
         ...
 
 
 class Task(Prompts, Protocol):
-    """Prompts whose responses are judged by themselves."""
+    """Prompts whose responses are scored by themselves."""
 
     def score(
         self,
@@ -100,7 +100,7 @@ class Task(Prompts, Protocol):
         lengths: Sequence[int] | np.ndarray | None = None,
         finish_reasons: Sequence[str] | None = None,
     ) -> Rewards:
-        """Judge `responses[i]`, of `lengths[i]` tokens, as a response to `prompts[i]`; the text has no special tokens.
+        """Score `responses[i]`, of `lengths[i]` tokens, as a response to `prompts[i]`; the text has no special tokens.
         Rewards that look at lengths need them. Where `finish_reasons[i]` is "length" the response was cut off, and has
         no answer."""
         ...

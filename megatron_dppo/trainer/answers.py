@@ -16,7 +16,7 @@ from megatron_dppo.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One answer to one question, judged."""
+    """One answer to one question, scored."""
 
     prompt: int
     """Number of the question in its set."""
@@ -31,7 +31,7 @@ class Answer:
 class AnswerFile:
     """A JSONL file: the settings under which its answers were sampled, then an answer a line.
 
-    Opening it reads what is there; a torn last line is dropped. `add` has its lines on disk when it returns. Raises
+    Opening it reads what is there, without an incomplete last line. `add` has its lines on disk when it returns. Raises
     UserError where the file holds answers of other settings, or cannot be written.
     """
 

@@ -33,14 +33,14 @@ from megatron_dppo.tasks.task import Prompt
 from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.answers import Answer, AnswerFile
 from megatron_dppo.trainer.evaluation import accuracy_metrics, answer, evaluation_sampling
-from megatron_dppo.trainer.examiner import EvaluationSet, build_sets
+from megatron_dppo.trainer.task_suite import EvaluationSet, build_sets
 
 PAPERS_SAMPLING = {"temperature": 0.7, "top_p": 0.95, "samples": 32}
 """Appendix F; anything else is asked for."""
 
 
 class EvaluateConfig(ConfigModel):
-    """What `evaluate` needs of a run's configuration. Of the task, how it puts and judges questions counts."""
+    """What `evaluate` needs of a run's configuration. Of the task, how it puts questions and scores answers counts."""
 
     rollout: RolloutConfig = RolloutConfig()
     task: TaskConfig
@@ -67,7 +67,7 @@ def evaluate_config(data: Sequence[str], config_file: Path | None, overrides: Se
 
 
 def evaluate_model(model: Path, config: EvaluateConfig, out: Path) -> int:
-    """Sample answers to every question of every set, judge them and print the table. Returns the exit code.
+    """Sample answers to every question of every set, score them and print the table. Returns the exit code.
 
     Each set's answers go to `out/NAME.jsonl` as they come; what is there already, of the same model and settings, is
     not sampled again, so an evaluation that was stopped goes on. `out/summary.json` has the metrics.

@@ -17,8 +17,8 @@ from megatron_dppo.rollout.seeds import EVALUATION
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.task import Prompt, Rewards
 from megatron_dppo.trainer.episodes import play
-from megatron_dppo.trainer.examiner import Examiner, Scorer, judge
 from megatron_dppo.trainer.requests import requests_for
+from megatron_dppo.trainer.task_suite import Scorer, TaskSuite, score_responses
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Evaluator:
     """Evaluates the weights that `engine` holds. Runs on the controller only; the trainer's state is not touched."""
 
     engine: Generates
-    examiner: Examiner
+    suite: TaskSuite
     config: EvaluationConfig
     rollout: RolloutConfig
     run_seed: int
@@ -36,7 +36,7 @@ class Evaluator:
         over prompts), `eval/pass@k`, `eval/well_formed`, `eval/reward`, `eval/response_length` and
         `eval/truncated_fraction` of the held-out prompts, and `eval/NAME/...` of every evaluation set."""
         metrics: dict[str, float] = {}
-        task = self.examiner.task
+        task = self.suite.task
         count = self.config.prompts if task.held_out_size else 0
         if count:
             prompts = task.held_out(count)
@@ -45,7 +45,7 @@ class Evaluator:
             else:
                 batch, rewards = self._answer(task, prompts, self.config.samples, step)
             metrics |= _metrics("eval", batch, rewards, self.config.samples)
-        for one in self.examiner.sets:
+        for one in self.suite.sets:
             batch, rewards = self._answer(one.scorer, one.prompts, one.samples, step)
             metrics |= _metrics(f"eval/{one.name}", batch, rewards, one.samples)
         return metrics
@@ -54,14 +54,14 @@ class Evaluator:
         self, scorer: Scorer, prompts: Sequence[Prompt], samples: int, step: int
     ) -> tuple[RolloutBatch, Rewards]:
         sampling = evaluation_sampling(self.config, self.rollout)
-        tokenizer = self.examiner.tokenizer
+        tokenizer = self.suite.tokenizer
         return answer(self.engine, sampling, scorer, tokenizer, prompts, samples, run_seed=self.run_seed, step=step)
 
     def _play(self, task: EnvironmentTask, prompts: Sequence[Prompt], step: int) -> tuple[RolloutBatch, Rewards]:
         sampling = evaluation_sampling(self.config, self.rollout)
         episodes = play(
             task,
-            self.examiner.tokenizer,
+            self.suite.tokenizer,
             prompts,
             self.config.samples,
             lambda requests: self.engine.generate(requests, sampling, training=False),
@@ -98,7 +98,7 @@ def answer(
     requests = requests_for(prompts, samples, run_seed=run_seed, step=step, stream=EVALUATION)
     batch = engine.generate(requests, sampling, training=False)
     responses = [batch.response_ids(i) for i in range(len(batch))]
-    return batch, judge(scorer, tokenizer, prompts, samples, responses, batch.finish_reasons)
+    return batch, score_responses(scorer, tokenizer, prompts, samples, responses, batch.finish_reasons)
 
 
 def _metrics(prefix: str, batch: RolloutBatch, rewards: Rewards, samples: int) -> dict[str, float]:

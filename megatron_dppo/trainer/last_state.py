@@ -10,8 +10,8 @@ from megatron_dppo.actor.results import UpdateProgress
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.launch.rank import lost_a_peer
 from megatron_dppo.rollout.engine import RolloutFleet
-from megatron_dppo.trainer.assembly import Assembly
 from megatron_dppo.trainer.checkpoints import Checkpoints
+from megatron_dppo.trainer.coordinator import RankCoordinator
 from megatron_dppo.trainer.weight_sync import WeightSync
 
 _PATIENCE_S = 15.0
@@ -50,7 +50,7 @@ class LastState:
     runtime: Runtime
     actor: MegatronActor
     weights: WeightSync
-    assembly: Assembly
+    coordinator: RankCoordinator
     checkpoints: Checkpoints
     fleet: RolloutFleet | None
     """Only the controller has it."""
@@ -66,11 +66,11 @@ class LastState:
             return _is_saved(step)
         if update is not None and update.inside:
             return f"The error came in the middle of a pass or an optimizer step, so {_older(trained.saved)}"
-        peer_is_gone = lost_a_peer(error) and not self.assembly.told
+        peer_is_gone = lost_a_peer(error) and not self.coordinator.told
         if peer_is_gone or not self.runtime.all_say(f"save {step}, {broken_off}", patience_s=_PATIENCE_S):
             return f"Not all ranks came to this end, so {_older(trained.saved)}"
         try:
-            self._take_cards()
+            self._take_gpus()
             self.actor.complete_weights()
             self.checkpoints.save(step, broken_off=broken_off)
         except Exception as problem:
@@ -85,13 +85,13 @@ class LastState:
             f"trainer.resume=true goes on with step {step + 1}"
         )
 
-    def _take_cards(self) -> None:
-        """What is left of the engines may have the trainer's cards."""
+    def _take_gpus(self) -> None:
+        """What is left of the engines may have the trainer's GPUs."""
         if self.weights.colocated and self.fleet is not None:
             try:
                 self.fleet.close()
-            except Exception:  # the others wait; if the cards are not free, they will hear
-                logger.exception("engines that share the trainer's cards could not be closed")
+            except Exception:  # the others wait; if the GPUs are not free, they will hear
+                logger.exception("engines that share the trainer's GPUs could not be closed")
         self.weights.reclaim()
 
 

@@ -3,7 +3,7 @@
 ```
 rank 0, a thread of its own   prompts ─► engines ─► verifier ┐ (step s + 1 while s trains: rollout.schedule)
 rank 0, the loop              waits for it ◄─────────────────┘─ tells ─► update ─► sync ─► log, evaluate, save
-other ranks, the loop         wait for rank 0 (`Assembly`) ◄───────────► update ─► sync ─► wait for rank 0 ...
+other ranks, the loop         wait for rank 0 (`RankCoordinator`) ◄────► update ─► sync ─► wait for rank 0 ...
 ```
 All ranks meet in every arrow that is drawn for both. While they wait for rank 0 they are called to bring weights to an
 engine that was started again.
@@ -31,15 +31,15 @@ from megatron_dppo.launch.heartbeat import Heartbeat
 from megatron_dppo.launch.stop import StopRequest
 from megatron_dppo.models.flops import peak_flops, training_flops
 from megatron_dppo.rollout.engine import RolloutFleet
-from megatron_dppo.trainer.assembly import Assembly, meanwhile
 from megatron_dppo.trainer.checkpoints import Checkpoints
+from megatron_dppo.trainer.coordinator import RankCoordinator, meanwhile
 from megatron_dppo.trainer.evaluation import Evaluator
-from megatron_dppo.trainer.examiner import Examiner
 from megatron_dppo.trainer.last_state import LastState, Trained
 from megatron_dppo.trainer.mismatch import MISMATCH_TOKENS, Mismatch
 from megatron_dppo.trainer.progress import Progress
 from megatron_dppo.trainer.rollouts import Experience, RolloutCollector
 from megatron_dppo.trainer.samples import spelled
+from megatron_dppo.trainer.task_suite import TaskSuite
 from megatron_dppo.trainer.tracking import Tracker
 from megatron_dppo.trainer.weight_sync import WeightSync
 
@@ -49,7 +49,7 @@ class Controller:
     """What only rank 0 has."""
 
     fleet: RolloutFleet
-    examiner: Examiner
+    suite: TaskSuite
     evaluator: Evaluator
     tracker: Tracker
     progress: Progress
@@ -92,12 +92,12 @@ class Trainer:
         self._checkpoints, self._controller = checkpoints, controller
         self._heartbeat, self._stop = heartbeat, stop
         self._step_now = 0
-        side = (controller.fleet, controller.examiner) if controller else None
+        side = (controller.fleet, controller.suite) if controller else None
         self._weights = WeightSync(runtime, actor, config)
         fleet = controller.fleet if controller else None
-        self._assembly = Assembly(runtime, self._weights, fleet)
-        self._last_state = LastState(runtime, actor, self._weights, self._assembly, checkpoints, fleet)
-        self._collector = RolloutCollector(config, self._assembly, side, actor.moe_layer_groups)
+        self._coordinator = RankCoordinator(runtime, self._weights, fleet)
+        self._last_state = LastState(runtime, actor, self._weights, self._coordinator, checkpoints, fleet)
+        self._collector = RolloutCollector(config, self._coordinator, side, actor.moe_layer_groups)
         self._trained = Trained(0, 0)
 
     def run(self, first_step: int, export: Callable[[], None] = lambda: None) -> bool:
@@ -133,7 +133,7 @@ class Trainer:
         loaded = not self._config.model.random_weights and self._config.rollout.placement != "colocated"
         if first_step > 0 or self._config.trainer.engine_weight_noise or not loaded:
             with self._watch("sync"):
-                self._assembly.sync(first_step)
+                self._coordinator.sync(first_step)
         # A run that was stopped during an evaluation has the checkpoint of that step, but not its result.
         if self._evaluation_is_due(first_step) and not self._evaluated(first_step):
             self._evaluate(first_step)
@@ -143,26 +143,26 @@ class Trainer:
             reason = self._asked_to_stop() if step < self._config.trainer.steps else ""
             if reason:
                 if not saved:
-                    self._take_cards()
+                    self._take_gpus()
                     self._save(step)
                 if self._controller:
-                    with self._assembly.alone():
+                    with self._coordinator.alone():
                         self._stop.done(step)
                         self._controller.progress.note(
                             f"step {step}: stopped by {reason}, the state is saved; trainer.resume=true goes on from it"
                         )
-                self._assembly.settle()
+                self._coordinator.settle()
                 return False
-        self._take_cards()  # whoever exports the model finds it there
-        self._assembly.settle()
+        self._take_gpus()  # whoever exports the model finds it there
+        self._coordinator.settle()
         return True
 
-    def _take_cards(self) -> None:
-        """Engines that share the trainer's cards give them back. One that is being started again is waited for: it
+    def _take_gpus(self) -> None:
+        """Engines that share the trainer's GPUs give them back. One that is being started again is waited for: it
         would take the memory that it finds free."""
         if self._weights.colocated:
             found = meanwhile(self._controller.fleet.ready_members) if self._controller else None
-            self._weights.before_update(self._assembly.wait_until_done(found))
+            self._weights.before_update(self._coordinator.wait_until_done(found))
 
     def _asked_to_stop(self) -> str:
         """What asked any rank to stop, the same on all ranks. Collective: one gather of short strings."""
@@ -183,7 +183,7 @@ class Trainer:
             self._begin_ahead(step)
         metrics = dict(experience.metrics)
         with self._watch("training"), clock.phase("hand_over"):
-            self._take_cards()
+            self._take_gpus()
         if step == 1 and config.trainer.parity_check:
             with self._watch("parity check"):
                 metrics |= self._parity(experience)
@@ -194,17 +194,17 @@ class Trainer:
         self._collector.release(experience)
         every = config.trainer.checkpoint_every
         due = bool(every) and (step % every == 0 or step == config.trainer.steps)
-        if due and self._weights.colocated:  # the engines take the cards with the weights
+        if due and self._weights.colocated:  # the engines take the GPUs with the weights
             self._save(step)
         try:
             with self._watch("weight sync"), clock.phase("sync"):
-                metrics |= self._assembly.sync(step)
+                metrics |= self._coordinator.sync(step)
         finally:  # the step is trained, whatever comes
             metrics |= clock.metrics()
             metrics["throughput/tokens_per_second"] = metrics["data/tokens"] / metrics["time/step_s"]
             metrics["throughput/trained_tokens_per_second"] = metrics["data/trained_tokens"] / metrics["time/train_s"]
             if self._controller:
-                with self._assembly.alone():
+                with self._coordinator.alone():
                     self._controller.tracker.log(step, metrics)
                     self._controller.progress.step(step, metrics)
                     if look:
@@ -229,7 +229,7 @@ class Trainer:
             report = self._actor.update(source, signal, count_masked=count_masked, listener=self._trained.hear)
             self._trained.end(step)
         if self._controller and profile is not None:
-            with self._assembly.alone():
+            with self._coordinator.alone():
                 lengths = source.lengths[np.concatenate(list(signal.mini_batches) * signal.epochs)]
                 trainee = self._actor.trainee
                 flops = training_flops(trainee.model, lengths, trainee.lora) / self._runtime.world_size
@@ -249,7 +249,7 @@ class Trainer:
         counts, limit = report.masked_counts, self._config.tracking.masked_tokens
         if counts is not None and limit:
             masked = most_masked_tokens(counts, limit)
-            controller.tracker.masked_tokens(step, spelled(masked, controller.examiner.tokenizer))
+            controller.tracker.masked_tokens(step, spelled(masked, controller.suite.tokenizer))
 
     def _evaluation_is_due(self, step: int) -> bool:
         every = self._config.evaluation.every
@@ -258,7 +258,7 @@ class Trainer:
     def _evaluated(self, step: int) -> bool:
         """Whether the run's folder has an evaluation of `step` already; the controller knows."""
         tracker = self._controller.tracker if self._controller else None
-        return self._assembly.wait_for(meanwhile(lambda: tracker.has(step, "time/eval_s")) if tracker else None)
+        return self._coordinator.wait_for(meanwhile(lambda: tracker.has(step, "time/eval_s")) if tracker else None)
 
     def _parity(self, experience: Experience) -> dict[str, float]:
         """The first rollout, recomputed before any update: with the engine's routes, and with the live routers."""
@@ -266,7 +266,7 @@ class Trainer:
         with_replay = self._actor.parity(source, replay=True, keep=MISMATCH_TOKENS)
         without = self._actor.parity(source, replay=False, keep=MISMATCH_TOKENS)
         if self._controller:
-            with self._assembly.alone():
+            with self._coordinator.alone():
                 Mismatch.of(with_replay.tokens, without.tokens).write(self._config.run.dir)
         return {f"parity/{name}": value for name, value in with_replay.metrics.items()} | {
             f"parity_without_replay/{name}": value for name, value in without.metrics.items()
@@ -275,9 +275,9 @@ class Trainer:
     def _evaluate(self, step: int) -> None:
         start = time.perf_counter()
         with self._watch("evaluation"):
-            metrics = self._assembly.wait_for(self._evaluation(step))
+            metrics = self._coordinator.wait_for(self._evaluation(step))
         if self._controller:
-            with self._assembly.alone():
+            with self._coordinator.alone():
                 evaluated = metrics | {"time/eval_s": time.perf_counter() - start}
                 self._controller.tracker.log(step, evaluated)
                 self._tell(step, evaluated, self._controller)
@@ -289,7 +289,7 @@ class Trainer:
                 f"step {step}: held-out accuracy {metrics['eval/accuracy']:.3f}, "
                 f"well-formed {metrics['eval/well_formed']:.3f}"
             )
-        for one in controller.examiner.sets:
+        for one in controller.suite.sets:
             accuracy, low, high = (metrics[f"eval/{one.name}/accuracy{end}"] for end in ("", "_low", "_high"))
             controller.progress.note(
                 f"step {step}: {one.name} avg@{one.samples} {accuracy:.3f} (95 % of resampled prompts: "
@@ -307,6 +307,6 @@ class Trainer:
     def _watch(self, phase: str) -> Iterator[None]:
         self._heartbeat.beat(phase, self._step_now)
         if self._controller:
-            with self._assembly.alone():
+            with self._coordinator.alone():
                 self._controller.progress.phase(f"step {self._step_now}: {phase}")
         yield

@@ -67,15 +67,15 @@ def plot_mismatch(runs: Mapping[str, Mismatch], path: Path, *, title: str = "") 
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(runs), 2, squeeze=False, sharex=True)
     for (left, right), (label, mismatch) in zip(grid, runs.items(), strict=True):
-        laws = {"routes replayed": mismatch.log_pi, "live routers": mismatch.log_pi_live}
+        logps = {"routes replayed": mismatch.log_pi, "live routers": mismatch.log_pi_live}
         if np.array_equal(mismatch.log_pi, mismatch.log_pi_live):
-            laws = {"": mismatch.log_pi}
-        for number, (name, log_pi) in enumerate(reversed(laws.items())):
+            logps = {"": mismatch.log_pi}
+        for number, (name, log_pi) in enumerate(reversed(logps.items())):
             mu, pi = np.exp(mismatch.log_mu.astype(np.float64)), np.exp(log_pi.astype(np.float64))
-            colour = f"C{len(laws) - 1 - number}"
+            colour = f"C{len(logps) - 1 - number}"
             _cloud(left, mu, pi / mu, colour, name)
             _cloud(right, mu, np.maximum(np.abs(pi - mu), 1e-9), colour, name)
-        _around_one(left, max(float(np.abs(log_pi - mismatch.log_mu).max()) for log_pi in laws.values()))
+        _around_one(left, max(float(np.abs(log_pi - mismatch.log_mu).max()) for log_pi in logps.values()))
         right.set_yscale("log")
         left.set_ylabel("ratio  $\\pi / \\mu$")
         right.set_ylabel("TV divergence  $|\\pi - \\mu|$")
@@ -85,7 +85,7 @@ def plot_mismatch(runs: Mapping[str, Mismatch], path: Path, *, title: str = "") 
             axis.set_xlabel("probability of the sampled token  $\\mu$")
             axis.tick_params(labelbottom=True)
             axis.grid(alpha=0.3)
-        if len(laws) > 1:
+        if len(logps) > 1:
             left.legend(fontsize=9)
     figure.suptitle(title or "Trainer against engine, same weights", fontsize=14)
     try:

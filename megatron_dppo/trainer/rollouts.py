@@ -22,11 +22,11 @@ from megatron_dppo.rollout.start import open_rollout
 from megatron_dppo.rollout.stored import LayerGroups, RolloutHandle
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.task import Rewards
-from megatron_dppo.trainer.assembly import Assembly
+from megatron_dppo.trainer.coordinator import RankCoordinator
 from megatron_dppo.trainer.episodes import play
-from megatron_dppo.trainer.examiner import Examiner, judge
 from megatron_dppo.trainer.requests import requests_for
 from megatron_dppo.trainer.samples import Sample, choose_samples
+from megatron_dppo.trainer.task_suite import TaskSuite, score_responses
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,16 @@ class RolloutCollector:
     def __init__(
         self,
         config: Config,
-        assembly: Assembly,
-        controller: tuple[RolloutFleet, Examiner] | None,
+        coordinator: RankCoordinator,
+        controller: tuple[RolloutFleet, TaskSuite] | None,
         layer_groups: LayerGroups,
     ) -> None:
         """
-        assembly      the ranks, waiting together
+        coordinator   the ranks, waiting together
         controller    what rank 0 works with, None on the other ranks
         layer_groups  MoE layers of each model chunk of the trainer: routes are stored, and pulled, in these groups
         """
-        self._config, self._assembly, self._controller = config, assembly, controller
+        self._config, self._coordinator, self._controller = config, coordinator, controller
         self._layer_groups = layer_groups
         if controller and config.rollout.oversample and isinstance(controller[1].task, EnvironmentTask):
             raise UserError(
@@ -114,19 +114,19 @@ class RolloutCollector:
     def collect(self, step: int) -> Experience:
         """The experience of `step`, when it is whole. `step` is also the version of the trainer's weights now.
 
-        Collective, see `Assembly.wait_for`: per-sequence metadata is broadcast. Raises RuntimeError where tokens came
-        from weights that are older than the schedule allows.
+        Collective, see `RankCoordinator.wait_for`: per-sequence metadata is broadcast. Raises RuntimeError where
+        tokens came from weights that are older than the schedule allows.
         """
-        drained = self._assembly.drained_s if step in self._begun else 0.0
+        drained = self._coordinator.drained_s if step in self._begun else 0.0
         self.begin(step)
         start = time.perf_counter()
         found = self._begun.pop(step) if self._controller else None
-        experience = self._assembly.wait_for(_then(found, lambda collected: collected.experience))
+        experience = self._coordinator.wait_for(_then(found, lambda collected: collected.experience))
         if self._controller and found is not None:
             collected = found.result()
             self.samples = collected.samples
             waited = time.perf_counter() - start
-            with self._assembly.alone():
+            with self._coordinator.alone():
                 own = {
                     "rollout/seconds": collected.seconds,
                     "rollout/overlap_s": max(0.0, collected.seconds - waited - drained),
@@ -147,24 +147,24 @@ class RolloutCollector:
         """The step's rows are no longer needed anywhere."""
         if self._controller:
             engine, _ = self._controller
-            with self._assembly.alone():
+            with self._coordinator.alone():
                 engine.release(experience.handle)
 
     def close(self) -> None:
         """Steps that were begun and never collected are given up; the fleet's end ends their work."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _collect(self, engine: RolloutFleet, examiner: Examiner, step: int) -> _Collected:
+    def _collect(self, engine: RolloutFleet, suite: TaskSuite, step: int) -> _Collected:
         start = time.perf_counter()
         count, samples = self._config.trainer.prompts_per_step, self._config.trainer.samples_per_prompt
         asked = count + round(count * self._config.rollout.oversample)
-        prompts = examiner.task.prompts(step * asked, asked)
+        prompts = suite.task.prompts(step * asked, asked)
         sampling = training_sampling(self._config.rollout)
         extra: dict[str, float] = {}
-        if isinstance(examiner.task, EnvironmentTask):
+        if isinstance(suite.task, EnvironmentTask):
             episodes = play(
-                examiner.task,
-                examiner.tokenizer,
+                suite.task,
+                suite.tokenizer,
                 prompts,
                 samples,
                 lambda requests: engine.generate(requests, sampling, training=True),
@@ -184,13 +184,13 @@ class RolloutCollector:
             handle = engine.generate_stored(requests, sampling, self._layer_groups, samples=samples, enough=enough)
             came = _groups_that_came([r.request_id for r in requests], handle.request_ids, samples, count)
             prompts = [prompts[group] for group in came]
-            # Only token ids come to the controller; laws and routes go to the ranks that train on them.
+            # Only token ids come to the controller; log-probabilities and routes go to the ranks that train on them.
             tokens = open_rollout(handle).token_ids()
             responses = [ids[n:] for ids, n in zip(tokens, handle.prompt_lengths, strict=True)]
-            rewards = judge(examiner.task, examiner.tokenizer, prompts, samples, responses, handle.finish_reasons)
+            rewards = score_responses(suite.task, suite.tokenizer, prompts, samples, responses, handle.finish_reasons)
         looked_at = choose_samples(
             self._config.tracking.samples,
-            examiner.tokenizer,
+            suite.tokenizer,
             prompts,
             samples,
             responses,
@@ -266,7 +266,7 @@ def training_sampling(rollout: RolloutConfig) -> SamplingConfig:
 
 
 def _part_metrics(rewards: Rewards) -> dict[str, float]:
-    """Each reward apart, and how often it could not judge."""
+    """Each reward apart, and how often it could not score."""
     metrics = {f"reward/part/{name}": float(scores.mean()) for name, scores in rewards.parts.items()}
     metrics |= {f"reward/errors/{name}": float(count) for name, count in rewards.errors.items()}
     return metrics | {f"reward/timeouts/{name}": float(count) for name, count in rewards.timeouts.items()}

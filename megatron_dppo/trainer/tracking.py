@@ -179,7 +179,7 @@ def _drop_rows_after(path: Path, step: int) -> None:
                 file.write(line)
         file.flush()
         os.fsync(file.fileno())
-    if torn := path.stat().st_size - whole:
-        logger.warning("%s: its last %d bytes are no whole line (a crash cut it off) and are dropped", path, torn)
+    if incomplete := path.stat().st_size - whole:
+        logger.warning("%s: its last %d bytes are no whole line (a crash cut it off) and are dropped", path, incomplete)
     os.replace(partial, path)
     sync(path.parent)

@@ -40,7 +40,6 @@ from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.checkpoints import Checkpoints, checkpoint_root
 from megatron_dppo.trainer.evaluation import Evaluator
-from megatron_dppo.trainer.examiner import build_examiner
 from megatron_dppo.trainer.history import ADAPTER_FOLDER, MODEL_FOLDER, History
 from megatron_dppo.trainer.loop import Controller, Trainer
 from megatron_dppo.trainer.plots import plot_runs
@@ -48,6 +47,7 @@ from megatron_dppo.trainer.progress import Progress
 from megatron_dppo.trainer.resume import facts, weights_fingerprint
 from megatron_dppo.trainer.sinks import open_sinks, require_services
 from megatron_dppo.trainer.summary import print_summary
+from megatron_dppo.trainer.task_suite import build_task_suite
 from megatron_dppo.trainer.tracking import Tracker, require_unused
 
 CONFIG = "config.yaml"
@@ -79,13 +79,13 @@ def train(config: Config) -> int:
             latest_state(checkpoint_root(config))
         else:
             require_unused(config.run.dir)
-        examiner = progress = None
+        suite = progress = None
         if rank == 0:
             require_services(config.tracking)
             dated = _dated(config)
-            examiner = build_examiner(dated, load_tokenizer(config.model.path))
+            suite = build_task_suite(dated, load_tokenizer(config.model.path))
             weights = weights_fingerprint(config.model.path, random=config.model.random_weights)
-            stack.callback(examiner.close)
+            stack.callback(suite.close)
             progress = stack.enter_context(Progress(total_steps=config.trainer.steps, title=config.run.name))
             progress.phase("starting ranks")
         stack.callback(actor_runtime.stop)
@@ -115,11 +115,11 @@ def train(config: Config) -> int:
         if progress:
             progress.phase("loading the model")
         actor = build_actor(runtime, config, hf_config)
-        fixed = runtime.broadcast(facts(config, task=examiner.task.fingerprint, weights=weights) if examiner else None)
+        fixed = runtime.broadcast(facts(config, task=suite.task.fingerprint, weights=weights) if suite else None)
         checkpoints = Checkpoints(config, fixed, actor)
         first_step = checkpoints.restore() if config.trainer.resume else 0
         controller = None
-        if fleet is not None and examiner is not None and progress is not None:
+        if fleet is not None and suite is not None and progress is not None:
             save_config(dated, config.run.dir / CONFIG)
             resumed_at = first_step if config.trainer.resume else None
             sinks = open_sinks(
@@ -130,10 +130,10 @@ def train(config: Config) -> int:
                 resume=config.trainer.resume,
             )
             tracker = stack.enter_context(Tracker(config.run.dir, resume_step=resumed_at, sinks=sinks))
-            evaluator = Evaluator(fleet, examiner, config.evaluation, config.rollout, config.run.seed)
-            controller = Controller(fleet, examiner, evaluator, tracker, progress)
+            evaluator = Evaluator(fleet, suite, config.evaluation, config.rollout, config.run.seed)
+            controller = Controller(fleet, suite, evaluator, tracker, progress)
             progress.begin(first_step)
-            for line in examiner.report:
+            for line in suite.report:
                 progress.note(line)
         trainer = Trainer(
             runtime,

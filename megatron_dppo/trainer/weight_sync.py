@@ -34,21 +34,21 @@ class SyncReport:
 class WeightSync:
     """Every rank has one and calls its methods together; the controller, rank 0, names the engines.
 
-    With engines on the trainer's cards (`rollout.placement: colocated`) the cards change hands here:
-    `before_update` puts the engines to sleep and brings the actor back, `sync` lends the cards to the engines again.
+    With engines on the trainer's GPUs (`rollout.placement: colocated`) the GPUs change hands here:
+    `before_update` puts the engines to sleep and brings the actor back, `sync` lends the GPUs to the engines again.
     """
 
     def __init__(self, runtime: Runtime, actor: MegatronActor, config: Config) -> None:
         self._runtime, self._actor, self._config = runtime, actor, config
         self._rollout = config.rollout
         self.colocated = config.rollout.placement == "colocated"
-        """Whether engines share the trainer's cards."""
+        """Whether engines share the trainer's GPUs."""
         self._sender: WeightSender | None = None
         self._awake = False
-        """Whether the engines have the cards (colocated)."""
+        """Whether the engines have the GPUs (colocated)."""
 
     def before_update(self, members: Sequence[EngineClient] | None) -> None:
-        """The cards to the trainer, with which the engines are `colocated`."""
+        """The GPUs to the trainer, with which the engines are `colocated`."""
         if members is not None:
             # A dead engine holds no memory; the fleet finds out about it by itself.
             engines = Recipients(members, timeout_s=self._rollout.sync_timeout_s)
@@ -56,7 +56,7 @@ class WeightSync:
         self.reclaim()
 
     def reclaim(self) -> None:
-        """Bring the actor back to cards that the engines left. Collective; nothing where nothing was lent."""
+        """Bring the actor back to GPUs that the engines left. Collective; nothing where nothing was lent."""
         if self.colocated:
             self._runtime.barrier()
             self._awake = False
@@ -84,7 +84,7 @@ class WeightSync:
         if self.colocated:
             with clock("lend"):
                 self._actor.offload(("weights",))
-                self._runtime.barrier()  # every rank's part of a card is free before an engine takes it
+                self._runtime.barrier()  # every rank's part of a GPU is free before an engine takes it
                 if to is not None:
                     to.wait(to.ask(lambda engine: engine.wake("kv_cache")))
                 self._awake = True
@@ -146,7 +146,7 @@ class _Clock:
             self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
 
     def add_worker(self, report: WorkerReport) -> None:
-        """The largest of the workers' times, and of the memory used on their cards."""
+        """The largest of the workers' times, and of the memory used on their GPUs."""
         for name, value in asdict(report).items():
             if value is None:
                 continue
@@ -155,14 +155,14 @@ class _Clock:
 
 
 def _memory(device: torch.device) -> dict[str, float]:
-    """What this rank, and everybody on its card, holds after a sync: flat over steps unless something leaks."""
+    """What this rank, and everybody on its GPU, holds after a sync: flat over steps unless something leaks."""
     if device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(device)
     return {
         "memory/rank_allocated_gib": torch.cuda.memory_allocated(device) / 2**30,
         "memory/rank_peak_gib": torch.cuda.max_memory_allocated(device) / 2**30,
-        "memory/card_used_gib": (total - free) / 2**30,
+        "memory/gpu_used_gib": (total - free) / 2**30,
     }
 
 

@@ -115,7 +115,7 @@ def test_flops_of_a_step(tmp_path: Path) -> None:
     assert (active_matrix_parameters(large) + embedding) / 1e9 == pytest.approx(3.3, abs=0.06)
 
 
-def test_peak_of_a_card() -> None:
+def test_peak_of_a_gpu() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
     assert peak_flops("NVIDIA H100 PCIe") is None
 

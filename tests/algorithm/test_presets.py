@@ -127,7 +127,7 @@ def test_strings_of_a_config_file_are_understood() -> None:
         ("relax-both", {"relax_low": False, "relax_high": False}, "at least one end"),
         ("relax-both", {"relax_low": "false"}, "must be true or false"),
         ("relax-both", {"relax_below": None}, "needs relax_below"),
-        ("dppo-binary-tv", {"ratio_level": "sequence"}, "judges single tokens"),
+        ("dppo-binary-tv", {"ratio_level": "sequence"}, "masks single tokens"),
     ],
 )
 def test_contradictions_are_refused_with_the_reason(name: str, overrides: dict[str, object], reason: str) -> None:

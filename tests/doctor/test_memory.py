@@ -1,4 +1,4 @@
-"""The doctor's memory line: what the planner says of a configuration on a card."""
+"""The doctor's memory line: what the planner says of a configuration on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_dppo.cli import main
 from megatron_dppo.config.load import load_config
 from megatron_dppo.doctor.memory import check_memory
 from megatron_dppo.models.hf_config import load_hf_config
-from megatron_dppo.planner.gpus import GIB, GPUS, gpu_of_card
+from megatron_dppo.planner.gpus import GIB, GPUS, gpu_of_device
 from megatron_dppo.planner.run import planned_run
 from tests.models.public_configs import CONFIGS
 
@@ -27,15 +27,15 @@ def model(tmp_path: Path) -> Path:
 
 def findings(model: Path, *overrides: str, ranks: int | None = 32, gpu: str | None = "h100-80g") -> list[str]:
     config = load_config(PAPER / "moe_base_r3.yaml", (f"model.path={model}", *overrides))
-    card = None if gpu is None else GPUS[gpu]
-    return [str(one) for one in check_memory(config, load_hf_config(model), ranks=ranks, gpu=card)]
+    planned = None if gpu is None else GPUS[gpu]
+    return [str(one) for one in check_memory(config, load_hf_config(model), ranks=ranks, gpu=planned)]
 
 
 def test_a_run_that_fits(model: Path) -> None:
     config = load_config(PAPER / "moe_base_r3.yaml", (f"model.path={model}",))
     plan = planned_run(config, load_hf_config(model), H100, 32).plan()
     (line,) = findings(model)
-    assert line.startswith(f"ok: memory: the fullest rank needs {plan.on_card / GIB:.1f} of 79.6 GiB (weights ")
+    assert line.startswith(f"ok: memory: the fullest rank needs {plan.on_gpu / GIB:.1f} of 79.6 GiB (weights ")
     assert f"optimizer {plan.fullest.optimizer / GIB:.1f}" in line
     assert line.endswith("on 32 ranks of h100-80g")
 
@@ -43,7 +43,7 @@ def test_a_run_that_fits(model: Path) -> None:
 def test_a_run_that_barely_fits_is_a_warning(model: Path) -> None:
     (line,) = findings(model, ranks=8)
     assert line.startswith("warning: memory: the fullest rank needs ")
-    assert ": 94% of a card; set " in line
+    assert ": 94% of a GPU; set " in line
     assert "GiB)" in line.rsplit(";", 1)[1]
 
 
@@ -70,7 +70,7 @@ def test_the_fewest_ranks_are_assumed_and_said(model: Path) -> None:
 
 
 def test_more_ranks_than_the_fewest_may_be_enough(model: Path) -> None:
-    """TP1 and EP1 are the fewest ranks where the optimizer state lies on one card, and 8 of them divide it."""
+    """TP1 and EP1 are the fewest ranks where the optimizer state lies on one GPU, and 8 of them divide it."""
     small = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 6}
     (model / "config.json").write_text(json.dumps(small))
     alone = ("parallel.tensor=1", "parallel.sequence_parallel=false", "parallel.expert=1", "rollout.tensor_parallel=1")
@@ -102,10 +102,10 @@ def test_what_cannot_be_checked(model: Path) -> None:
     assert "not checked: the planner knows" in findings(model, "actor.dtype=float32")[0]
 
 
-def test_an_unknown_card_has_its_own_memory(model: Path) -> None:
+def test_an_unknown_gpu_has_its_own_memory(model: Path) -> None:
     config = load_config(PAPER / "moe_base_r3.yaml", (f"model.path={model}",))
-    card = gpu_of_card("NVIDIA L40S", 45 * GIB)
-    (line,) = map(str, check_memory(config, load_hf_config(model), ranks=32, gpu=card))
+    planned = gpu_of_device("NVIDIA L40S", 45 * GIB)
+    (line,) = map(str, check_memory(config, load_hf_config(model), ranks=32, gpu=planned))
     assert "of 45.0 GiB" in line
     assert "of NVIDIA L40S" in line
 

@@ -226,7 +226,7 @@ def test_tasks_of_appendix_g3():
 
 
 @pytest.mark.parametrize("name", ["arc_1d", "acre", "sudoku"])
-def test_tasks_of_gem_are_built_and_judged(name):
+def test_tasks_of_gem_are_built_and_scored(name):
     """The real libraries behind the configurations, a few questions each."""
     c = config(name, "task.train_size=3", "task.held_out_size=2")
     task = build_task(c.task, byte_tokenizer(), max_prompt_tokens=c.rollout.max_prompt_tokens)

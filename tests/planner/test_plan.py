@@ -125,7 +125,7 @@ def test_the_search_recommends_what_fits_and_says_why_others_do_not() -> None:
     result = search(model(), H100, 64, PAPER, Wanted())
     assert result.best is not None
     for plan in result.fitting:
-        assert plan.on_card <= H100.memory
+        assert plan.on_gpu <= H100.memory
         assert plan.engine.fits
         assert plan.layout.microbatch_tokens >= PAPER.sequence
     assert result.best.comfortable
@@ -163,7 +163,7 @@ def test_the_command_prints_a_configuration_that_loads(
     assert config.parallel.sequence_parallel
     assert config.rollout.max_model_len == 9216
     config.parallel.check_fits(model(), 64)
-    # The plan shares the cards, and so must the run: the default is a fleet on cards of its own, of which none is left.
+    # The plan shares the GPUs, and so must the run: the default is a fleet on GPUs of its own, of which none is left.
     assert (config.rollout.placement, config.rollout.enable_sleep) == ("colocated", True)
 
 

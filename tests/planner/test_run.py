@@ -15,7 +15,7 @@ from megatron_dppo.models.hf_config import load_hf_config, resolve_hf_config
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.planner.engine import EngineSettings
 from megatron_dppo.planner.fix import find_fix
-from megatron_dppo.planner.gpus import GIB, GPUS, gpu_of_card
+from megatron_dppo.planner.gpus import GIB, GPUS, gpu_of_device
 from megatron_dppo.planner.plan import largest_utilization, make_plan
 from megatron_dppo.planner.run import Run, beside_figures, planned_run
 from megatron_dppo.planner.search import Wanted, search
@@ -84,7 +84,7 @@ def test_a_configuration_and_the_same_options_by_hand_are_one_plan(
     hand += ["--microbatch-tokens", "18432", "--rollout-gpus", "0", "--mean-response", "3000"]
     _, by_hand = printed(capsys, str(folder), *hand)
     command = ["--config", str(PAPER / f"{name}.yaml"), "--gpus", BY_HAND[name][1], "--mean-response", "3000"]
-    # By hand engines use 0.9 of a card and routes are recorded.
+    # By hand engines use 0.9 of a GPU and routes are recorded.
     engines = ["rollout.gpu_memory_utilization=0.9", "rollout.router_replay=true"]
     status, found = printed(capsys, *command, f"model.path={folder}", *engines)
     expected = by_hand["best"]
@@ -115,7 +115,7 @@ def test_the_paper_configurations_fit_the_gpus_they_name(name: str, run_of: Call
     plan = run_of(name=name, gpus=GPUS_OF.get(name, 8)).plan()
     assert plan.problem == ""
     assert plan.comfortable
-    assert max(plan.cards.values()) < 0.9 * H100.memory
+    assert max(plan.moments.values()) < 0.9 * H100.memory
 
 
 def test_a_run_that_does_not_fit(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,7 +157,7 @@ def test_the_part_is_named_and_the_fix_fits(
     assert not fix.more_gpus
     fixed = run_of(*overrides, *fix.keys, gpus=gpus).plan()
     assert fixed.problem == ""
-    assert (fixed.stages, fixed.engine, fixed.cards) == (fix.plan.stages, fix.plan.engine, fix.plan.cards)
+    assert (fixed.stages, fixed.engine, fixed.moments) == (fix.plan.stages, fix.plan.engine, fix.plan.moments)
 
 
 def test_the_optimizer_goes_to_the_host_only_where_nothing_else_helps(run_of: Callable[..., Run]) -> None:
@@ -175,10 +175,10 @@ def test_the_optimizer_goes_to_the_host_only_where_nothing_else_helps(run_of: Ca
     assert str(one).startswith(f"use {one.plan.gpus} GPUs")
 
 
-def test_cards_change_hands(run_of: Callable[..., Run]) -> None:
+def test_gpus_change_hands(run_of: Callable[..., Run]) -> None:
     shared = run_of().plan()
     weights = shared.engine.weights + shared.engine.kv_cache + 4 * GIB
-    assert shared.cards["generation"] == weights + int(0.7 * GIB) + 2 * int(2.5 * GIB)
+    assert shared.moments["generation"] == weights + int(0.7 * GIB) + 2 * int(2.5 * GIB)
     assert weights == pytest.approx(0.8 * H100.memory, abs=8)
     stage = shared.stages[0]
     assert shared.host_per_node == 8 * (stage.weights + stage.optimizer)
@@ -186,21 +186,21 @@ def test_cards_change_hands(run_of: Callable[..., Run]) -> None:
     assert (fleet.layout.gpus, fleet.rollout_gpus, fleet.engine.engines) == (32, 16, 4)
     assert fleet.engine.kv_cache == GIB
     assert fleet.host_per_node == 0
-    assert shared.on_card - fleet.on_card == 2 * GIB
+    assert shared.on_gpu - fleet.on_gpu == 2 * GIB
 
 
-def test_measured_cards_that_change_hands() -> None:
-    """docs/benchmarks.md, "colocated, 2 cards, 6 layers", with `rollout.gpu_memory_utilization=0.5`."""
+def test_measured_gpus_that_change_hands() -> None:
+    """docs/benchmarks.md, "colocated, 2 GPUs, 6 layers", with `rollout.gpu_memory_utilization=0.5`."""
     model = resolve_hf_config(CONFIGS["Qwen3-30B-A3B"] | {"num_hidden_layers": 6})
     parallel = ParallelConfig(tensor=2, expert=2, sequence_parallel=True)
     workload = Workload(sequences=256, mini_batches=2, prompt_tokens=256, response_tokens=192, mean_response_tokens=192)
     layout = Layout(model, GPUS["h200-141g"], 2, parallel, microbatch_tokens=18432)
     plan = make_plan(layout, workload, settings=EngineSettings(tensor=1, utilization=0.5))
-    assert plan.cards["weight sync"] / GIB == pytest.approx(19.15, rel=0.05)
-    assert plan.cards["generation"] / GIB == pytest.approx(75.6, rel=0.01)
+    assert plan.moments["weight sync"] / GIB == pytest.approx(19.15, rel=0.05)
+    assert plan.moments["generation"] / GIB == pytest.approx(75.6, rel=0.01)
 
 
-def test_a_small_card_leaves_engines_less() -> None:
+def test_a_small_gpu_leaves_engines_less() -> None:
     assert largest_utilization(H100, shared=True) == 0.9
     small = GPUS["a100-40g"]
     assert largest_utilization(small, shared=False) == 0.9
@@ -208,7 +208,7 @@ def test_a_small_card_leaves_engines_less() -> None:
     result = search(resolve_hf_config(MODELS["Qwen3-1.7B-Base"]), small, 8, SHORT, Wanted(rollout_gpus=0))
     assert result.best is not None
     assert result.best.settings.utilization == 0.85
-    assert max(result.best.cards.values()) <= small.memory
+    assert max(result.best.moments.values()) <= small.memory
 
 
 def test_what_a_configuration_says_is_planned(run_of: Callable[..., Run]) -> None:
@@ -305,7 +305,7 @@ def test_the_demo_is_planned_and_its_precision_named(tmp_path: Path, capsys: pyt
         ("NVIDIA L40S", 44.4, None),
     ],
 )
-def test_cards_by_the_names_torch_gives_them(name: str, gib: float, kind: str | None) -> None:
+def test_gpus_by_the_names_torch_gives_them(name: str, gib: float, kind: str | None) -> None:
     memory = int(gib * GIB)
-    found = gpu_of_card(name, memory)
+    found = gpu_of_device(name, memory)
     assert (found.name, found.memory) == (kind or name, memory)

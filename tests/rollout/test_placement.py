@@ -1,4 +1,4 @@
-"""Which cards an engine gets, without any card."""
+"""Which GPUs an engine gets, without any GPU."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.rollout.weight_transfer.cuda_ipc import check_allocator
 
 
-def ranks(nodes: int, cards: int, used: int) -> list[RankPlace]:
-    """`used` ranks on each of `nodes` nodes of `cards` cards."""
+def ranks(nodes: int, gpus: int, used: int) -> list[RankPlace]:
+    """`used` ranks on each of `nodes` nodes of `gpus` GPUs."""
     return [
-        RankPlace(f"node{n}", f"{n}.{i}", tuple(f"{n}.{c}" for c in range(cards)))
+        RankPlace(f"node{n}", f"{n}.{i}", tuple(f"{n}.{c}" for c in range(gpus)))
         for n in range(nodes)
         for i in range(used)
     ]
 
 
-def test_colocated_engines_get_the_cards_of_their_ranks() -> None:
+def test_colocated_engines_get_the_gpus_of_their_ranks() -> None:
     places = colocated(ranks(2, 4, 4), workers=2)
-    assert [(p.node, p.cards) for p in places] == [
+    assert [(p.node, p.uuids) for p in places] == [
         ("node0", ("0.0", "0.1")),
         ("node0", ("0.2", "0.3")),
         ("node1", ("1.0", "1.1")),
@@ -39,8 +39,8 @@ def test_a_colocated_engine_fits_on_one_node() -> None:
 
 def test_a_fleet_on_one_node_gets_what_the_ranks_leave() -> None:
     places = fleet(ranks(1, 4, 2), engines=2, workers=1, nodes={})
-    assert [p.cards for p in places] == [("0.2",), ("0.3",)]
-    assert [p.cards for p in fleet(ranks(1, 4, 2), engines=1, workers=2, nodes={})] == [("0.2", "0.3")]
+    assert [p.uuids for p in places] == [("0.2",), ("0.3",)]
+    assert [p.uuids for p in fleet(ranks(1, 4, 2), engines=1, workers=2, nodes={})] == [("0.2", "0.3")]
     with pytest.raises(UserError, match=r"3 engines of 1 GPUs are wanted; .* there is room for 2"):
         fleet(ranks(1, 4, 2), engines=3, workers=1, nodes={})
 
@@ -68,6 +68,6 @@ def test_expandable_segments_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         check_allocator()
 
 
-def test_engines_do_not_wait_for_ever_for_cards_that_others_have(ray_session: RaySession) -> None:
+def test_engines_do_not_wait_for_ever_for_gpus_that_others_have(ray_session: RaySession) -> None:
     with pytest.raises(UserError, match=r"2 of 3 engines got no GPUs of the Ray cluster within .*=1; others use them"):
         Places([EnginePlace(), EnginePlace(gpus=1), EnginePlace(gpus=1)], timeout_s=1.0)

@@ -1,4 +1,4 @@
-"""Rewards judged by the nodes of a Ray cluster; here, because the folder has one."""
+"""Rewards scored by the nodes of a Ray cluster; here, because the folder has one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.tasks.rewards.config import MathVerifyReward, PythonReward
 from megatron_dppo.tasks.rewards.grader import Grader, build_grader
-from megatron_dppo.tasks.rewards.ray_workers import RayJudges
-from megatron_dppo.trainer.examiner import build_examiner
+from megatron_dppo.tasks.rewards.ray_workers import RayVerifierPool
+from megatron_dppo.trainer.task_suite import build_task_suite
 from tests.distributed import PATIENCE_S
 from tests.tasks.rewards.test_grader import HERE, prompt
 
@@ -30,12 +30,12 @@ grader = partial(
     workers=2,
     memory_mib=8192,
     max_response_tokens=100,
-    make_judges=RayJudges,
+    make_pool=RayVerifierPool,
 )
 
 
-def judges(made: Grader) -> RayJudges:
-    assert isinstance(made.pool, RayJudges)
+def pool_of(made: Grader) -> RayVerifierPool:
+    assert isinstance(made.pool, RayVerifierPool)
     return made.pool
 
 
@@ -69,9 +69,9 @@ def test_what_hangs_crashes_and_leaks_stalls_nobody(ray_session: RaySession) -> 
         (node,) = (one["NodeID"] for one in ray.nodes() if one["Alive"])
         assert len(workers()) == 2
 
-        pool = judges(made)
+        pool = pool_of(made)
         ray.kill(pool._actors[node])
-        with pytest.raises(RuntimeError, match="no node is left to judge answers on: 1 did not answer or are gone"):
+        with pytest.raises(RuntimeError, match="no node is left to verify answers on: 1 did not answer or are gone"):
             made.score([prompt(worth=1)], ["fine"])
         again = made.score([prompt(worth=1)] * 2, ["14", "raise"])
         np.testing.assert_array_equal(again.parts["picky"], [1, 0])
@@ -88,7 +88,7 @@ def test_a_function_that_is_not_there_is_named(ray_session: RaySession) -> None:
     made = grader([PythonReward(path=f"{HERE}:nothing")])
     with pytest.raises(UserError, match="nothing"):
         made.score([prompt()], ["14"])
-    assert not judges(made)._actors
+    assert not pool_of(made)._actors
 
 
 def test_the_configuration_decides(tmp_path: Path) -> None:
@@ -99,8 +99,8 @@ def test_the_configuration_decides(tmp_path: Path) -> None:
         "task": {"kind": "data", "data": {"path": str(tmp_path / "sums.jsonl")}, "reward_placement": "ray"},
         "evaluation": {"every": 0},
     }
-    for placement, kind in (("ray", "RayJudges"), ("local", "JudgePool")):
+    for placement, kind in (("ray", "RayVerifierPool"), ("local", "LocalVerifierPool")):
         config = build_config(Config, tree, [f"task.reward_placement={placement}"], where="here")
-        examiner = build_examiner(config, byte_tokenizer())
-        assert type(examiner.task._grader.pool).__name__ == kind
-        examiner.close()
+        suite = build_task_suite(config, byte_tokenizer())
+        assert type(suite.task._grader.pool).__name__ == kind
+        suite.close()

@@ -1,4 +1,4 @@
-"""The books: sums over ranks, and one wrong cell is found by name."""
+"""Accounting: sums over ranks, and one wrong cell is found by name."""
 
 from __future__ import annotations
 

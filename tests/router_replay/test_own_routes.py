@@ -74,7 +74,7 @@ def test_the_update_uses_the_routes_of_the_pass_before_it(tmp_path, layout, reco
 
 @pytest.mark.parametrize("mode", ["r2", "r3"])
 def test_a_pipeline_stage_without_experts_takes_part(tmp_path, mode):
-    """The first stage is dense: it replays nothing, and the books are still those of one rank."""
+    """The first stage is dense: it replays nothing, and the accounts are still those of one rank."""
     from tests.actor.reference import make_rollout
     from tests.router_replay.actor_ranks import SHAPE, TEMPERATURE
 

@@ -113,7 +113,7 @@ def test_planted_faults_are_each_refused_by_name() -> None:
     refused("0/0/0: layer 2 routed tokens although", routing_dense_layer)
 
 
-def test_one_expert_per_token_is_judged_by_the_whole_batch() -> None:
+def test_one_expert_per_token_is_checked_over_the_whole_batch() -> None:
     schema = RouteSchema(hidden_layers=2, moe_layers=(0, 1), num_experts=4, topk=1)
     few = [np.zeros((9, 2, 1), dtype=np.uint8)]
     assert record_routes(few, np.array([10]), schema, ("a",)).valid.sum() == 9  # may be chance

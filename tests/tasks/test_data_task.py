@@ -14,7 +14,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.environments.turns import TurnEncoder
-from megatron_dppo.trainer.examiner import judge
+from megatron_dppo.trainer.task_suite import score_responses
 
 SUMS = [{"problem": f"{i} + {i}", "answer": str(2 * i)} for i in range(30)]
 
@@ -104,7 +104,7 @@ def test_prompt_of_messages_by_chat_template_and_raw(tmp_path, tokenizer):
     assert text(chat_template=False) == "Short.\nHi\nYes?\n1 + 1 = (2)?"
 
 
-def test_math_verify_judges_by_default(path, tokenizer):
+def test_math_verify_scores_by_default(path, tokenizer):
     task = build_task(config(path, reward_workers=1), tokenizer)
     prompt = next(p for p in task.prompts(0, 26) if p.question == "7 + 7")
     try:
@@ -145,7 +145,7 @@ def test_the_finish_reason_reaches_the_rewards(path, tokenizer):
     prompt = next(p for p in task.prompts(0, 26) if p.question == "7 + 7")
     ids = np.asarray(tokenizer.encode("\\boxed{14}", add_special_tokens=False))
     try:
-        rewards = judge(task, tokenizer, [prompt], 2, [ids, ids], ["stop", "length"])
+        rewards = score_responses(task, tokenizer, [prompt], 2, [ids, ids], ["stop", "length"])
     finally:
         task.close()
     assert rewards.correct.tolist() == [True, False]

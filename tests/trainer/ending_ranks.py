@@ -113,9 +113,9 @@ def _run(rank: int, model: str, run: Run, kept: Any) -> Ending:
     from megatron_dppo.models.hf_config import load_hf_config
     from megatron_dppo.trainer.checkpoints import Checkpoints
     from megatron_dppo.trainer.evaluation import Evaluator
-    from megatron_dppo.trainer.examiner import build_examiner
     from megatron_dppo.trainer.loop import Controller, Trainer
     from megatron_dppo.trainer.progress import Progress
+    from megatron_dppo.trainer.task_suite import build_task_suite
     from megatron_dppo.trainer.tracking import Tracker
     from megatron_dppo.trainer.train import build_actor
 
@@ -132,15 +132,15 @@ def _run(rank: int, model: str, run: Run, kept: Any) -> Ending:
             (config.run.dir / "checkpoints").write_text("a file")
         controller = None
         if rank == 0:
-            examiner = build_examiner(config, AutoTokenizer.from_pretrained(model))
-            # One that shares the cards is closed before the last state is saved.
+            suite = build_task_suite(config, AutoTokenizer.from_pretrained(model))
+            # One that shares the GPUs is closed before the last state is saved.
             fleet = _fleet(config, f"colocated-{run.resume}") if run.colocated else kept
             fleet.version = first_step
             stack.callback(_mend, kept)
             tracker = stack.enter_context(Tracker(config.run.dir, resume_step=first_step if run.resume else None))
             progress = Progress(total_steps=run.steps)
-            evaluator = Evaluator(fleet, examiner, config.evaluation, config.rollout, 3)
-            controller = Controller(fleet, examiner, evaluator, tracker, progress)
+            evaluator = Evaluator(fleet, suite, config.evaluation, config.rollout, 3)
+            controller = Controller(fleet, suite, evaluator, tracker, progress)
         trainer = Trainer(
             runtime, config, actor=actor, checkpoints=checkpoints, controller=controller, heartbeat=heartbeat,
             stop=StopRequest(config.run.dir),
@@ -259,9 +259,9 @@ def _break(trainer: Any, controller: Any, actor: Any, step: int, where: str, err
         return update(source, signal, **options)
 
     if where == "score":
-        object.__setattr__(controller.examiner.task, "score", at(controller.examiner.task.score))
+        object.__setattr__(controller.suite.task, "score", at(controller.suite.task.score))
     elif where == "reward":
-        object.__setattr__(controller.examiner.task, "score", at(controller.examiner.task.score, poison))
+        object.__setattr__(controller.suite.task, "score", at(controller.suite.task.score, poison))
     elif where == "sample":
         controller.fleet.generate_stored = at(controller.fleet.generate_stored)
     elif where == "show":

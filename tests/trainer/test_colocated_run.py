@@ -40,7 +40,7 @@ def run(folder: Path, model: Path, *overrides: str) -> subprocess.CompletedProce
 
 
 @pytest.mark.timeout(1200)
-def test_states_and_models_are_those_of_a_run_on_cards_of_its_own(tmp_path: Path) -> None:
+def test_states_and_models_are_those_of_a_run_on_gpus_of_its_own(tmp_path: Path) -> None:
     model = tmp_path / "model"
     tokenizer = byte_tokenizer()
     write_checkpoint(model, random_tiny_qwen3_moe(tokenizer, seed=1), tokenizer)

@@ -14,7 +14,7 @@ from tests.distributed import run_ranks
 from tests.tiny import tiny_qwen3_moe
 from tests.trainer.ending_ranks import MINI_BATCHES, Ending, Run, run_all
 
-REASON = "the service that judges is gone: connection reset by peer"
+REASON = "the service that scores is gone: connection reset by peer"
 
 
 def saved(step: int) -> str:
@@ -151,7 +151,7 @@ def test_nothing_is_said_to_be_saved_that_is_not(endings: dict[str, list[Ending]
         assert ending.notes[0].endswith("so no state is saved")
 
 
-def test_engines_that_have_the_cards_give_them_back_first(endings: dict[str, list[Ending]]) -> None:
+def test_engines_that_have_the_gpus_give_them_back_first(endings: dict[str, list[Ending]]) -> None:
     for ending in endings["colocated"]:
         assert ending.notes == (saved(1),)
         assert ending.state is not None

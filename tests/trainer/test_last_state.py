@@ -20,8 +20,8 @@ def rescues(rank: int, model: str, folder: str) -> tuple[dict[str, str], list[st
     import torch.distributed as dist
 
     from megatron_dppo.trainer import last_state
-    from megatron_dppo.trainer.assembly import Assembly
     from megatron_dppo.trainer.checkpoints import Checkpoints
+    from megatron_dppo.trainer.coordinator import RankCoordinator
     from megatron_dppo.trainer.last_state import LastState, Trained
     from megatron_dppo.trainer.weight_sync import WeightSync
 
@@ -29,8 +29,8 @@ def rescues(rank: int, model: str, folder: str) -> tuple[dict[str, str], list[st
     actor = build_actor(model, {}, Case(replay=False))
     config = config_of(model, Run(folder))
     weights = WeightSync(actor.runtime, actor, config)
-    assembly = Assembly(actor.runtime, weights, None)
-    last = LastState(actor.runtime, actor, weights, assembly, Checkpoints(config, {"task": "none"}, actor), None)
+    coordinator = RankCoordinator(actor.runtime, weights, None)
+    last = LastState(actor.runtime, actor, weights, coordinator, Checkpoints(config, {"task": "none"}, actor), None)
     said: dict[str, str] = {}
     error = RuntimeError("out of memory")
 

@@ -21,7 +21,7 @@ _BLOCK_N, _BLOCK_K, _DEPTH, _STAGES = 128, 256, 64, 4
 def unusable(x: Tensor, weight: Tensor) -> str | None:
     """Why these tokens and a weight `[N, K]` of one expert cannot take `GroupedLinear`, or None."""
     if x.is_cuda and torch.cuda.get_device_capability(x.device)[0] not in _ONE_LAUNCH:
-        return "torch's grouped product is a loop on this card"
+        return "torch's grouped product is a loop on this GPU"
     types = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float32)
     if x.dtype != weight.dtype or weight.dtype not in types:
         return f"one launch for all experts takes bfloat16, not {weight.dtype}"

@@ -1,4 +1,4 @@
-"""Which cards of which node each engine runs on."""
+"""Which GPUs of which node each engine runs on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.weight_transfer.cuda_ipc import card, check_allocator
+from megatron_dppo.rollout.weight_transfer.cuda_ipc import check_allocator, gpu_uuid
 
 Placement = Literal["fleet", "colocated"]
 
@@ -24,13 +24,13 @@ class RankPlace:
     """Where a trainer rank runs.
 
     node   Ray's id of the node
-    card   UUID of the card it trains on; None on a CPU
-    cards  UUIDs of all cards of that node that it sees
+    uuid   UUID of the GPU it trains on; None on a CPU
+    uuids  UUIDs of all GPUs of that node that it sees
     """
 
     node: str
-    card: str | None
-    cards: tuple[str, ...]
+    uuid: str | None
+    uuids: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -38,22 +38,22 @@ class EnginePlace:
     """Where an engine runs.
 
     node   Ray's id of the node; None lets Ray choose
-    cards  UUIDs of its cards, in the order of its workers; () on a CPU, or where Ray hands cards out
-    gpus   how many cards Ray has to hand out
+    uuids  UUIDs of its GPUs, in the order of its workers; () on a CPU, or where Ray hands GPUs out
+    gpus   how many GPUs Ray has to hand out
     """
 
     node: str | None = None
-    cards: tuple[str, ...] = ()
+    uuids: tuple[str, ...] = ()
     gpus: int = 0
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of the engine's processes. Cards go by UUID, which means the same in every process: Ray shows an
+        """Variables of the engine's processes. GPUs go by UUID, which means the same in every process: Ray shows an
         actor without GPUs of its own none, and a rank may see only some. CUDA, NVML and vLLM all take UUIDs."""
-        return {"CUDA_VISIBLE_DEVICES": ",".join(f"GPU-{uuid}" for uuid in self.cards)} if self.cards else {}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(f"GPU-{uuid}" for uuid in self.uuids)} if self.uuids else {}
 
     def actor_options(self, group: PlacementGroup | None = None) -> dict[str, Any]:
-        """Options for `RemoteEngine`; `group` is where Ray hands out its cards."""
+        """Options for `RemoteEngine`; `group` is where Ray hands out its GPUs."""
         options: dict[str, Any] = {"environment": self.environment}
         if self.node is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.node, soft=False)
@@ -66,7 +66,7 @@ class Places:
     """The places of a run's engines, on the controller: options of their Ray actors, and what Ray set aside."""
 
     def __init__(self, engines: Sequence[EnginePlace], *, timeout_s: float) -> None:
-        """Raises UserError where Ray has not set the cards aside after `timeout_s`: other jobs of its cluster may have
+        """Raises UserError where Ray has not set the GPUs aside after `timeout_s`: other jobs of its cluster may have
         them, and the engines would wait without a word."""
         # One bundle for an engine: its workers are processes of one node.
         groups = [placement_group([{"GPU": one.gpus}], strategy="STRICT_PACK") if one.gpus else None for one in engines]
@@ -93,16 +93,16 @@ def find_places(
 ) -> Places | None:
     """Places of all engines, on rank 0; None elsewhere. Collective over the trainer; every rank is connected to Ray.
 
-    engines    wanted in a fleet; colocated ones are as many as the ranks' cards hold
-    workers    cards of one engine
+    engines    wanted in a fleet; colocated ones are as many as the ranks' GPUs hold
+    workers    GPUs of one engine
     joined     whether this is a Ray cluster that was there before the run
-    timeout_s  for Ray to set cards aside
+    timeout_s  for Ray to set GPUs aside
     """
     node = ray.get_runtime_context().get_node_id()
     on_gpu = device.type == "cuda"
-    seen = tuple(card(torch.device("cuda", i)) for i in range(torch.cuda.device_count())) if on_gpu else ()
+    seen = tuple(gpu_uuid(torch.device("cuda", i)) for i in range(torch.cuda.device_count())) if on_gpu else ()
     ranks: list[RankPlace] = [RankPlace("", None, ())] * dist.get_world_size()
-    dist.all_gather_object(ranks, RankPlace(node, card(device) if on_gpu else None, seen))
+    dist.all_gather_object(ranks, RankPlace(node, gpu_uuid(device) if on_gpu else None, seen))
     if on_gpu and placement == "colocated":
         check_allocator()
     if dist.get_rank() != 0:
@@ -114,7 +114,7 @@ def find_places(
 
 
 def colocated(ranks: Sequence[RankPlace], workers: int) -> list[EnginePlace]:
-    """Engine e on the cards of ranks [e * workers, (e + 1) * workers)."""
+    """Engine e on the GPUs of ranks [e * workers, (e + 1) * workers)."""
     if len(ranks) % workers:
         raise UserError(
             f"rollout.placement=colocated: {len(ranks)} ranks are not a multiple of "
@@ -128,22 +128,22 @@ def colocated(ranks: Sequence[RankPlace], workers: int) -> list[EnginePlace]:
                 f"rollout.tensor_parallel={workers}: ranks {first} to {first + workers - 1} are on several nodes, but "
                 "a colocated engine has to fit on one; choose a divisor of the ranks per node"
             )
-        places.append(EnginePlace(node=mine[0].node, cards=tuple(rank.card for rank in mine if rank.card is not None)))
+        places.append(EnginePlace(node=mine[0].node, uuids=tuple(rank.uuid for rank in mine if rank.uuid is not None)))
     return places
 
 
 def fleet(ranks: Sequence[RankPlace], *, engines: int, workers: int, nodes: dict[str, int]) -> list[EnginePlace]:
-    """Engines on cards that no rank trains on: first those left free on the trainer's nodes, then those of `nodes`
+    """Engines on GPUs that no rank trains on: first those left free on the trainer's nodes, then those of `nodes`
     (GPUs by Ray's node id), which Ray hands out."""
-    if ranks[0].card is None:
+    if ranks[0].uuid is None:
         return [EnginePlace()] * engines
-    used = {rank.card for rank in ranks}
+    used = {rank.uuid for rank in ranks}
     places: list[EnginePlace] = []
     for node in dict.fromkeys(rank.node for rank in ranks):
-        seen = dict.fromkeys(uuid for rank in ranks if rank.node == node for uuid in rank.cards)
+        seen = dict.fromkeys(uuid for rank in ranks if rank.node == node for uuid in rank.uuids)
         free = [uuid for uuid in seen if uuid not in used]
         places += [
-            EnginePlace(node=node, cards=tuple(free[i : i + workers]))
+            EnginePlace(node=node, uuids=tuple(free[i : i + workers]))
             for i in range(0, len(free) - workers + 1, workers)
         ]
     places = places[:engines]

@@ -1,4 +1,4 @@
-"""The receiving end inside vLLM's workers: buckets of weights from memory files, from the card's other process, or from
+"""The receiving end inside vLLM's workers: buckets of weights from memory files, from the GPU's other process, or from
 a communicator.
 
 Runs in the engine-core process (or its workers), where vLLM calls it through its weight-transfer API:
@@ -42,7 +42,7 @@ class TransferInit(WeightTransferInitInfo):
     group        fields of `Rendezvous`: join this communicator, leaving the last one
     first_rank   this engine's first worker's number in the communicator
     source_rank  of each sending trainer rank: its number in the communicator
-    buffers      pickled handles of the trainer's buffers, by card
+    buffers      pickled handles of the trainer's buffers, by GPU
     close        leave the communicator and let go of shared buffers
     """
 
@@ -91,7 +91,7 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
         self.checksums: dict[int, int] = {}
         """Of the last sync: by number of the bucket, see `checksum`."""
         self.measured: dict[str, float] = {}
-        """Of the last sync: where this worker's time went, and the memory used on its card at the end."""
+        """Of the last sync: where this worker's time went, and the memory used on its GPU at the end."""
         self._incoming: int | None = None
         self._layouts: list[BucketLayout] = []
         self._sums: dict[int, torch.Tensor] = {}
@@ -150,7 +150,7 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
         self.measured["finish_s"] = time.perf_counter() - start
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            self.measured["card_used_gib"] = (total - free) / 2**30
+            self.measured["gpu_used_gib"] = (total - free) / 2**30
 
     def shutdown(self) -> None:
         self._leave()
@@ -226,7 +226,7 @@ class ReportsWeights:
 
 
 def _let_go(device: torch.device) -> None:
-    """Give memory that a sync needed back to the card: the KV cache, or the trainer, will have it."""
+    """Give memory that a sync needed back to the GPU: the KV cache, or the trainer, will have it."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Device memory of one process, opened by another one on the same card."""
+"""Device memory of one process, opened by another one on the same GPU."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def check_allocator() -> None:
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
             raise UserError(
-                f"{name}={os.environ[name]}: trainer and engine share cards (rollout.placement=colocated), and memory "
+                f"{name}={os.environ[name]}: trainer and engine share GPUs (rollout.placement=colocated), and memory "
                 "of expandable segments can neither be shared between processes by CUDA IPC nor be given back by a "
                 "sleeping engine; remove expandable_segments:True"
             )
 
 
-def card(device: torch.device) -> str:
-    """UUID of the card behind a device, the same in every process whatever it sees."""
+def gpu_uuid(device: torch.device) -> str:
+    """UUID of the GPU behind a device, the same in every process whatever it sees."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -35,13 +35,13 @@ def share(buffers: list[torch.Tensor]) -> bytes:
 
 
 def open_shared(handles: dict[str, bytes], device: torch.device) -> list[torch.Tensor]:
-    """The buffers that the process on `device`'s own card shared; handles are by card."""
-    mine = handles.get(card(device))
+    """The buffers that the process on `device`'s own GPU shared; handles are by GPU."""
+    mine = handles.get(gpu_uuid(device))
     if mine is None:
-        raise RuntimeError(f"no trainer rank shares buffers on this worker's card {card(device)}, only {list(handles)}")
+        raise RuntimeError(f"no trainer rank shares buffers on this worker's GPU, {gpu_uuid(device)}: {list(handles)}")
     opened = []
     for arguments in pickle.loads(mine):
         rebuilt: list[Any] = list(arguments)
-        rebuilt[6] = device.index  # the sender's number of the card need not be ours
+        rebuilt[6] = device.index  # the sender's number of the GPU need not be ours
         opened.append(rebuild_cuda_tensor(*rebuilt))
     return opened

@@ -1,4 +1,4 @@
-"""Weights to engines that share the trainer's cards: every rank fills a buffer that the worker on its card reads."""
+"""Weights to engines that share the trainer's GPUs: every rank fills a buffer that the worker on its GPU reads."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch.distributed as dist
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.rollout.engine import EngineClient, RolloutEngine, TransferTerms
 from megatron_dppo.rollout.weight_transfer.checksum import Packed
-from megatron_dppo.rollout.weight_transfer.cuda_ipc import card, share
+from megatron_dppo.rollout.weight_transfer.cuda_ipc import gpu_uuid, share
 from megatron_dppo.rollout.weight_transfer.recipients import Pending, Recipients
 
 
 class IpcSender:
-    """NCCL refuses two ranks on one card, CUDA's inter-process memory does not.
+    """NCCL refuses two ranks on one GPU, CUDA's inter-process memory does not.
 
     Two buffers alternate: while the workers load one bucket, the ranks bring the next together. A buffer is read only
     after its writer's stream is done with it, and written again only after every worker is. Memory: two buckets on
-    every card, during a sync.
+    every GPU, during a sync.
     """
 
     def __init__(self, buckets: WeightBuckets, device: torch.device) -> None:
@@ -34,7 +34,7 @@ class IpcSender:
         buckets, device = self._buckets, self._device
         buffers = [torch.empty(buckets.largest, dtype=torch.uint8, device=device) for _ in range(2)]
         handles: list[tuple[str, bytes]] = [("", b"")] * dist.get_world_size()
-        dist.all_gather_object(handles, (card(device), share(buffers)))
+        dist.all_gather_object(handles, (gpu_uuid(device), share(buffers)))
         if to is not None:
             told = to.wait(to.ask_each(lambda engine: self._terms(engine, dict(handles))))
             self._told |= told.keys()

@@ -96,7 +96,7 @@ class PythonReward(_Reward):
     bounds: tuple[float, float] = (-100.0, 100.0)
     """Least and greatest score. A score outside counts as an error and earns 0."""
     sandbox: Sandbox = "full"
-    """`full`: each answer is judged in a process of its own, forked after the import, that can compute and read code
+    """`full`: each answer is scored in a process of its own, forked after the import, that can compute and read code
     and the folder the run was started in, and nothing else: no network, no processes or threads, no GPU, no secrets;
     what it prints is dropped, and what it keeps in variables is gone with it. `none`: for functions that need any of
     that, and do not evaluate what they are given: a process for many answers, with the rights of the run's user."""

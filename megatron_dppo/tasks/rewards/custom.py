@@ -18,7 +18,7 @@ from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
 
 
 @dataclass(frozen=True)
-class CustomJudge:
+class CustomVerifier:
     """`path` is `package.module:callable` or `file.py:callable`, see `PythonReward`; modules and files are looked for
     in `folder` first."""
 
@@ -43,7 +43,7 @@ class CustomJudge:
         return load_callable(self.path, self.file)
 
     def __call__(self, item: Answered) -> Verdict:
-        """A function that raises or returns no finite number has not judged; the response may be to blame, so that is
+        """A function that raises or returns no finite number gives no score; the response may be to blame, so that is
         counted."""
         function = self._function()
         try:

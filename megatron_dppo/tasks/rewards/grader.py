@@ -19,11 +19,11 @@ from megatron_dppo.tasks.rewards.config import (
     RewardConfig,
     VerifierReward,
 )
-from megatron_dppo.tasks.rewards.custom import CustomJudge
+from megatron_dppo.tasks.rewards.custom import CustomVerifier
 from megatron_dppo.tasks.rewards.final_answer import end_of_thinking, is_thinking
-from megatron_dppo.tasks.rewards.math import MathJudge
+from megatron_dppo.tasks.rewards.math import MathVerifier
 from megatron_dppo.tasks.rewards.patterns import compile_pattern, match_all
-from megatron_dppo.tasks.rewards.pool import Judge, JudgePool, Judges, MakeJudges, TimedJudge
+from megatron_dppo.tasks.rewards.pool import LocalVerifierPool, MakePool, TimedVerifier, Verifier, VerifierPool
 from megatron_dppo.tasks.rewards.simple import ExactMatch, Format, Overlong
 from megatron_dppo.tasks.rewards.verdict import Answered, Reward, Verdict
 from megatron_dppo.tasks.task import Prompt, Rewards
@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class _Pooled:
     name: str
-    pool: Judges
+    pool: VerifierPool
 
-    def judge(self, items: Sequence[Answered]) -> list[Verdict]:
-        return self.pool.judge([(self.name, item) for item in items])
+    def verify(self, items: Sequence[Answered]) -> list[Verdict]:
+        return self.pool.verify([(self.name, item) for item in items])
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class Grader:
     the list decides what is correct (a full score of 1) and well-formed.
 
     A response that was cut off by the length, or that ends inside its thinking, has no answer. One that a reward could
-    not judge (an exception, no number inside its bounds, out of time, a dead worker) has 0 from it and is counted;
+    not score (an exception, no number inside its bounds, out of time, a dead worker) has 0 from it and is counted;
     the first reason of each call is logged as a warning. Where a function of the user's fails on every response of a
     call there is nothing to learn from, and UserError says why.
     """
 
     parts: Sequence[_Part]
     answer_pattern: regex.Pattern[str]
-    pool: Judges | None = field(default=None)
+    pool: VerifierPool | None = field(default=None)
 
     def score(
         self,
@@ -90,13 +90,13 @@ class Grader:
         scores, errors, timeouts = {}, {}, {}
         well_formed = np.zeros(len(items), dtype=bool)
         for number, part in enumerate(self.parts):
-            verdicts = part.reward.judge(items)
+            verdicts = part.reward.verify(items)
             failed = [verdict for verdict in verdicts if verdict.error]
             if failed:
                 if part.custom and len(failed) == len(items):
                     raise UserError(f"the reward {part.name} failed on all {len(items)} responses: {failed[0].error}")
                 logger.warning(
-                    "reward %s could not judge %d of %d: %s", part.name, len(failed), len(items), failed[0].error
+                    "reward %s could not score %d of %d: %s", part.name, len(failed), len(items), failed[0].error
                 )
             scores[part.name] = np.array([verdict.score for verdict in verdicts], dtype=np.float32)
             errors[part.name] = len(failed)
@@ -150,24 +150,24 @@ def build_grader(
     workers: int,
     memory_mib: int,
     max_response_tokens: int,
-    verifier: Judge | None = None,
-    make_judges: MakeJudges = JudgePool,
+    verifier: Verifier | None = None,
+    make_pool: MakePool = LocalVerifierPool,
 ) -> Grader:
-    """The rewards of `configs`; `verifier` is the task's own, `make_judges` says where those run that need processes.
+    """The rewards of `configs`; `verifier` is the task's own, `make_pool` says where those run that need processes.
     Raises UserError for settings that contradict."""
     names = [config.label for config in configs]
     if len(set(names)) < len(names):
         raise UserError(f"task.rewards: two are named alike ({', '.join(names)}); set name")
     if verifier is None and any(config.kind == "verifier" for config in configs):
         raise UserError("task.rewards: this kind of task has no verifier of its own; choose another reward")
-    judges = {config.label: judge for config in configs if (judge := _judge(config, verifier)) is not None}
-    pool = make_judges(judges, workers=workers, memory_mib=memory_mib) if judges else None
+    verifiers = {config.label: timed for config in configs if (timed := _timed(config, verifier)) is not None}
+    pool = make_pool(verifiers, workers=workers, memory_mib=memory_mib) if verifiers else None
     if configs[0].kind == "overlong":
         raise UserError("task.rewards: the first reward decides what is correct; overlong cannot, put another first")
     parts = []
     for config in configs:
         reward: Reward
-        if config.label in judges:
+        if config.label in verifiers:
             assert pool is not None
             reward = _Pooled(config.label, pool)
         elif isinstance(config, ExactMatchReward):
@@ -175,22 +175,22 @@ def build_grader(
         elif isinstance(config, FormatReward):
             reward = Format(config.pattern)
         else:
-            assert isinstance(config, OverlongReward)  # all others are judges
+            assert isinstance(config, OverlongReward)  # all others are verifiers
             reward = _overlong(config, max_response_tokens)
         parts.append(_Part(config.label, config.weight, reward, isinstance(config, PythonReward)))
     return Grader(parts, compile_pattern(answer_pattern), pool)
 
 
-def _judge(config: RewardConfig, verifier: Judge | None) -> TimedJudge | None:
+def _timed(config: RewardConfig, verifier: Verifier | None) -> TimedVerifier | None:
     """What runs in worker processes; None for rewards that run here."""
     if isinstance(config, VerifierReward) and verifier is not None:
-        return TimedJudge(verifier, config.timeout_s, sandboxed=config.sandbox == "full")
+        return TimedVerifier(verifier, config.timeout_s, sandboxed=config.sandbox == "full")
     if isinstance(config, MathVerifyReward):
-        judge = MathJudge(config.boxed_only, config.precision, config.timeout_s)
-        return TimedJudge(judge, config.timeout_s + 2.0)
+        mathematics = MathVerifier(config.boxed_only, config.precision, config.timeout_s)
+        return TimedVerifier(mathematics, config.timeout_s + 2.0)
     if isinstance(config, PythonReward):
-        custom = CustomJudge(config.path)
-        return TimedJudge(
+        custom = CustomVerifier(config.path)
+        return TimedVerifier(
             custom,
             config.timeout_s,
             config.bounds,

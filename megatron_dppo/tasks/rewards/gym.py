@@ -36,7 +36,7 @@ _UNREADABLE = "("
 
 
 @dataclass(frozen=True)
-class GymJudge:
+class GymVerifier:
     """The dataset's own score in [0, 1].
 
     Where a verifier evaluates answers it only gets those that cannot call anything; any other is put to it as one that
@@ -76,10 +76,10 @@ class GymJudge:
 _made: dict[str, Any] = {}
 
 
-def _dataset(judge: GymJudge) -> Any:
-    key = repr(judge)
+def _dataset(verifier: GymVerifier) -> Any:
+    key = repr(verifier)
     if key not in _made:
-        _made[key] = gym_factory().create_dataset(judge.dataset, **judge.parameters)
+        _made[key] = gym_factory().create_dataset(verifier.dataset, **verifier.parameters)
     return _made[key]
 
 

@@ -13,7 +13,7 @@ from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
 
 
 @dataclass(frozen=True)
-class MathJudge:
+class MathVerifier:
     """1 where the final answer equals the reference: see `final_answer` and `equality`. The time limit uses SIGALRM, so
     this runs in the main thread of a worker process; the pool kills what ignores the signal."""
 

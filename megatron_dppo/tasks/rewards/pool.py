@@ -1,4 +1,4 @@
-"""Rewards judged in worker processes: each answer has its time, its limits, and no more."""
+"""Rewards that run in worker processes: each answer has its time, its limits, and no more."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_dppo.tasks.workers.sandbox import require, rung
 from megatron_dppo.tasks.workers.workers import Workers, printable
 
 
-class Judge(Protocol):
+class Verifier(Protocol):
     """What a worker runs: plain data that can be pickled, with the code beside it."""
 
     @property
     def evaluates(self) -> bool:
-        """It may run what a model wrote as code: such a judge works in a process for each answer, and nowhere where no
-        sandbox holds."""
+        """It may run what a model wrote as code: such a verifier works in a process for each answer, and nowhere where
+        no sandbox holds."""
         ...
 
     def prepare(self) -> None: ...
@@ -28,10 +28,10 @@ class Judge(Protocol):
 
 
 @dataclass(frozen=True)
-class TimedJudge:
-    """A judge, and how it is held."""
+class TimedVerifier:
+    """A verifier, and how it is held."""
 
-    judge: Judge
+    verifier: Verifier
     timeout_s: float
     """Seconds after which its process is killed."""
     bounds: tuple[float, float] = (0.0, 1.0)
@@ -44,49 +44,49 @@ class TimedJudge:
     """Files and folders that it reads, besides code."""
 
 
-class Judges(Protocol):
-    """Somewhere judges run: `JudgePool` on this machine, `RayJudges` on the nodes of a Ray cluster."""
+class VerifierPool(Protocol):
+    """Where verifiers run: `LocalVerifierPool` on this machine, `RayVerifierPool` on the nodes of a Ray cluster."""
 
-    def judge(self, tasks: Sequence[tuple[str, Answered]]) -> list[Verdict]: ...
+    def verify(self, tasks: Sequence[tuple[str, Answered]]) -> list[Verdict]: ...
 
     def close(self) -> None: ...
 
 
-class MakeJudges(Protocol):
-    """Makes such a place for these judges, by name."""
+class MakePool(Protocol):
+    """Makes such a place for these verifiers, by name."""
 
-    def __call__(self, judges: Mapping[str, TimedJudge], *, workers: int, memory_mib: int) -> Judges: ...
+    def __call__(self, verifiers: Mapping[str, TimedVerifier], *, workers: int, memory_mib: int) -> VerifierPool: ...
 
 
 @dataclass(frozen=True)
-class _JudgeService:
-    """A judge as a service of the workers; its verdicts as JSON."""
+class _VerifierService:
+    """A verifier as a service of the workers; its verdicts as JSON."""
 
-    judge: Judge
+    verifier: Verifier
 
     def prepare(self) -> None:
-        self.judge.prepare()
+        self.verifier.prepare()
 
     def open(self, opening: Any) -> Handler:
-        return lambda item: vars(self.judge(item))
+        return lambda item: vars(self.verifier(item))
 
 
-class JudgePool:
-    """Runs judges in `workers` workers. What takes too long for one answer is killed; the others go on meanwhile, so
-    `judge` takes at most the time limits divided among the workers. Judges in the sandbox and judges outside it, and
+class LocalVerifierPool:
+    """Runs verifiers in `workers` workers. What takes too long for one answer is killed; the others go on meanwhile, so
+    `verify` takes at most the time limits divided among the workers. Verifiers in the sandbox and those outside it, and
     those that see different variables, have workers of their own, which start with the first answer for them.
     """
 
-    def __init__(self, judges: Mapping[str, TimedJudge], *, workers: int, memory_mib: int) -> None:
-        """Raises UserError where a judge needs a sandbox and the machine has none."""
-        self._judges = dict(judges)
+    def __init__(self, verifiers: Mapping[str, TimedVerifier], *, workers: int, memory_mib: int) -> None:
+        """Raises UserError where a verifier needs a sandbox and the machine has none."""
+        self._verifiers = dict(verifiers)
         kinds: dict[tuple[bool, tuple[str, ...]], dict[str, Hosted]] = {}
-        for name, timed in judges.items():
-            if timed.sandboxed and timed.judge.evaluates:
+        for name, timed in verifiers.items():
+            if timed.sandboxed and timed.verifier.evaluates:
                 require(f"task.rewards: {name}", "set sandbox: none in the entry")
-            single = timed.sandboxed and timed.judge.evaluates
+            single = timed.sandboxed and timed.verifier.evaluates
             sandboxed = timed.sandboxed and rung() != "none"
-            hosted = Hosted(_JudgeService(timed.judge), sandboxed, single, timed.readable)
+            hosted = Hosted(_VerifierService(timed.verifier), sandboxed, single, timed.readable)
             kinds.setdefault((timed.sandboxed, timed.environment), {})[name] = hosted
         self._workers = {
             name: made
@@ -95,17 +95,17 @@ class JudgePool:
             for name in services
         }
 
-    def judge(self, tasks: Sequence[tuple[str, Answered]]) -> list[Verdict]:
-        """The verdicts on `(name of the judge, item)`, in order.
+    def verify(self, tasks: Sequence[tuple[str, Answered]]) -> list[Verdict]:
+        """The verdicts on `(name of the verifier, item)`, in order.
 
-        Raises UserError where a judge cannot be loaded, RuntimeError where workers do not start.
+        Raises UserError where a verifier cannot be loaded, RuntimeError where workers do not start.
         """
         verdicts: dict[int, Verdict] = {}
         for workers in dict.fromkeys(self._workers[name] for name, _ in tasks):
             mine = [number for number, (name, _) in enumerate(tasks) if self._workers[name] is workers]
-            calls = [Call(name, name, item, self._judges[name].timeout_s) for name, item in (tasks[n] for n in mine)]
+            calls = [Call(name, name, item, self._verifiers[name].timeout_s) for name, item in (tasks[n] for n in mine)]
             for number, outcome in zip(mine, workers.run(calls), strict=True):
-                verdicts[number] = read_verdict(outcome, self._judges[tasks[number][0]].bounds)
+                verdicts[number] = read_verdict(outcome, self._verifiers[tasks[number][0]].bounds)
         return [verdicts[number] for number in range(len(tasks))]
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_dppo.errors import UserError, raise_cause
-from megatron_dppo.tasks.rewards.pool import JudgePool, TimedJudge
+from megatron_dppo.tasks.rewards.pool import LocalVerifierPool, TimedVerifier
 from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
 from megatron_dppo.tasks.workers.workers import START_TIMEOUT_S
 
@@ -25,29 +25,29 @@ _LOST = (
 )
 
 
-class JudgeActor:
-    """Runs on a node: a `JudgePool` of that machine, so that what hangs, crashes or leaks is ended there."""
+class VerifierActor:
+    """Runs on a node: a `LocalVerifierPool` of that machine, so that what hangs, crashes or leaks is ended there."""
 
-    def __init__(self, judges: Mapping[str, TimedJudge], folder: str, workers: int, memory_mib: int) -> None:
-        self._folder, self._judges, self._workers, self._memory_mib = folder, judges, workers, memory_mib
-        self._pool: JudgePool | None = None
+    def __init__(self, verifiers: Mapping[str, TimedVerifier], folder: str, workers: int, memory_mib: int) -> None:
+        self._folder, self._verifiers, self._workers, self._memory_mib = folder, verifiers, workers, memory_mib
+        self._pool: LocalVerifierPool | None = None
 
-    def judge(self, tasks: list[tuple[str, Answered]]) -> list[Verdict]:
+    def verify(self, tasks: list[tuple[str, Answered]]) -> list[Verdict]:
         try:
             os.chdir(self._folder)  # the workers look for a user's functions there first
         except OSError as error:
             raise UserError(
                 f"task.reward_placement=ray: {self._folder}, where the run was started, is not there on "
-                f"{socket.gethostname()} ({error.strerror}); start it in a shared folder, or judge locally"
+                f"{socket.gethostname()} ({error.strerror}); start it in a shared folder, or set it to local"
             ) from None
         if self._pool is None:  # here, because of an actor's constructor only the traceback comes back
-            self._pool = JudgePool(self._judges, workers=self._workers, memory_mib=self._memory_mib)
-        return self._pool.judge(tasks)
+            self._pool = LocalVerifierPool(self._verifiers, workers=self._workers, memory_mib=self._memory_mib)
+        return self._pool.verify(tasks)
 
 
 @dataclass(frozen=True)
 class _Share:
-    """What one node judges: numbers of the tasks, their verdicts to come, and the seconds they may take."""
+    """What one node is given: numbers of the tasks, their verdicts to come, and the seconds they may take."""
 
     node: str
     numbers: Sequence[int]
@@ -55,31 +55,31 @@ class _Share:
     patience: float
 
 
-class RayJudges:
-    """`JudgePool` spread over the living nodes of the connected Ray, `workers` processes on each.
+class RayVerifierPool:
+    """`LocalVerifierPool` spread over the living nodes of the connected Ray, `workers` processes on each.
 
     With n nodes each gets every n-th answer. A node that is lost, or has not answered when its share must be over, is
-    left out of the rest of the call and its share is judged by the others. Actors start with the first call, one a
+    left out of the rest of the call and the others take its share. Actors start with the first call, one a
     node, and end with `close` or with the run's Ray.
     """
 
-    def __init__(self, judges: Mapping[str, TimedJudge], *, workers: int, memory_mib: int) -> None:
-        self._judges, self._workers, self._memory_mib = dict(judges), workers, memory_mib
+    def __init__(self, verifiers: Mapping[str, TimedVerifier], *, workers: int, memory_mib: int) -> None:
+        self._verifiers, self._workers, self._memory_mib = dict(verifiers), workers, memory_mib
         self._actors: dict[str, Any] = {}
         self._turn = threading.Lock()
 
-    def judge(self, tasks: Sequence[tuple[str, Answered]]) -> list[Verdict]:
-        """See `JudgePool.judge`. RuntimeError also where every node was lost."""
+    def verify(self, tasks: Sequence[tuple[str, Answered]]) -> list[Verdict]:
+        """See `LocalVerifierPool.verify`. RuntimeError also where every node was lost."""
         with self._turn:  # a node counts as lost when it is late, and would be for waiting its turn there
-            return self._judge(tasks)
+            return self._verify(tasks)
 
-    def _judge(self, tasks: Sequence[tuple[str, Answered]]) -> list[Verdict]:
+    def _verify(self, tasks: Sequence[tuple[str, Answered]]) -> list[Verdict]:
         verdicts: dict[int, Verdict] = {}
         lost: set[str] = set()
         while waiting := [number for number in range(len(tasks)) if number not in verdicts]:
             nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in lost]
             if not nodes:
-                raise RuntimeError(f"no node is left to judge answers on: {len(lost)} did not answer or are gone")
+                raise RuntimeError(f"no node is left to verify answers on: {len(lost)} did not answer or are gone")
             for share in list(self._hand_out(tasks, waiting, nodes)):
                 try:
                     answers = ray.get(share.verdicts, timeout=share.patience)
@@ -105,15 +105,15 @@ class RayJudges:
             if numbers := waiting[first :: len(nodes)]:
                 part = [tasks[number] for number in numbers]
                 # If every answer hangs, each costs its limit and a new process.
-                limits = sum(2 * self._judges[name].timeout_s for name, _ in part) / self._workers
-                verdicts = self._actor(node).judge.remote(part)
+                limits = sum(2 * self._verifiers[name].timeout_s for name, _ in part) / self._workers
+                verdicts = self._actor(node).verify.remote(part)
                 yield _Share(node, numbers, verdicts, 2 * START_TIMEOUT_S + limits)
 
     def _actor(self, node: str) -> Any:
         if node not in self._actors:
             here = NodeAffinitySchedulingStrategy(node, soft=False)
-            placed = ray.remote(JudgeActor).options(num_cpus=0, max_restarts=0, scheduling_strategy=here)
-            self._actors[node] = placed.remote(self._judges, os.getcwd(), self._workers, self._memory_mib)
+            placed = ray.remote(VerifierActor).options(num_cpus=0, max_restarts=0, scheduling_strategy=here)
+            self._actors[node] = placed.remote(self._verifiers, os.getcwd(), self._workers, self._memory_mib)
         return self._actors[node]
 
     def _end(self, node: str) -> None:

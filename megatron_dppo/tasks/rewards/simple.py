@@ -15,7 +15,7 @@ class ExactMatch:
 
     ignore_case: bool = False
 
-    def judge(self, items: Sequence[Answered]) -> list[Verdict]:
+    def verify(self, items: Sequence[Answered]) -> list[Verdict]:
         return [
             Verdict(score=0.0, well_formed=False)
             if item.answer is None
@@ -36,7 +36,7 @@ class Format:
 
     pattern: str
 
-    def judge(self, items: Sequence[Answered]) -> list[Verdict]:
+    def verify(self, items: Sequence[Answered]) -> list[Verdict]:
         responses = [item.response for item in items]
         matches = match_all(compile_pattern(self.pattern), responses, field="task.rewards: pattern")
         return [
@@ -59,7 +59,7 @@ class Overlong:
     max_response_tokens: int
     buffer_tokens: int
 
-    def judge(self, items: Sequence[Answered]) -> list[Verdict]:
+    def verify(self, items: Sequence[Answered]) -> list[Verdict]:
         return [Verdict(score=self.punishment(item.tokens)) for item in items]
 
     def punishment(self, tokens: int | None) -> float:

@@ -27,7 +27,7 @@ class Answered:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A score, and whether it could be given. `error` says why a response was not judged; its score is 0 then."""
+    """A score, and whether it could be given. `error` says why a response was not scored; its score is 0 then."""
 
     score: float
     well_formed: bool = True
@@ -37,6 +37,6 @@ class Verdict:
 
 
 class Reward(Protocol):
-    """Judges responses one by one; the verdicts have the order of the items."""
+    """Scores responses one by one; the verdicts have the order of the items."""
 
-    def judge(self, items: Sequence[Answered]) -> list[Verdict]: ...
+    def verify(self, items: Sequence[Answered]) -> list[Verdict]: ...

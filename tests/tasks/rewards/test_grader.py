@@ -116,7 +116,7 @@ def test_a_function_from_a_file_and_one_that_returns_numpy(tmp_path):
     np.testing.assert_array_equal(rewards.parts["python"], [5, 5])
 
 
-def test_what_a_function_cannot_judge_is_counted_and_stalls_nobody(picky, caplog):
+def test_what_a_function_cannot_score_is_counted_and_stalls_nobody(picky, caplog):
     responses = ["raise", "hang", "spin", "nan", "crash", "eat"] + ["fine"] * 20
     start = time.monotonic()
     rewards = picky.score([prompt(worth=2.5)] * len(responses), responses)
@@ -125,7 +125,7 @@ def test_what_a_function_cannot_judge_is_counted_and_stalls_nobody(picky, caplog
     assert rewards.errors == {"picky": 6}
     assert rewards.timeouts == {"picky": 2}
     assert rewards.verifier_errors == 6
-    assert "reward picky could not judge 6 of 26" in caplog.text
+    assert "reward picky could not score 6 of 26" in caplog.text
     assert "raised KeyError: 'no such thing'" in caplog.text
 
 
@@ -191,7 +191,7 @@ def test_workers_outlive_the_thread_that_asked_first():
 
 
 def test_calls_from_two_threads_get_their_own_verdicts():
-    """Steps that are sampled ahead and evaluations are judged by the same workers."""
+    """Steps that are sampled ahead and evaluations are scored by the same workers."""
     made = grader(PythonReward(path=f"{HERE}:length"))
     with ThreadPoolExecutor(2) as threads:
         lengths = [range(1, 61), range(101, 161)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.tasks.rewards.gym import EVALUATED, GymJudge, gym_factory
+from megatron_dppo.tasks.rewards.gym import EVALUATED, GymVerifier, gym_factory
 from megatron_dppo.tasks.rewards.verdict import Answered
 
 ATTACKS = [
@@ -30,19 +30,19 @@ ATTACKS = [
 @pytest.mark.parametrize("dataset", sorted(EVALUATED))
 def test_nothing_is_called_and_right_answers_keep_their_scores(dataset: str, tmp_path: Path) -> None:
     """In this process: the sandbox plays no part. The verifier alone, as upstream has it, does what the text says."""
-    judge = GymJudge(dataset, {"seed": 3, "size": 30})
+    verifier = GymVerifier(dataset, {"seed": 3, "size": 30})
     made = gym_factory().create_dataset(dataset, seed=3, size=30)
     entries = [made[number] for number in range(30)]
     for entry in entries:
         item = Answered(
             question="", reference=entry["answer"], response="", answer=entry["answer"], metadata=entry["metadata"]
         )
-        assert judge(item).score == made.score_answer(entry["answer"], entry) == 1.0
+        assert verifier(item).score == made.score_answer(entry["answer"], entry) == 1.0
     mark = tmp_path / "mark"
     for attack in ATTACKS:
         text = attack.format(mark=mark)
         item = Answered(question="", reference=entry["answer"], response="", answer=text, metadata=entry["metadata"])
-        verdict = judge(item)
+        verdict = verifier(item)
         assert not verdict.error
         assert verdict.score <= 0.05
         assert not mark.exists(), text
@@ -70,7 +70,7 @@ def test_nothing_is_called_and_right_answers_keep_their_scores(dataset: str, tmp
     ],
 )
 def test_what_goes_to_the_verifier(dataset: str, answer: str, as_upstream: bool) -> None:
-    assert (GymJudge(dataset)._readable(answer) == answer) == as_upstream
+    assert (GymVerifier(dataset)._readable(answer) == answer) == as_upstream
 
 
 def test_no_other_dataset_evaluates() -> None:

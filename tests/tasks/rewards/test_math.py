@@ -12,7 +12,7 @@ import pytest
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.rewards.config import MathVerifyReward
 from megatron_dppo.tasks.rewards.grader import build_grader
-from megatron_dppo.tasks.rewards.math import MathJudge, meets_itself
+from megatron_dppo.tasks.rewards.math import MathVerifier, meets_itself
 from megatron_dppo.tasks.rewards.verdict import Answered
 from megatron_dppo.tasks.task import Prompt
 
@@ -97,9 +97,9 @@ PAIRS = [
 ]
 
 
-def judge(reference: str, answer: str | None, **settings):
+def verify(reference: str, answer: str | None, **settings):
     item = Answered(question="?", reference=reference, response=answer or "", answer=answer)
-    return MathJudge(**{"timeout_s": 60, **settings})(item)  # whatever else the machine does
+    return MathVerifier(**{"timeout_s": 60, **settings})(item)  # whatever else the machine does
 
 
 def test_there_are_fifty_pairs():
@@ -108,21 +108,21 @@ def test_there_are_fifty_pairs():
 
 @pytest.mark.parametrize(("reference", "answer", "right"), PAIRS)
 def test_verdicts(reference, answer, right):
-    verdict = judge(reference, answer)
+    verdict = verify(reference, answer)
     assert verdict.error == ""
     assert verdict.score == float(right)
 
 
 def test_what_is_no_answer_is_malformed():
-    assert not judge("5", None).well_formed
-    assert not judge("5", "I do not know").well_formed
-    assert judge("5", "6").well_formed
+    assert not verify("5", None).well_formed
+    assert not verify("5", "I do not know").well_formed
+    assert verify("5", "6").well_formed
 
 
 def test_boxes_only():
-    assert judge("5", "the 5 of us").score == 1
-    assert judge("5", "the 5 of us", boxed_only=True).score == 0
-    assert judge("5", "the \\boxed{5} of us", boxed_only=True).score == 1
+    assert verify("5", "the 5 of us").score == 1
+    assert verify("5", "the 5 of us", boxed_only=True).score == 0
+    assert verify("5", "the \\boxed{5} of us", boxed_only=True).score == 1
 
 
 @pytest.mark.parametrize(
@@ -140,11 +140,11 @@ def test_boxes_only():
     ],
 )
 def test_a_decimal_of_enough_digits_stands_for_what_it_rounds(reference, answer, precision, right):
-    assert judge(reference, answer, precision=precision).score == right
+    assert verify(reference, answer, precision=precision).score == right
 
 
 def test_a_reference_that_is_empty_is_an_error():
-    verdict = judge("", "5")
+    verdict = verify("", "5")
     assert verdict.score == 0
     assert verdict.error == "the reference answer is empty"
 
@@ -160,28 +160,28 @@ def _pairs() -> dict[str, list[dict]]:
 
 @pytest.fixture(scope="module")
 def whole_grader():
-    """As a run has it, but for the processes: what the pool gives its workers is judged here."""
+    """As a run has it, but for the processes: what the pool gives its workers is scored here."""
     made = build_grader(
         [MathVerifyReward(timeout_s=60)], answer_pattern=TaskConfig.model_fields["answer_pattern"].default, workers=1,
-        memory_mib=4096, max_response_tokens=100, make_judges=InThisProcess,
+        memory_mib=4096, max_response_tokens=100, make_pool=InThisProcess,
     )  # fmt: skip
     yield made
     made.close()
 
 
 class InThisProcess:
-    def __init__(self, judges, **_):
-        self.judges = judges
+    def __init__(self, verifiers, **_):
+        self.verifiers = verifiers
 
-    def judge(self, tasks):
-        return [self.judges[name].judge(item) for name, item in tasks]
+    def verify(self, tasks):
+        return [self.verifiers[name].verifier(item) for name, item in tasks]
 
     def close(self):
         pass
 
 
 @pytest.mark.parametrize("form", _pairs())
-def test_every_pair_is_judged_rightly(form, whole_grader, no_gc_callbacks):
+def test_every_pair_is_scored_rightly(form, whole_grader, no_gc_callbacks):
     pairs = _pairs()[form]
     prompts = [
         Prompt(index=0, prompt_ids=np.zeros(1, np.int32), text="", question="?", answer=pair["reference"])
@@ -189,8 +189,8 @@ def test_every_pair_is_judged_rightly(form, whole_grader, no_gc_callbacks):
     ]
     reasons = [pair.get("finish_reason", "stop") for pair in pairs]
     rewards = whole_grader.score(prompts, [pair["response"] for pair in pairs], None, reasons)
-    misjudged = [pair for pair, right in zip(pairs, rewards.correct, strict=True) if right != pair["score"]]
-    assert misjudged == []
+    wrong = [pair for pair, right in zip(pairs, rewards.correct, strict=True) if right != pair["score"]]
+    assert wrong == []
     assert rewards.verifier_errors == 0
 
 
@@ -202,7 +202,7 @@ def test_every_reference_of_the_pairs_meets_itself():
 @pytest.mark.parametrize("reference", ["", "  ", "\\frac{1}{", "\\boxed{", "x}{", "9" * 5000, "\\text{}", "$$"])
 def test_references_that_no_answer_can_meet(reference):
     assert not meets_itself(reference)
-    assert judge(reference, f"\\boxed{{{reference}}}").score == 0
+    assert verify(reference, f"\\boxed{{{reference}}}").score == 0
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,8 @@ def test_references_that_no_answer_can_meet(reference):
     ids=range(15),
 )
 @pytest.mark.parametrize("reference", ["5", "x=5", "(5, 6)", "five", "5 cm", "\\in&and \\sqrt\\{)"])
-def test_what_a_policy_writes_is_judged_in_time(reference, answer, right, no_gc_callbacks):
-    verdict = judge(reference, answer)
+def test_what_a_policy_writes_is_scored_in_time(reference, answer, right, no_gc_callbacks):
+    verdict = verify(reference, answer)
     assert verdict.score == (right and reference in ("5", "x=5", "5 cm"))
     assert not verdict.timed_out
 
@@ -245,6 +245,6 @@ def no_gc_callbacks():
 
 def test_an_answer_that_takes_too_long_is_out_of_time(no_gc_callbacks):
     """Expanding this sum of a million logarithms takes sympy minutes."""
-    verdict = judge("5", "$\\sum_{k=1}^{1000000} \\log(k)^{\\sin(k)}$", timeout_s=1)
+    verdict = verify("5", "$\\sum_{k=1}^{1000000} \\log(k)^{\\sin(k)}$", timeout_s=1)
     assert verdict.score == 0
     assert verdict.timed_out

@@ -1,6 +1,6 @@
 """A reward that evaluates what a policy wrote, and what may be written to it.
 `python -m tests.tasks.workers.evaluating`
-judges it all and prints what came of it, as JSON."""
+scores it all and prints what came of it, as JSON."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.tasks.rewards.custom import CustomJudge
-from megatron_dppo.tasks.rewards.pool import JudgePool, TimedJudge
+from megatron_dppo.tasks.rewards.custom import CustomVerifier
+from megatron_dppo.tasks.rewards.pool import LocalVerifierPool, TimedVerifier
 from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
 from megatron_dppo.tasks.workers import sandbox
 
@@ -103,8 +103,8 @@ def main() -> None:
         port = server.getsockname()[1]
         udp.bind(("127.0.0.1", port))
         texts = hostile(marker, port, os.getpid())
-        judge = CustomJudge(f"{__spec__.name}:evaluate")
-        pool = JudgePool({"it": TimedJudge(judge, LIMIT_S)}, workers=2, memory_mib=4096)
+        verifier = CustomVerifier(f"{__spec__.name}:evaluate")
+        pool = LocalVerifierPool({"it": TimedVerifier(verifier, LIMIT_S)}, workers=2, memory_mib=4096)
         honest = [f"{n} + 3" for n in range(8)] * (len(texts) * 3 // 8 + 1)
         answers, names = [], []
         for name, text in texts.items():
@@ -112,11 +112,11 @@ def main() -> None:
             names += [name, "", "", ""]
         before = (folder / "private").stat()
 
-        def judged(texts: list[str]) -> list[Verdict]:
-            return pool.judge([("it", Answered(question="", reference="7", response=t, answer=t)) for t in texts])
+        def scored(texts: list[str]) -> list[Verdict]:
+            return pool.verify([("it", Answered(question="", reference="7", response=t, answer=t)) for t in texts])
 
-        clean = judged([answer for name, answer in zip(names, answers, strict=True) if not name])
-        verdicts = judged(answers)
+        clean = scored([answer for name, answer in zip(names, answers, strict=True) if not name])
+        verdicts = scored(answers)
         pool.close()
         server.setblocking(False)
         udp.setblocking(False)

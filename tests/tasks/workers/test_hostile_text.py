@@ -26,7 +26,7 @@ AS_A_PLAIN_USER = [
 ]
 
 
-def judged(folder: Path, user: str, rung: str) -> dict[str, Any]:
+def scored(folder: Path, user: str, rung: str) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder)}
     prefix = []
     if rung == "landlock":
@@ -56,7 +56,7 @@ def test_one_answer_in_four_is_hostile(user: str, rung: str) -> None:
     try:
         folder.mkdir(parents=True)
         folder.parent.chmod(0o755)
-        found = judged(folder, user, rung)
+        found = scored(folder, user, rung)
         assert found["user"] == (os.getuid() if user == "same" else 54321)
         assert found["honest"] == found["clean"]
         assert set(found["clean"]) == {(0.0).hex(), (1.0).hex()}
@@ -78,10 +78,10 @@ def test_what_started_the_workers_may_be_killed(tmp_path: Path) -> None:
     """Nothing of a killed trainer goes on: neither the workers nor what they run."""
     code = (
         "import time; from tests.tasks.workers.evaluating import *\n"
-        "pool = JudgePool({'it': TimedJudge(CustomJudge('tests.tasks.workers.evaluating:evaluate'), 300)}, workers=2, "
-        "memory_mib=4096)\n"
+        "it = TimedVerifier(CustomVerifier('tests.tasks.workers.evaluating:evaluate'), 300)\n"
+        "pool = LocalVerifierPool({'it': it}, workers=2, memory_mib=4096)\n"
         "print('go', flush=True)\n"
-        "pool.judge([('it', Answered(question='', reference='7', response='', answer='time.sleep(300)'))] * 2)\n"
+        "pool.verify([('it', Answered(question='', reference='7', response='', answer='time.sleep(300)'))] * 2)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, cwd=ROOT) as trainer:

@@ -17,10 +17,10 @@ import pytest
 from megatron_dppo.errors import UserError, raise_cause
 from megatron_dppo.tasks.rewards import pool as pools
 from megatron_dppo.tasks.rewards.config import PythonReward, VerifierReward
-from megatron_dppo.tasks.rewards.custom import CustomJudge
-from megatron_dppo.tasks.rewards.gym import GymJudge
-from megatron_dppo.tasks.rewards.math import MathJudge
-from megatron_dppo.tasks.rewards.pool import JudgePool, TimedJudge, read_verdict
+from megatron_dppo.tasks.rewards.custom import CustomVerifier
+from megatron_dppo.tasks.rewards.gym import GymVerifier
+from megatron_dppo.tasks.rewards.math import MathVerifier
+from megatron_dppo.tasks.rewards.pool import LocalVerifierPool, TimedVerifier, read_verdict
 from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
 from megatron_dppo.tasks.workers import sandbox
 from megatron_dppo.tasks.workers.calls import Asked, Call, Hosted, Outcome
@@ -61,9 +61,9 @@ def daemons() -> list[int]:
 def test_outside_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "42")
     monkeypatch.setenv("MY_TOKEN", "secret")
-    judge = TimedJudge(CustomJudge(f"{HERE}:rights"), 5, (0, 1e5), sandboxed=False, environment=("MY_KEY",))
-    pool = JudgePool({"it": judge}, workers=1, memory_mib=8192)
-    verdicts = pool.judge(asked("count", "child", "named", "others", "port", "count", "daemon", "count"))
+    verifier = TimedVerifier(CustomVerifier(f"{HERE}:rights"), 5, (0, 1e5), sandboxed=False, environment=("MY_KEY",))
+    pool = LocalVerifierPool({"it": verifier}, workers=1, memory_mib=8192)
+    verdicts = pool.verify(asked("count", "child", "named", "others", "port", "count", "daemon", "count"))
     assert [v.score for v in verdicts[:4]] == [1, 5, 42, 0]
     assert verdicts[4].score > 0
     assert verdicts[5].score == 2  # what it keeps stays
@@ -76,16 +76,16 @@ def test_outside_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_machine_without_a_sandbox_refuses_what_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "rung", lambda: "none")
     monkeypatch.setattr(sandbox, "rung", lambda: "none")
-    for judge in (CustomJudge(f"{HERE}:rights"), GymJudge("countdown", {"size": 1})):
+    for verifier in (CustomVerifier(f"{HERE}:rights"), GymVerifier("countdown", {"size": 1})):
         with pytest.raises(UserError, match=r"task.rewards: it evaluates .* no Landlock .* set sandbox: none"):
-            JudgePool({"it": TimedJudge(judge, 5)}, workers=1, memory_mib=4096)
-        JudgePool({"it": TimedJudge(judge, 5, sandboxed=False)}, workers=1, memory_mib=4096).close()
-    for judge in (MathJudge(), GymJudge("chain_sum", {"size": 1})):
-        JudgePool({"it": TimedJudge(judge, 5)}, workers=1, memory_mib=4096).close()
+            LocalVerifierPool({"it": TimedVerifier(verifier, 5)}, workers=1, memory_mib=4096)
+        LocalVerifierPool({"it": TimedVerifier(verifier, 5, sandboxed=False)}, workers=1, memory_mib=4096).close()
+    for verifier in (MathVerifier(), GymVerifier("chain_sum", {"size": 1})):
+        LocalVerifierPool({"it": TimedVerifier(verifier, 5)}, workers=1, memory_mib=4096).close()
 
 
 def test_an_answer_that_is_not_to_the_question() -> None:
-    services = {"it": Hosted(pools._JudgeService(MathJudge()), sandboxed=True, single=False)}
+    services = {"it": Hosted(pools._VerifierService(MathVerifier()), sandboxed=True, single=False)}
     workers = Workers(services, size=1, memory_mib=4096)
     item = Answered(question="", reference="4", response="4", answer="4")
     (outcome,) = workers.run([Call("it", "it", item, 30)])

@@ -57,7 +57,7 @@ class _Have:
     value: Any
 
 
-class Assembly:
+class RankCoordinator:
     """Weights are sharded over all ranks, so an engine that is replaced while the controller waits for rollouts needs
     all of them. Every rank has one of these and waits in `wait_for`.
 

@@ -16,12 +16,12 @@ from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.data_task import DataTask, data_grader, load_prompts
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.rewards.grader import Grader
-from megatron_dppo.tasks.rewards.pool import JudgePool, MakeJudges
-from megatron_dppo.tasks.rewards.ray_workers import RayJudges
+from megatron_dppo.tasks.rewards.pool import LocalVerifierPool, MakePool
+from megatron_dppo.tasks.rewards.ray_workers import RayVerifierPool
 from megatron_dppo.tasks.task import Prompt, Rewards, Task
 
 Scorer = Task | Grader
-"""Whatever judges responses one by one."""
+"""Whatever scores responses one by one."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class EvaluationSet:
 
 
 @dataclass(frozen=True)
-class Examiner:
+class TaskSuite:
     """Only the controller has one: prompts and verdicts are made once."""
 
     task: Task | EnvironmentTask
@@ -45,13 +45,13 @@ class Examiner:
     """Lines for people: what the prompts are and what was left out."""
 
     def close(self) -> None:
-        """End the processes that judge."""
+        """End the processes that score."""
         self.task.close()
         for one in self.sets:
             one.scorer.close()
 
 
-def judge(
+def score_responses(
     scorer: Scorer,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
@@ -65,16 +65,16 @@ def judge(
     return scorer.score(asked, texts, [len(ids) for ids in responses], finish_reasons)
 
 
-def build_examiner(config: Config, tokenizer: PreTrainedTokenizerBase) -> Examiner:
+def build_task_suite(config: Config, tokenizer: PreTrainedTokenizerBase) -> TaskSuite:
     """The task and the evaluation sets of a run. Raises UserError where there is nothing to evaluate on."""
     rollout, evaluation = config.rollout, config.evaluation
-    make_judges: MakeJudges = RayJudges if config.task.reward_placement == "ray" else JudgePool
+    make_pool: MakePool = RayVerifierPool if config.task.reward_placement == "ray" else LocalVerifierPool
     task = build_task(
         config.task,
         tokenizer,
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_response_tokens=rollout.max_response_tokens,
-        make_judges=make_judges,
+        make_pool=make_pool,
     )
     sets, report = build_sets(
         evaluation,
@@ -83,7 +83,7 @@ def build_examiner(config: Config, tokenizer: PreTrainedTokenizerBase) -> Examin
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_response_tokens=rollout.max_response_tokens,
         scorer=task if isinstance(task, DataTask) else None,
-        make_judges=make_judges,
+        make_pool=make_pool,
     )
     if evaluation.every and not sets and not (evaluation.prompts and task.held_out_size):
         raise UserError(
@@ -95,7 +95,7 @@ def build_examiner(config: Config, tokenizer: PreTrainedTokenizerBase) -> Examin
             f"evaluation.prompts={evaluation.prompts}, but task.held_out_size={task.held_out_size}; raise the latter, "
             "or lower the former"
         )
-    return Examiner(task, tokenizer, sets, [*task.report(), *report])
+    return TaskSuite(task, tokenizer, sets, [*task.report(), *report])
 
 
 def build_sets(
@@ -106,14 +106,14 @@ def build_sets(
     max_prompt_tokens: int,
     max_response_tokens: int,
     scorer: Scorer | None,
-    make_judges: MakeJudges = JudgePool,
+    make_pool: MakePool = LocalVerifierPool,
 ) -> tuple[list[EvaluationSet], list[str]]:
-    """The sets of `evaluation`, judged by `scorer` or, without one, by a grader of their own; and their report."""
+    """The sets of `evaluation`, scored by `scorer` or, without one, by a grader of their own; and their report."""
     if not evaluation.sets:
         return [], []
     if scorer is None:
         rewards = task.rewards if task.kind == "data" else ()
-        scorer = data_grader(task.model_copy(update={"rewards": rewards}), max_response_tokens, make_judges)
+        scorer = data_grader(task.model_copy(update={"rewards": rewards}), max_response_tokens, make_pool)
     sets, lines = [], []
     for one in evaluation.sets:
         put = task if one.prompt is None else task.model_copy(update={"prompt": one.prompt})
