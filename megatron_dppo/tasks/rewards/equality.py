@@ -15,8 +15,20 @@ from fractions import Fraction
 from megatron_dppo.tasks.rewards.canonical import canonical, depth, matching, split_top, trimmed
 from megatron_dppo.tasks.rewards.expressions import same_equation, same_expression
 from megatron_dppo.tasks.rewards.final_answer import boxed_answer
-from megatron_dppo.tasks.rewards.quantity import number, quantity, same_number
-from megatron_dppo.tasks.rewards.structure import MATRIX, NAME, bracketed, interval, lines, rows, sides_of
+from megatron_dppo.tasks.rewards.quantity import based, number, quantity, same_number
+from megatron_dppo.tasks.rewards.structure import (
+    MATRIX,
+    NAME,
+    assignment,
+    bracketed,
+    cells,
+    interval,
+    is_system,
+    lines,
+    pieces,
+    sides_of,
+    solutions,
+)
 
 LONGEST = 4000
 """Characters of an answer; what is longer is none."""
@@ -39,19 +51,6 @@ _CHOSEN = re.compile(r"(?:\(([A-J])\)|([A-J])[.:)]|([A-Ja-j])$)\s*(?P<rest>.*)",
 _OPTION_AND_VALUE = re.compile(r"\(([A-J])\)\s*(.+)", re.DOTALL)
 _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
 _DATE = re.compile(r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}/\d{1,2}/\d{2,4}|\d{1,2}[-.]\d{1,2}[-.]\d{4}")
-_BASED = re.compile(r"\(?([0-9][0-9A-Za-z]*|[A-F][0-9A-F]*)\)?\s*_\s*(?:\{\s*(\w{1,7})\s*\}|(\d{1,2}))")
-_BASES = {
-    "two": 2,
-    "three": 3,
-    "four": 4,
-    "five": 5,
-    "six": 6,
-    "seven": 7,
-    "eight": 8,
-    "nine": 9,
-    "ten": 10,
-    "sixteen": 16,
-}
 _OPERATORS = frozenset("+*/^_=<>|!\\{}()[]")
 _FUNCTIONS = re.compile(r"\b(?:sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|mod|det|lim|arc\w+)\b")
 
@@ -137,7 +136,7 @@ def _dates(reference: str, answer: str, precision: int) -> bool | None:
 
 def _digits(reference: str, answer: str, precision: int) -> bool | None:
     """Digits in a base. The base may be left out; digits are not converted, the question asked for this base."""
-    one, other = _based(reference), _based(answer)
+    one, other = based(reference), based(answer)
     if one is None and other is None:
         return None
     digits, base = one or (reference.casefold(), None)
@@ -145,32 +144,28 @@ def _digits(reference: str, answer: str, precision: int) -> bool | None:
     return digits == answered and (base is None or other_base is None or base == other_base)
 
 
-def _based(text: str) -> tuple[str, int] | None:
-    found = _BASED.fullmatch(text)
-    if found is None:
+def _piecewise(reference: str, answer: str, precision: int) -> bool | None:
+    """Every value with its condition, in any order. The condition of a single value may be left out."""
+    one, other = ([] if is_words(text.split(" if ")[0]) else pieces(text) for text in (reference, answer))
+    if not one and not other:
         return None
-    name = found[2] or found[3]
-    base = int(name) if name.isdecimal() else _BASES.get(name, 0)
-    if not 2 <= base <= 36 or any(int(sign, 36) >= base for sign in found[1]):
-        return None
-    return found[1].casefold(), base
+    if max(len(one), len(other)) == 1 and not (one and other):
+        return _same(one[0][0] if one else reference, other[0][0] if other else answer, precision)
+    alike = [[_same(x[1], y[1], precision) and _same(x[0], y[0], precision) for y in other] for x in one]
+    return len(one) == len(other) and all(map(any, alike)) and all(map(any, zip(*alike, strict=True)))
 
 
 def _matrices(reference: str, answer: str, precision: int) -> bool | None:
     one, other = MATRIX.fullmatch(reference), MATRIX.fullmatch(answer)
-    if one is None and other is None:
-        return None
-    if one is not None and one["kind"] in ("cases", "aligned", "align", "gathered"):
-        return _set(lines(one["body"]), _parts(answer) if other is None else lines(other["body"]), precision)
-    if one is None or other is None:
-        return None  # a scalar before it, or a sum of matrices
-    cells, others = rows(one["body"]), rows(other["body"])
-    shapes = [[len(row) for row in cells], [len(row) for row in others]]
+    if one is None or other is None or is_system(one) or is_system(other):
+        return None  # a scalar before it, a sum of matrices, a list of equations
+    table, others = cells(one["body"]), cells(other["body"])
+    shapes = [[len(row) for row in table], [len(row) for row in others]]
     if shapes[0] != shapes[1] or (one["kind"][0] in "vV") != (other["kind"][0] in "vV"):
         return False
     return all(
         _same(x, y, precision)
-        for row, other_row in zip(cells, others, strict=True)
+        for row, other_row in zip(table, others, strict=True)
         for x, y in zip(row, other_row, strict=True)
     )
 
@@ -178,12 +173,14 @@ def _matrices(reference: str, answer: str, precision: int) -> bool | None:
 def _intervals_and_tuples(reference: str, answer: str, precision: int) -> bool | None:
     """Same brackets, same length, same order."""
     one, other = bracketed(reference), bracketed(answer)
-    if one is None and other is None:
+    if (one is None and other is None) or re.search(r"\\[pm][mp](?![a-z])", reference + answer):
         return None
-    if one is not None and other is None:
-        assigned = [sides_of(part) for part in _parts(answer)]
-        if len(assigned) == len(one[1]) and all(len(sides) == 3 and sides[1] == "=" for sides in assigned):
-            return all(_same(x, sides[2], precision) for x, sides in zip(one[1], assigned, strict=True))  # x = 1, y = 2
+    if one is None or other is None:  # (x, y) = (1, 2) and x = 1, y = 2 are (1, 2)
+        pairs = [pair for part in _parts(answer if one else reference) if (pair := assignment(part))]
+        values = [value for _, value in pairs]
+        if len(dict(pairs)) == len((one or other or ("", [], ""))[1]) == len(pairs):
+            left, right = one[1] if one else values, other[1] if other else values
+            return all(_same(x, y, precision) for x, y in zip(left, right, strict=True))
     if one is None or other is None:
         text = answer if one is not None else reference
         as_interval = interval(text)
@@ -216,33 +213,61 @@ def _parts(text: str, separators: re.Pattern[str] | None = None) -> list[str]:
     separators = separators or _SEPARATORS
     if text.startswith("\\{") and matching(text, 1) == len(text) - 1:
         text, separators = text[2:-2], _COMMAS
-    sides = sides_of(text)
-    if len(sides) == 3 and sides[1] == "=" and (names := bracketed(sides[0])) and (values := bracketed(sides[2])):
-        return [f"{name}={value}" for name, value in zip(names[1], values[1], strict=False)]
-    parts = [one for part in split_top(text, separators) for one in split_top(part, _CUPS)]
-    signed = []
-    for part in parts:
-        if "\\pm" in part or "\\mp" in part:
-            signed += [re.sub(r"\\pm", plus, re.sub(r"\\mp", minus, part)) for plus, minus in (("+", "-"), ("-", "+"))]
-        else:
-            signed.append(part)
-    return [trimmed(part).lstrip("+ ") for part in signed if trimmed(part)]
+    if (whole := MATRIX.fullmatch(text)) and is_system(whole):
+        return lines(whole["body"])
+    signed = [text]
+    if "\\pm" in text or "\\mp" in text:  # the upper signs of all of it belong together, and the lower
+        signed = [text.replace("\\pm", plus).replace("\\mp", minus) for plus, minus in (("+", "-"), ("-", "+"))]
+    parts = [one for text in signed for part in split_top(text, separators) for one in split_top(part, _CUPS)]
+    parts = [trimmed(part).lstrip("+ ") for part in parts if trimmed(part)]
+    sides = sides_of(parts[0]) if len(parts) == 1 else []
+    names, values = (bracketed(sides[0]), bracketed(sides[2])) if len(sides) == 3 and sides[1] == "=" else (None, None)
+    if names and values and len(names[1]) == len(values[1]):
+        return [f"{name}={value}" for name, value in zip(names[1], values[1], strict=True)]
+    return solutions(parts)
 
 
 def _set(one: Sequence[str], other: Sequence[str], precision: int) -> bool:
-    """Every part of one has its like in the other, and the other way round."""
+    """Every part of one has its like in the other, and the other way round. Bare values for several names are in the
+    order of the names: `x = 1, y = 2` is `1, 2` and not `2, 1`."""
     if max(len(one), len(other)) > _MOST_PARTS or not one or not other:
         return False
-    alike = [[_same(x, y, precision) for y in other] for x in one]
+    pairs = [pair for pair in map(assignment, one) if pair]
+    letters = {name.split("_")[0] for name, _ in pairs}
+    if len(letters) > 1 and len(pairs) == len(one) and all(len(sides_of(y)) == 1 for y in other):
+        return len(one) == len(other) and all(_same(x, y, precision) for (_, x), y in zip(pairs, other, strict=True))
+    labels = [[_label(part) for part in parts] for parts in (one, other)]
+    free = set(labels[0]) != set(labels[1])  # else 3 boys and 5 girls are not 5 boys and 3 girls
+    alike = [
+        [
+            (free or label == other_label) and _same(x, y, precision)
+            for y, other_label in zip(other, labels[1], strict=True)
+        ]
+        for x, label in zip(one, labels[0], strict=True)
+    ]
     return all(any(row) for row in alike) and all(any(column) for column in zip(*alike, strict=True))
 
 
+def _label(part: str) -> str:
+    """The words at its end."""
+    found = re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}(?: [a-zA-Z]+)*$", part)
+    return found[0].casefold() if found else ""
+
+
 def _relations(reference: str, answer: str, precision: int) -> bool | None:
-    """Equations and inequalities. `x = 5` is 5, a chain of equations is worth its end; two equations are the same if
-    one is a multiple of the other."""
+    """Equations and inequalities. `x = 5` is 5, a chain of equations is worth its end, and `1/6 \\approx 0.167` what
+    stands before the approximation; two equations are the same if one is a multiple of the other."""
     one, other = sides_of(reference), sides_of(answer)
     if len(one) == len(other) == 1:
         return None
+    exact, other_exact = _exact(one), _exact(other)
+    if exact != one or other_exact != other:
+        if _same(" ".join(exact), " ".join(other_exact), precision):
+            return True
+        # A reference that is itself rounded, and an answer that gives both.
+        literal, rounded = number(reference), number(other[-1])
+        given = literal is not None and literal.digits is not None and literal == rounded
+        return given and number(other_exact[-1]) != rounded and _same(other_exact[-1], other[-1], 1)
     if all(sign in ("=", "\\approx") for sign in one[1::2] + other[1::2]):
         named = len(one) > 1 and NAME.fullmatch(one[0]) is not None
         if len(one) == 1:
@@ -251,8 +276,7 @@ def _relations(reference: str, answer: str, precision: int) -> bool | None:
             return named and _same(one[-1], answer, precision)
         if named and NAME.fullmatch(other[0]):
             name = [re.sub(r"\s", "", sides[0]) for sides in (one, other)]
-            function = any("(" in text for text in name)
-            if name[0] == name[1] or function:
+            if name[0] == name[1] or ("(" in name[0]) != ("(" in name[1]):  # f(x) = ..., y = ...
                 return _same(one[-1], other[-1], precision)
         return len(one) == len(other) == 3 and same_equation((one[0], one[2]), (other[0], other[2]), "=", "=")
     if len(one) == 1 or len(other) == 1:
@@ -269,6 +293,13 @@ def _relations(reference: str, answer: str, precision: int) -> bool | None:
         and one[1::2] == other[1::2]
         and all(_same(x, y, precision) for x, y in zip(one[::2], other[::2], strict=True))
     )
+
+
+def _exact(sides: list[str]) -> list[str]:
+    """The sides before an approximation, all of them where a mere name stands there."""
+    at = sides.index("\\approx") if "\\approx" in sides else 0
+    named = at == 1 and sides[0] != "\\pi" and (NAME.fullmatch(sides[0]) or is_words(sides[0]) or not sides[0])
+    return sides if at == 0 or named else sides[:at]
 
 
 def _membership(reference: str, answer: str, precision: int) -> bool | None:
@@ -306,7 +337,8 @@ def _quantities(reference: str, answer: str, precision: int) -> bool | None:
     def alike(scale: Fraction = Fraction(1), other_scale: Fraction = Fraction(1)) -> bool:
         numbers = number(left), number(right)
         if numbers[0] is not None and numbers[1] is not None:
-            return same_number(numbers[0].times(scale), numbers[1].times(other_scale), precision)
+            converted = scale != other_scale and "" not in dimensions
+            return same_number(numbers[0].times(scale), numbers[1].times(other_scale), precision, converted=converted)
         if scale == other_scale:
             return _same(left, right, precision)
         return same_expression(f"({left})*({scale})", f"({right})*({other_scale})", precision)
@@ -347,7 +379,7 @@ def _expressions(reference: str, answer: str, precision: int) -> bool | None:
 
 # fmt: off
 _RULES: tuple[Rule, ...] = (
-    _choice, _numbers, _dates, _digits, _matrices, _membership, _intervals_and_tuples, _lists, _relations, _ratios,
-    _quantities, _words, _expressions,
+    _choice, _numbers, _dates, _digits, _piecewise, _matrices, _membership, _intervals_and_tuples, _lists, _relations,
+    _ratios, _quantities, _words, _expressions,
 )
 # fmt: on

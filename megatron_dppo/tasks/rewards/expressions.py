@@ -110,10 +110,12 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _rounds(one: str, other: str, precision: int) -> bool:
     """A decimal of enough digits that rounds or cuts off a constant: 1.414213 and \\sqrt{2}."""
-    for decimal, exact in ((one, other), (other, one)):
+    for decimal, exact in ((one, other), (other, one)):  # the reference comes first
         literal = number(decimal)
         if literal is not None and literal.digits is not None and literal.digits >= precision:
             value = _number(_parsed(exact))
+            if exact == one and value is not None and value.is_Integer:
+                return False
             if value is not None and value.is_real:
                 return bool(abs(value - _parsed(decimal)) < float(literal.place))
     return False

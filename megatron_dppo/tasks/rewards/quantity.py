@@ -17,6 +17,9 @@ _REPEATING = re.compile(
     r"(?P<sign>[-+]?)\s*(?P<whole>\d+)\.(?P<fixed>\d*)(?:\\(?:overline|bar|dot)\s*\{?(?P<a>\d+)\}?|\((?P<b>\d+)\))"
 )
 
+_BASED = re.compile(r"\(?([0-9][0-9A-Za-z]*|[A-F][0-9A-F]*)\)?\s*_\s*(?:\{\s*(\w{1,7})\s*\}|(\d{1,2}))")
+_BASES = dict(zip("two three four five six seven eight nine ten sixteen".split(), [*range(2, 11), 16], strict=True))  # noqa: SIM905
+
 
 @dataclass(frozen=True)
 class Number:
@@ -26,7 +29,7 @@ class Number:
     digits: int | None = None
     """Significant digits of a decimal; None of an integer or a fraction."""
     place: Fraction = Fraction(0)
-    """Worth of its last digit."""
+    """Worth of its last digit; of a repeating decimal, of the last digit of its first period."""
 
     def times(self, factor: Fraction) -> Number:
         return Number(self.value * factor, self.digits, self.place * factor)
@@ -80,13 +83,29 @@ def _repeating(text: str) -> Number | None:
     nines = 10 ** len(period) - 1
     part = (int(fixed or 0) + Fraction(int(period), nines)) / 10 ** len(fixed)
     value = int(found["whole"]) + part
-    return Number(-value if found["sign"] == "-" else value)
+    return Number(-value if found["sign"] == "-" else value, None, Fraction(1, 10 ** (len(fixed) + len(period))))
 
 
-def same_number(one: Number, other: Number, precision: int) -> bool:
-    """Equal, or a decimal of at least `precision` significant digits that rounds or cuts off the other number."""
+def based(text: str) -> tuple[str, int] | None:
+    """`204_5`, `(1A)_{16}` as digits and base; None where a digit is none of the base."""
+    found = _BASED.fullmatch(text)
+    if found is None:
+        return None
+    name = found[2] or found[3]
+    base = int(name) if name.isdecimal() else _BASES.get(name, 0)
+    if not 2 <= base <= 36 or any(int(sign, 36) >= base for sign in found[1]):
+        return None
+    return found[1].casefold(), base
+
+
+def same_number(one: Number, other: Number, precision: int, *, converted: bool = False) -> bool:
+    """Equal, or a decimal of at least `precision` significant digits that rounds or cuts off the other number. Where
+    the reference `one` is an integer (and no unit was converted) only the integer is right; where it is a repeating
+    decimal, one that stops after the first period has not repeated."""
     if one.value == other.value:
         return True
+    if one.digits is None and ((one.value.denominator == 1 and not converted) or 0 < one.place <= other.place):
+        return False
     places = [n.place for n in (one, other) if n.digits is not None and n.digits >= precision]
     if not places or (one.digits is not None and other.digits is not None and len(places) < 2):
         return False

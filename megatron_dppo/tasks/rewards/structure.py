@@ -7,24 +7,95 @@ import re
 from megatron_dppo.tasks.rewards.canonical import matching, split_top, trimmed
 from megatron_dppo.tasks.rewards.quantity import number
 
-_RELATIONS = re.compile(r"\s*(?:\\le|\\ge|\\ne|<=|>=|!=|\\approx|<|>|=)(?![a-zA-Z])\s*")
+_RELATIONS = re.compile(r"\s*(?:\\(?:le|ge|ne|approx)(?![a-zA-Z])|<=|>=|!=|<|>|=)\s*")
 NAME = re.compile(
     r"\\?[a-zA-Z]+(?:'+)?(?:_\{?\w+\}?)?(?:\s*\^\s*\{-1\})?(?:\s*\(\s*[^()]*\))?|\(\s*\\?[a-zA-Z]\w*(?:\s*,\s*\\?[a-zA-Z]\w*)+\s*\)|\|?[A-Z]{2,3}\|?"
 )
 """What may stand alone on the left of an equation: x, x_1, f(x), \\theta, (x, y), AB."""
 MATRIX = re.compile(
-    r"(?:[(\[]\s*)?\\begin\{(?P<kind>[pbBvV]?matrix|smallmatrix|array|cases|aligned?|gathered)\*?\}(?P<body>.*)\\end\{(?P=kind)\*?\}(?:\s*[)\]])?",
+    r"(?:(?P<open>[(\[]|\\\{)\s*)?\\begin\{(?P<kind>[pbBvV]?matrix|smallmatrix|array|cases|aligned?|gathered)\*?\}(?P<body>(?:(?!\\end\{(?P=kind)).)*)\\end\{(?P=kind)\*?\}(?:\s*[)\]])?",
     re.DOTALL,
 )
+_LEADS = r"(?:if|when|for|where)(?![a-zA-Z])"
+_CONDITION = re.compile(
+    rf"\s*&\s*(?!(?:[=<>+]|\\(?:le|ge|ne|approx)(?![a-zA-Z])))(?:{_LEADS})?\s*|"
+    rf"\s*,?\s*(?<![\\a-zA-Z])(?:{_LEADS}\s*|(?=(?:otherwise|else)\s*$))"
+)
+"""Between a value and the condition on which it holds; an `&` before a relation or a sum only aligns."""
+_BETWEEN_PIECES = re.compile(
+    rf"\s*(?:[,;]\s*(?:and\s)?(?!\s*(?:{_LEADS}|otherwise|else))|(?<![a-zA-Z])and\s(?=[^,;]*\s(?:{_LEADS}|otherwise|else)))\s*"
+)
+_NEGATED = {"=": "\\ne", "\\ne": "=", "<": "\\ge", "\\ge": "<", ">": "\\le", "\\le": ">", "even": "odd", "odd": "even"}
 
 
-def rows(body: str) -> list[list[str]]:
+def pieces(text: str) -> list[tuple[str, str]]:
+    """`\\begin{cases} 1 & n = 0 \\\\ 0 & \\text{otherwise} \\end{cases}`, and the same in words, as values with their
+    conditions; empty where a part has none. Of two pieces, "otherwise" is what the other condition leaves."""
+    sides = sides_of(text)
+    whole = MATRIX.fullmatch(sides[2] if len(sides) == 3 and sides[1] == "=" and NAME.fullmatch(sides[0]) else text)
+    if whole and not is_system(whole):
+        return []
+    found: list[tuple[str, str]] = []
+    for row in rows(whole["body"]) if whole else split_top(text, _BETWEEN_PIECES):
+        parts = [trimmed(part) for part in split_top(row, _CONDITION)]
+        if len(parts) != 2 or not all(parts):
+            return []
+        condition = re.sub(
+            rf"\bis\b|^{_LEADS}|^else$", lambda word: "otherwise" if word[0] == "else" else " ", parts[1]
+        )
+        found.append((parts[0], " ".join(condition.split())))
+    if len(found) == 2:
+        conditions = [condition for _, condition in found]
+        for at, (value, condition) in enumerate(found):
+            rest = negated(conditions[1 - at]) if condition == "otherwise" else None
+            found[at] = value, rest or condition
+    return [(value, re.sub(r"^(even|odd) (\S+)$", r"\2 \1", condition)) for value, condition in found]
+
+
+def is_system(found: re.Match[str]) -> bool:
+    """Whether a match of MATRIX holds lines of their own, in any order, and no cells."""
+    return found["kind"] in ("cases", "aligned", "align", "gathered") or found["open"] == "\\{"
+
+
+def negated(condition: str) -> str | None:
+    """What holds where `condition` does not, None where it is no single relation and says nothing of even and odd."""
+    sides = sides_of(condition)
+    if len(sides) == 3:
+        return f"{sides[0]} {_NEGATED[sides[1]]} {sides[2]}" if sides[1] in _NEGATED else None
+    turned, many = re.subn(r"\b(?:even|odd)\b", lambda found: _NEGATED[found[0]], condition)
+    return turned if many == 1 else None
+
+
+def assignment(part: str) -> tuple[str, str] | None:
+    """`x = 5` as x and 5."""
+    sides = sides_of(part)
+    if len(sides) != 3 or sides[1] != "=" or not NAME.fullmatch(sides[0]):
+        return None
+    return re.sub(r"\s", "", sides[0]), sides[2]
+
+
+def solutions(parts: list[str]) -> list[str]:
+    """`x = 1, y = 2, x = 3, y = 4` as the two solutions that it lists, so that no value changes its partner."""
+    names = [pair[0] for pair in map(assignment, parts) if pair]
+    many = len(set(names))
+    if not 1 < many < len(parts) == len(names) or any(
+        set(names[start : start + many]) != set(names) for start in range(0, len(names), many)
+    ):
+        return parts
+    return [", ".join(parts[start : start + many]) for start in range(0, len(parts), many)]
+
+
+def rows(body: str) -> list[str]:
     body = re.sub(r"^\s*\{[lcr|\s]*\}|\\hline", "", body)
-    return [[trimmed(cell) for cell in row.split("&")] for row in re.split(r"\\\\", body) if row.strip()]
+    return [row for row in re.split(r"\\\\", body) if row.strip()]
+
+
+def cells(body: str) -> list[list[str]]:
+    return [[trimmed(cell) for cell in row.split("&")] for row in rows(body)]
 
 
 def lines(body: str) -> list[str]:
-    return [trimmed(row.replace("&", " ")) for row in re.split(r"\\\\", body) if row.strip()]
+    return [trimmed(row.replace("&", " ")) for row in rows(body)]
 
 
 def bracketed(text: str) -> tuple[str, list[str], str] | None:
