@@ -36,7 +36,8 @@ def test_adapters_equal_the_merged_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_check_itself_on_plain_layers(tmp_path: Path) -> None:
+def test_the_check_itself_on_plain_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # plain layers are those of a CPU
     found = agreement(tmp_path, "--tiny")
     assert found["agrees"], found
     assert found["logp_effect"] > 0.1

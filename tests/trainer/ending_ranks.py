@@ -139,6 +139,7 @@ def _run(rank: int, model: str, run: Run, kept: Any) -> Ending:
             stack.callback(_mend, kept)
             tracker = stack.enter_context(Tracker(config.run.dir, resume_step=first_step if run.resume else None))
             progress = Progress(total_steps=run.steps)
+            progress.phase("starting ranks")  # as `train` has; the console of a test breaks at a step
             evaluator = Evaluator(fleet, suite, config.evaluation, config.rollout, 3)
             controller = Controller(fleet, suite, evaluator, tracker, progress)
         trainer = Trainer(
