@@ -35,7 +35,7 @@ def run_schedule[Report](
     The last stage's model output is `TokenStats` (never logits); `loss` turns it into a scalar whose sum over
     microbatches and ranks is the loss of the mini-batch. Gradients are accumulated in the chunks' buffers and
     reduced by a plain sum (`calculate_per_token_loss`; the schedule's own division is switched off by reporting no
-    tokens, see `gradient_finaliser`). Returns the reports of `loss` in order on the last pipeline stage, [] elsewhere.
+    tokens: `_finalise_by_sum`). Returns the reports of `loss` in order on the last pipeline stage, [] elsewhere.
 
     Collectives: those of the layout; every rank must call this with the same number of microbatches.
     """

@@ -191,7 +191,7 @@ FAULTS: list[tuple[Callable[[Path, Tree], None], str]] = [
     (replay_without_record, "actor.router_replay=r3 needs rollout.router_replay=true"),
     (other_topk, "rollout.top_k_logprobs=7"),
     (nothing_to_resume, "error: resume: cannot resume"),
-    (lost_checkpoint, "names step_00000007"),
+    (lost_checkpoint, "names 'step_00000007'"),
     (used_folder, "already holds the metrics of a run"),
     (file_in_the_way, "a file is in its place"),
     (secret_in_clear, "holds what looks like a secret"),
