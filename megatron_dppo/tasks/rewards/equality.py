@@ -269,7 +269,9 @@ def _relations(reference: str, answer: str, precision: int) -> bool | None:
         given = literal is not None and literal.digits is not None and literal == rounded
         return given and number(other_exact[-1]) != rounded and _same(other_exact[-1], other[-1], 1)
     if all(sign in ("=", "\\approx") for sign in one[1::2] + other[1::2]):
-        named = len(one) > 1 and NAME.fullmatch(one[0]) is not None
+        vector = MATRIX.fullmatch(one[0])
+        unknowns = re.split(r"\s*(?:&|\\\\)\s*", vector["body"].strip()) if vector else one[:1]
+        named = len(one) > 1 and all(map(NAME.fullmatch, unknowns))
         if len(one) == 1:
             return _same(reference, other[-1], precision)
         if len(other) == 1:

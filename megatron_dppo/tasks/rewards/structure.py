@@ -8,10 +8,12 @@ from megatron_dppo.tasks.rewards.canonical import matching, split_top, trimmed
 from megatron_dppo.tasks.rewards.quantity import number
 
 _RELATIONS = re.compile(r"\s*(?:\\(?:le|ge|ne|approx)(?![a-zA-Z])|<=|>=|!=|<|>|=)\s*")
+_OVER = r"\\(?:vec|hat|bar|tilde|overline|overrightarrow|angle|triangle|widehat)(?![a-zA-Z])\s*(?:\{\s*\w+\s*\}|\w+)"
 NAME = re.compile(
-    r"\\?[a-zA-Z]+(?:'+)?(?:_\{?\w+\}?)?(?:\s*\^\s*\{-1\})?(?:\s*\(\s*[^()]*\))?|\(\s*\\?[a-zA-Z]\w*(?:\s*,\s*\\?[a-zA-Z]\w*)+\s*\)|\|?[A-Z]{2,3}\|?"
+    rf"(?:{_OVER}|\\?[a-zA-Z]+)(?:'+)?(?:_\{{?\w+\}}?)?(?:\s*\^\s*\{{-1\}})?(?:\s*\(\s*[^()]*\))?|"
+    r"\(\s*\\?[a-zA-Z]\w*(?:\s*,\s*\\?[a-zA-Z]\w*)+\s*\)|\|?[A-Z]{2,3}\|?"
 )
-"""What may stand alone on the left of an equation: x, x_1, f(x), \\theta, (x, y), AB."""
+"""What may stand alone on the left of an equation: x, x_1, f(x), \\theta, \\vec{v}, (x, y), AB."""
 MATRIX = re.compile(
     r"(?:(?P<open>[(\[]|\\\{)\s*)?\\begin\{(?P<kind>[pbBvV]?matrix|smallmatrix|array|cases|aligned?|gathered)\*?\}(?P<body>(?:(?!\\end\{(?P=kind)).)*)\\end\{(?P=kind)\*?\}(?:\s*[)\]])?",
     re.DOTALL,
