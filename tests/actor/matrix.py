@@ -15,7 +15,7 @@ from megatron_dppo.batch import RolloutBatch
 
 SHAPE = {"groups": 4, "samples": 3, "topk": 5, "moe_layers": 4, "experts": 8, "k": 2}
 LR, CLIP, NORMALISER, BUDGET = 2e-3, 1.0, 12.0, 64
-TEMPERATURE = 0.25  # peaked laws, so that divergences are large enough to be masked
+TEMPERATURE = 0.25  # peaked distributions, so that divergences are large enough to be masked
 EPSILON = 1e-3  # large, so that Adam does not blow the rounding of a vanishing gradient up to a full step
 UPDATES = [[np.arange(0, 5), np.arange(5, 9)], [np.arange(9, 12)]]
 """Mini-batches of two calls of `update`: the second call recomputes its anchor from the trained weights."""

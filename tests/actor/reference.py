@@ -34,7 +34,7 @@ def make_rollout(
     temperature: float,
     seed: int,
 ) -> RolloutBatch:
-    """Sequences of random tokens, as an engine might have sampled them: mu is the model's own law, perturbed.
+    """Sequences of random tokens, as an engine might have sampled them: mu is the model's own distribution, perturbed.
 
     Routes are random (so replaying them matters), with the last token of each sequence unrouted and a few gaps more.
     """
@@ -53,11 +53,11 @@ def make_rollout(
             mu = ((logits + 0.3 * noise) / temperature).log_softmax(-1)
             mu_logp, ids, id_logp = np.zeros(n), np.full((n, topk), -1), np.full((n, topk), -np.inf)
             for t in range(int(prompts[group]), n):
-                law = mu[t - 1]
+                logps = mu[t - 1]
                 if rng.random() < 0.7:  # often a likely token, as sampling would give
-                    tokens[t] = int(law.topk(3).indices[int(rng.integers(3))])
-                mu_logp[t] = law[tokens[t]]
-                best = law.topk(topk)
+                    tokens[t] = int(logps.topk(3).indices[int(rng.integers(3))])
+                mu_logp[t] = logps[tokens[t]]
+                best = logps.topk(topk)
                 ids[t], id_logp[t] = best.indices.numpy(), best.values.numpy()
             chosen = np.argsort(rng.random((n, moe_layers, experts)), axis=-1)[..., :k].astype(np.uint8)
             valid = rng.random(n) < 0.9
@@ -169,8 +169,8 @@ class Reference:
                     )
                 else:
                     ratio, share = min(pi / mu, self._cap()), 1.0
-                    law = logp[t].detach()
-                    blocked = self._blocked(row + 1, token, advantage, mu, pi, law, before.get(int(i)), t)
+                    logps = logp[t].detach()
+                    blocked = self._blocked(row + 1, token, advantage, mu, pi, logps, before.get(int(i)), t)
                 if not blocked:
                     total = total - share * ratio * advantage * (1 + logp[t, token] - logp[t, token].detach())
                     size += float(abs(share * ratio * advantage))
@@ -180,16 +180,16 @@ class Reference:
     def _cap(self) -> float:
         return {"minirl": math.inf}.get(self.preset, 5.0)
 
-    def _blocked(self, row, token, advantage, mu, pi, law, before, t) -> bool:
+    def _blocked(self, row, token, advantage, mu, pi, logps, before, t) -> bool:
         away = pi > mu if advantage > 0 else pi < mu
         if self.preset == "dppo-binary-tv":
             return away and abs(pi - mu) > 0.2
         if self.preset == "dppo-topk-kl":
             ids, logs = self.batch.topk_ids[row], self.batch.topk_logp[row].astype(np.float64)
             members = dict(zip(ids.tolist(), np.exp(logs), strict=True)) | {token: mu}
-            kl = sum(m * (math.log(m) - float(law[i])) for i, m in members.items())
+            kl = sum(m * (math.log(m) - float(logps[i])) for i, m in members.items())
             other_mu = max(1 - sum(members.values()), 1e-6)
-            other_pi = max(1 - sum(float(law[i].exp()) for i in members), 1e-6)
+            other_pi = max(1 - sum(float(logps[i].exp()) for i in members), 1e-6)
             return away and kl + other_mu * math.log(other_mu / other_pi) > 0.05
         ratio = pi / mu if self.preset == "grpo-clip-higher" else pi / float(before[t, token].exp())
         high = 0.27 if self.preset == "grpo-clip-higher" else 0.28
@@ -276,7 +276,7 @@ def compare_training(
     """Losses, norms, every gradient and the weights at the end; `history` and `weights` are `Reference`'s.
 
     Gradients may be off by two roundings of float32: 2e-6 of the norm in most steps, more where the step itself is
-    sensitive (with live routes and a peaked law, one rounding of the weights can move a gradient by 5e-6 of its norm).
+    sensitive (live routes, a peaked distribution: one rounding of the weights can move a gradient by 5e-6 of its norm).
     """
     steps = iter(history)
     for metrics, mini_batches in zip(got.metrics, updates, strict=True):

@@ -108,7 +108,7 @@ def test_value_is_the_formula(mode: Aggregation) -> None:
 def test_gradient_does_not_depend_on_the_split(
     preset: str, mode: Aggregation, lengths: list[int], parts: int, seed: int
 ) -> None:
-    """Rows dealt to microbatches and ranks at random, sequences torn apart as by context parallelism, parts empty."""
+    """Rows dealt to microbatches and ranks at random, sequences split as by context parallelism, parts empty."""
     batch = Batch(lengths, seed)
     rows = torch.arange(len(batch.ids))
     whole_loss, whole = batch.gradient(preset, mode, rows)
@@ -126,7 +126,7 @@ def test_gradient_does_not_depend_on_the_split(
 def test_sequence_level_ratios_do_not_depend_on_the_split_either(
     mode: Aggregation, lengths: list[int], seed: int
 ) -> None:
-    """GSPO: whole sequences over microbatches, or torn over two context-parallel ranks whose totals are summed."""
+    """GSPO: whole sequences over microbatches, or split over two context-parallel ranks whose totals are summed."""
     batch = Batch(lengths, seed)
     rows = torch.arange(len(batch.ids))
     _, whole = batch.gradient("gspo", mode, rows)
@@ -143,8 +143,8 @@ def test_sequence_level_ratios_do_not_depend_on_the_split_either(
 
     for half in halves:  # what each rank would contribute to the all-reduce
         batch.gradient("gspo", mode, half, record)
-    torn = [batch.gradient("gspo", mode, half, lambda _: totals[0] + totals[1])[1] for half in halves]
-    assert (sum(torn) - whole).abs().max() <= 1e-12
+    split = [batch.gradient("gspo", mode, half, lambda _: totals[0] + totals[1])[1] for half in halves]
+    assert (sum(split) - whole).abs().max() <= 1e-12
 
 
 def test_excluded_rows_never_matter() -> None:

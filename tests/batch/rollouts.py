@@ -11,7 +11,7 @@ VOCAB, EXPERTS, LAYERS, TOPK = 29, 6, 3, 2
 
 
 def random_batch(seed: int, prompts: list[int], responses: list[int], top_k: int, routes: bool = True) -> RolloutBatch:
-    """Sequences of the given prompt and response lengths; every token's law is a random softmax over VOCAB ids."""
+    """Sequences of the given prompt and response lengths; tokens are drawn from random softmaxes over VOCAB ids."""
     rng = np.random.default_rng(seed)
     lengths = np.array(prompts) + np.array(responses)
     offsets = np.concatenate([[0], np.cumsum(lengths)])

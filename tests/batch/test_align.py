@@ -79,11 +79,11 @@ def test_every_sampled_token_is_described_by_the_row_before_it(
             if batch.token_ids[token] not in expected:
                 expected.append(batch.token_ids[token])
             assert members.tolist() == expected
-            law = dict(zip(batch.topk_ids[token].tolist(), batch.topk_logp[token].tolist(), strict=True))
-            law[int(batch.token_ids[token])] = float(batch.mu_logp[token])
+            logps = dict(zip(batch.topk_ids[token].tolist(), batch.topk_logp[token].tolist(), strict=True))
+            logps[int(batch.token_ids[token])] = float(batch.mu_logp[token])
             np.testing.assert_array_equal(
                 got.topk.mu_logp[row][got.topk.member[row]],
-                np.array([law[int(i)] for i in members], dtype=np.float32),
+                np.array([logps[int(i)] for i in members], dtype=np.float32),
             )
     assert got.routes is not None
     assert batch.routes is not None

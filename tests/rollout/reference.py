@@ -17,12 +17,12 @@ from megatron_dppo.batch import RolloutBatch
 class Reference:
     """Per token of a batch, as `RolloutBatch` numbers them.
 
-    law      float64 `[N, V]` log-softmax of logits / temperature that the token was drawn from; 0 for first tokens
+    logps    float64 `[N, V]` log-softmax of logits / temperature that the token was drawn from; 0 for first tokens
     experts  `[N, L, k]` expert ids of the token's own forward, best first
     margin   `[N, L]` probability of the last chosen expert minus that of the first one left out
     """
 
-    law: np.ndarray
+    logps: np.ndarray
     experts: np.ndarray
     margin: np.ndarray
 
@@ -34,18 +34,18 @@ def load(path: Path) -> PreTrainedModel:
 @torch.no_grad()
 def reference(model: PreTrainedModel, batch: RolloutBatch, temperature: float = 1.0) -> Reference:
     topk = model.config.num_experts_per_tok
-    laws, experts, margins = [], [], []
+    parts, experts, margins = [], [], []
     for b in range(len(batch)):
         ids = torch.from_numpy(batch.token_ids[batch.offsets[b] : batch.offsets[b + 1]].astype(np.int64))[None]
         out = model(ids, output_router_logits=True)
-        law = torch.log_softmax(out.logits[0].double() / temperature, dim=-1)
-        laws.append(torch.cat([torch.zeros_like(law[:1]), law[:-1]]))
+        logps = torch.log_softmax(out.logits[0].double() / temperature, dim=-1)
+        parts.append(torch.cat([torch.zeros_like(logps[:1]), logps[:-1]]))
         routers = torch.stack(list(out.router_logits), dim=1).double()
         routers = routers if routers.max() <= 1 and routers.min() >= 0 else torch.softmax(routers, dim=-1)
         best = routers.topk(topk + 1, dim=-1)
         experts.append(best.indices[..., :topk])
         margins.append(best.values[..., topk - 1] - best.values[..., topk])
-    return Reference(torch.cat(laws).numpy(), torch.cat(experts).numpy(), torch.cat(margins).numpy())
+    return Reference(torch.cat(parts).numpy(), torch.cat(experts).numpy(), torch.cat(margins).numpy())
 
 
 def other_weights(path: Path, seed: int) -> dict[str, torch.Tensor]:
@@ -75,10 +75,10 @@ def model_with(path: Path, weights: dict[str, torch.Tensor], folder: Path) -> Pr
 def compare_law(batch: RolloutBatch, expected: Reference) -> float:
     """Largest |log mu - reference| over sampled tokens and over every recorded top-K column."""
     rows = np.flatnonzero(batch.loss_mask)
-    worst = np.abs(batch.mu_logp[rows] - expected.law[rows, batch.token_ids[rows]]).max()
+    worst = np.abs(batch.mu_logp[rows] - expected.logps[rows, batch.token_ids[rows]]).max()
     if batch.top_k:
         ids = batch.topk_ids[rows]
-        worst = max(worst, np.abs(batch.topk_logp[rows] - np.take_along_axis(expected.law[rows], ids, axis=1)).max())
+        worst = max(worst, np.abs(batch.topk_logp[rows] - np.take_along_axis(expected.logps[rows], ids, axis=1)).max())
     return float(worst)
 
 

@@ -43,7 +43,7 @@ def check_spans(batch: RolloutBatch, max_tokens: int) -> np.ndarray:
 
 
 def check_tokens(batch: RolloutBatch, models: Mapping[int, PreTrainedModel]) -> None:
-    """Every sampled token's law and every route are what transformers says under the version that they name."""
+    """Every log-probability and every route are what transformers says under the version that they name."""
     compared = 0
     for version, model in models.items():
         part, expected = _under(batch, version), reference(model, batch)

@@ -62,10 +62,10 @@ def test_evaluation_may_use_other_laws_and_training_may_not(served: Served) -> N
 
 
 def test_bad_requests_are_refused_by_name(served: Served) -> None:
-    def asking(request_id: str, length: int, law: SamplingConfig = SAMPLING) -> None:
+    def asking(request_id: str, length: int, drawn: SamplingConfig = SAMPLING) -> None:
         prompt = np.full(length, 5, dtype=np.int32)
         served.engine.generate(
-            [GenerationRequest(request_id=request_id, prompt_ids=prompt, seed=0)], law, training=True
+            [GenerationRequest(request_id=request_id, prompt_ids=prompt, seed=0)], drawn, training=True
         )
 
     with pytest.raises(UserError, match=r"request 0/0/0: the prompt has 41 tokens, rollout.max_prompt_tokens"):

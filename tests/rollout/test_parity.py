@@ -20,7 +20,7 @@ def check(batch: RolloutBatch, model: PreTrainedModel, version: int, temperature
     rows = np.flatnonzero(batch.loss_mask)
     assert batch.top_k == 20
     # The engine's K are the K likeliest, likeliest first (ties within float noise may swap places).
-    best = -np.sort(-expected.law[rows], axis=1)[:, :20]
+    best = -np.sort(-expected.logps[rows], axis=1)[:, :20]
     np.testing.assert_allclose(batch.topk_logp[rows], best, atol=1e-4)
     assert (np.diff(batch.topk_logp[rows], axis=1) <= 0).all()
     assert (batch.topk_ids[~batch.loss_mask] == -1).all()
@@ -37,8 +37,8 @@ def sync_and_check(served: Served, folder: Path, seed: int, temperature: float) 
     weights = other_weights(served.model, seed)
     served.update(served.next_version(), weights.items())
     assert served.engine.weight_version == served.version
-    law = replace(SAMPLING, temperature=temperature)
-    batch = served.engine.generate(requests(40, f"after-{seed}", seed), law, training=True)
+    sampling = replace(SAMPLING, temperature=temperature)
+    batch = served.engine.generate(requests(40, f"after-{seed}", seed), sampling, training=True)
     check(batch, model_with(served.model, weights, folder), served.version, temperature)
 
 

@@ -63,12 +63,12 @@ def pressed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VllmEngi
     tiny_qwen3_moe(model, seed=1, num_hidden_layers=5, mlp_only_layers=[2])
     pressure = Pressure()
     with pytest.MonkeyPatch.context() as patch:
-        options, law, start = vllm_start.engine_options, vllm_engine.sampling_params, AsyncLLM.from_vllm_config
+        options, params_of, start = vllm_start.engine_options, vllm_engine.sampling_params, AsyncLLM.from_vllm_config
         chunked = {"enable_chunked_prefill": True, "max_num_batched_tokens": TOKENS_PER_STEP}
         patch.setattr(vllm_start, "engine_options", lambda config: options(config) | chunked)
 
         def unseeded(*args: Any, **kwargs: Any) -> Any:
-            params = law(*args, **kwargs)
+            params = params_of(*args, **kwargs)
             params.seed = None
             return params
 

@@ -14,8 +14,8 @@ from megatron_dppo.rollout.vllm.sampling import (
 )
 
 
-def params(**law):
-    return sampling_params(SamplingConfig(**law), 7, top_k_logprobs=20, stop_token_ids=[1])
+def params(**fields):
+    return sampling_params(SamplingConfig(**fields), 7, top_k_logprobs=20, stop_token_ids=[1])
 
 
 def test_the_models_own_law_passes_at_any_temperature() -> None:

@@ -1,4 +1,4 @@
-"""Weights from a sharded trainer into running engines: then the engine's law is transformers' of those weights."""
+"""Weights from a sharded trainer into running engines: then it gives transformers' log-probabilities for them."""
 
 from __future__ import annotations
 

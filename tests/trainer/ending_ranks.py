@@ -187,7 +187,7 @@ def _fleet(config: Any, name: str) -> Any:
         version = 0
         handles: ClassVar[list[Any]] = []
 
-        def generate_stored(self, requests: Any, law: Any, layer_groups: Any = None, **_: Any) -> Any:
+        def generate_stored(self, requests: Any, sampling: Any, layer_groups: Any = None, **_: Any) -> Any:
             batches = [_answer(request, self.version) for request in requests]
             self.handles.append(self.keep(RolloutBatch.concatenate(batches), layer_groups))
             return self.handles[-1]

@@ -34,7 +34,7 @@ def rescues(rank: int, model: str, folder: str) -> tuple[dict[str, str], list[st
     said: dict[str, str] = {}
     error = RuntimeError("out of memory")
 
-    said["torn"] = last.rescue(error, Trained(4, 2, UpdateProgress(1, inside=True)))
+    said["inside"] = last.rescue(error, Trained(4, 2, UpdateProgress(1, inside=True)))
     said["peer"] = last.rescue(RuntimeError("Connection closed by peer"), Trained(4, 2))
     said["different"] = last.rescue(error, Trained(4 + rank, 2))
     dist.barrier()
@@ -50,7 +50,7 @@ def test_ranks_that_do_not_all_come_to_one_end_save_nothing(tmp_path: Path) -> N
     (tmp_path / "run").mkdir()
     older = "so the newest state is the one after step 2; trainer.resume=true goes on from it"
     expected = {
-        "torn": f"The error came in the middle of a pass or an optimizer step, {older}",
+        "inside": f"The error came in the middle of a pass or an optimizer step, {older}",
         "peer": f"Not all ranks came to this end, {older}",
         "different": f"Not all ranks came to this end, {older}",
     }
@@ -81,14 +81,14 @@ def broken(rank: int, model: str) -> tuple[object, object, object]:
             raise RuntimeError("out of memory")
 
     mlp.register_forward_pre_hook(fails)
-    torn, whole, long = Trained(4, 4), Trained(4, 4), Trained(4, 4)
+    cut, whole, long = Trained(4, 4), Trained(4, 4), Trained(4, 4)
     with pytest.raises(RuntimeError, match="out of memory"):
-        actor.update(source, signal, listener=torn.hear)
+        actor.update(source, signal, listener=cut.hear)
     actor.update(source, signal, listener=whole.hear)
     too_long = InMemorySource.of(random_batch(1, [900] * 8, [4] * 8, 0, routes=False))
     with pytest.raises(SequenceTooLongError):
         actor.update(too_long, signal, listener=long.hear)
-    return torn.update, whole.update, long.update
+    return cut.update, whole.update, long.update
 
 
 def test_the_actor_says_what_of_an_update_is_in_its_weights(tmp_path: Path) -> None:
