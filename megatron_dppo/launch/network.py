@@ -25,9 +25,10 @@ def one_machine() -> bool:
 
 
 def stay_on_loopback() -> None:
-    """Let gloo and NCCL of this process, and of those it starts, listen on loopback where the job is on one machine. An
-    interface that the environment names stays."""
+    """Let gloo, NCCL and vLLM of this process, and of those it starts, listen on loopback where the job is on one
+    machine. What the environment names stays."""
     if one_machine():
+        os.environ.setdefault("VLLM_HOST_IP", LOOPBACK)
         name = next((n for n, at in psutil.net_if_addrs().items() if any(a.address == LOOPBACK for a in at)), None)
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name else ():
             os.environ.setdefault(variable, str(name))

@@ -22,7 +22,7 @@ from megatron_dppo.launch import network
 ROOT = Path(__file__).resolve().parents[2]
 RANK, LAUNCHER = "run_tiny_moe_dppo.sh (rank)", "run_tiny_moe_dppo.sh (launcher)"
 KNOWN = {RANK, LAUNCHER, "VLLM::EngineCore", "gcs_server", "raylet", "ray::DashboardAgent", "ray::RuntimeEnvAgent",
-         "ray::RolloutStore", "ray::EngineActor", "ray::IDLE", "ray (starting)"}  # fmt: skip
+         "ray::RolloutStore", "ray::EngineHost", "ray::IDLE", "ray (starting)"}  # fmt: skip
 """torch's store (launcher), gloo and Ray's driver (ranks), vLLM's store, gloo and messages, and Ray's own."""
 
 
@@ -62,7 +62,7 @@ def test_every_listening_socket_of_the_demo_is_known(start: str, tmp_path: Path)
     command = ["bash", script] if start == "bash" else [*torchrun, script]
     settings = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     folders = {"RUN_DIR": str(tmp_path / "run"), "MODEL_DIR": str(tmp_path / "model")}
-    unset = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RAY_ADDRESS", "RAY_AUTH_MODE")
+    unset = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP", "RAY_ADDRESS", "RAY_AUTH_MODE")
     environment = {k: v for k, v in os.environ.items() if k not in unset} | settings | folders
     seen: set[tuple[str, str]] = set()
     modes: set[int] = set()
@@ -76,7 +76,7 @@ def test_every_listening_socket_of_the_demo_is_known(start: str, tmp_path: Path)
             time.sleep(0.2)
     assert run.returncode == 0, (tmp_path / "out").read_text()[-3000:]
     names = {name for name, _ in seen}
-    assert {RANK, "VLLM::EngineCore", "gcs_server", "raylet", "ray::EngineActor"} <= names
+    assert {RANK, "VLLM::EngineCore", "gcs_server", "raylet", "ray::EngineHost"} <= names
     assert names <= KNOWN | ({"torchrun"} if start == "torchrun" else set())
     open_to_all = {name for name, address in seen if address not in ("127.0.0.1", "::ffff:127.0.0.1", "::1")}
     assert open_to_all == ({"torchrun"} if start == "torchrun" else set())
@@ -101,13 +101,20 @@ def test_a_store_listens_on_its_address_alone() -> None:
 
 
 def test_addresses_of_one_machine_and_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RAY_ADDRESS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    for name in (
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "RAY_ADDRESS",
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+        "VLLM_HOST_IP",
+    ):
         monkeypatch.setenv(name, "")  # so that what is set below goes again
         monkeypatch.delenv(name)
     assert network.own_address() == "127.0.0.1"
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     network.stay_on_loopback()
-    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    assert not {"GLOO_SOCKET_IFNAME", "VLLM_HOST_IP"} & os.environ.keys()
     named, at = next(
         (name, a.address) for name, all_ in psutil.net_if_addrs().items() for a in all_ if a.family == socket.AF_INET
     )
@@ -117,6 +124,7 @@ def test_addresses_of_one_machine_and_of_several(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "theirs")
     network.stay_on_loopback()
     loopback = next(n for n, all_ in psutil.net_if_addrs().items() if any(a.address == "127.0.0.1" for a in all_))
+    assert os.environ["VLLM_HOST_IP"] == "127.0.0.1"
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("theirs", loopback)
 
 
