@@ -233,7 +233,10 @@ def test_tasks_of_gem_are_built_and_scored(name):
     prompts = task.prompts(0, 3)
     if isinstance(task, EnvironmentTask):
         assert "\\boxed{row column number}" in prompts[0].question
-        assert task.begin(prompts[0]).step("no move").terminated
+        (turn,), _ = task.episodes.step([task.begin(prompts[0])], ["no move"])
+        assert turn.terminated
+        assert turn.error == ""
+        task.close()
         return
     right = [f"I think, so \\boxed{{1}}? No: \\boxed{{{prompt.answer}}}." for prompt in prompts]
     assert task.score(prompts, right).correct.all()

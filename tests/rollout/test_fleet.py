@@ -86,9 +86,9 @@ class Fleet:
     def replicas(self) -> list[Replica]:
         return self.fleet._dispatcher._replicas
 
-    def rolled_out(self, name: str, disturb: Callable[[], None] | None = None) -> RolloutHandle:
+    def rolled_out(self, name: str, disturb: Callable[[], None] | None = None, *, count: int = GROUPS) -> RolloutHandle:
         """A rollout of all groups, disturbed once it is under way. New engines get the current weights meanwhile."""
-        return self.disturbed(lambda: self.fleet.generate_stored(asked, LONG), asked := groups(name), disturb)
+        return self.disturbed(lambda: self.fleet.generate_stored(asked, LONG), asked := groups(name, count), disturb)
 
     def disturbed[T: (RolloutHandle, RolloutBatch)](
         self, generate: Callable[[], T], asked: Sequence[GenerationRequest], disturb: Callable[[], None] | None
@@ -183,7 +183,7 @@ def test_a_sync_cuts_what_is_under_way_on_both_engines(two: Fleet, tmp_path: Pat
     assert cut <= set().union(*given.values())  # what came later is of the new weights from its first token on
     check_tokens(batch, models)
 
-    handle = two.rolled_out("cut and stored", other_weights_come)
+    handle = two.rolled_out("cut and stored", other_weights_come, count=48)
     source = RolloutSource(handle).rows(np.arange(len(handle)))
     assert source.policy is not None
     assert source.routes is not None
