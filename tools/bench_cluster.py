@@ -1,0 +1,218 @@
+"""The whole program and the training step on all GPUs of one machine of four or eight, in one call.
+
+    python tools/bench_cluster.py --out OUT                    # every part that fits the GPUs there are
+    python tools/bench_cluster.py --out OUT --only colocated   # one of them
+    python tools/bench_cluster.py --out OUT --dry-run          # every code path on a CPU: tiny shapes, four ranks
+
+Each part is a job of its own with a time limit: one that fails or hangs costs the others nothing. OUT/cluster.json and
+OUT/cluster.md are written anew after each part, so that what ran before a machine goes away is kept.
+
+| part | GPUs | what runs |
+|---|---|---|
+| broadcast | 4, 8 | `bench_sync.py`: what NCCL needs for the bytes of the model of `colocated` and `fleet`, half of the ranks sending |
+| colocated, fleet | 4, 8 | `run_qwen3_moe_dppo.sh --random-weights`: each card trainer and engine in turn; or half of them each |
+| steps | 4 | `bench_actor_step.py`: training steps of 4-GPU layouts and their agreement with one GPU |
+| whole | 8 | `bench_actor_step.py`: a step of all 48 layers of Qwen3-30B-A3B under EP8 |
+| sync-whole | 8 | `run_qwen3_moe_dppo.sh --random-weights`, all 48 layers, fleet: 4 ranks and engines of 2 cards |
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = ROOT / "examples/run_qwen3_moe_dppo.sh"
+TRIAL = (
+    *("rollout.top_k_logprobs=20", "rollout.max_prompt_tokens=256", "rollout.max_response_tokens=192"),
+    *("rollout.router_replay=true", "actor.router_replay=r3", "actor.recompute=none", "trainer.steps=6"),
+    *("parallel.tensor=1", "parallel.sequence_parallel=false", "algorithm.preset=dppo-topk-tv"),
+)
+TINY = (
+    *("actor.dtype=float32", "rollout.dtype=float32", "rollout.kv_cache_mib=64", "rollout.enforce_eager=true"),
+    *("rollout.max_response_tokens=16", "rollout.cpu_threads=1", "trainer.steps=2", "trainer.prompts_per_step=8"),
+    *("trainer.samples_per_prompt=2", "trainer.prompts_per_mini_batch=4", "rollout.max_num_seqs=32"),
+)
+"""What makes the same run one for a CPU."""
+SHOWN = (
+    *("time/step_s", "time/rollout_s", "time/hand_over_s", "time/train_s", "time/sync_s", "sync/transfer_s"),
+    *("sync/gb_per_s", "sync/bytes", "sync/lend_s", "data/tokens", "memory/rank_allocated_gib"),
+    *("memory/rank_peak_gib", "memory/card_used_gib", "sync/worker_card_used_gib"),
+)
+"""Metrics of a run's steps that the report has: the median of all steps but the first, and every value."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One job. Its result is the `metrics.jsonl` of its run folder, its `bench.json`, or the JSON that it prints."""
+
+    name: str
+    command: list[str]
+    seconds: float
+    environment: dict[str, str]
+
+
+def parts(gpus: int, out: Path, *, tiny: bool) -> list[Part]:
+    """What can run on `gpus` cards, in the order of worth."""
+    python, half = sys.executable, gpus // 2
+    layers = 2 if tiny else 16
+
+    def program(name: str, ranks: int, seconds: float, *overrides: str, layers: int | None = layers) -> Part:
+        size = [] if layers is None else ["--layers", str(layers)]
+        command = [python, "-u", str(PROGRAM), "--random-weights", *size, *TRIAL, *(TINY if tiny else ()), *overrides]
+        folder = out / "work" / name
+        environment = {"NPROC": str(ranks), "RUN_DIR": str(folder / "run")}
+        environment["MODEL_DIR"] = str(tiny_model(folder) if tiny else out / "work" / f"shapes-{layers}")
+        return Part(name, command, seconds, environment)
+
+    def steps(name: str, seconds: float, *cases: str) -> Part:
+        command = [python, str(ROOT / "tools/bench_actor_step.py"), "--out", str(out / "work" / name), "--only", *cases]
+        command += ["--total", str(seconds - 30), "--timeout", str(seconds - 20)]
+        return Part(name, [*command, *(["--tiny"] if tiny else [])], seconds, {})
+
+    eager = "rollout.enforce_eager=true"  # capturing graphs takes longer than the six steps
+    found = [
+        program(
+            "colocated", gpus, 200, "rollout.placement=colocated", "rollout.enable_sleep=true",
+            f"parallel.expert={gpus}", "rollout.gpu_memory_utilization=0.5", eager,
+        ),
+        program(
+            "fleet", half, 200, "rollout.placement=fleet", f"rollout.engines={half}", f"parallel.expert={half}", eager,
+            "rollout.weight_sync_bucket_mib=512",
+        ),
+    ]  # fmt: skip
+    if not tiny:
+        gib = 20 if gpus == 4 else 57
+        command = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus)]
+        command += [str(ROOT / "tools/bench_sync.py"), "--gib", str(gib), "--roots", str(half)]
+        found.insert(0, Part("broadcast", command, 60, {}))
+    if gpus == 4:
+        found.append(steps("steps", 200, "f4", "e4", "g4", "x4", "same-1", "same-ep4", "same-pp2-ep2"))
+    if gpus == 8:
+        found.append(steps("whole", 200, "w8"))
+        engines = ("rollout.placement=fleet", "rollout.tensor_parallel=2", "rollout.engines=2", "parallel.expert=4")
+        found.append(program("sync-whole", 4, 300, *engines, eager, layers=None))
+    return found
+
+
+def tiny_model(folder: Path) -> Path:
+    """Where the dry run has its model: made here, so that the program finds it and writes no large shapes."""
+    model = folder / "model"
+    if not model.exists():
+        maker = [sys.executable, str(ROOT / "tools/make_tiny_model.py"), str(model), "--random"]
+        subprocess.run(maker, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    return model
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results; made when absent")
+    parser.add_argument("--only", nargs="*", metavar="PART", help="of the table above")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes and four ranks, on a CPU")
+    parser.add_argument("--total", type=float, default=560.0, help="seconds after which no part starts or goes on")
+    arguments = parser.parse_args()
+    from torch.cuda import device_count
+
+    gpus = 4 if arguments.dry_run else device_count()
+    if gpus not in (4, 8):
+        print(f"bench_cluster: {gpus} GPUs here; it is for 4 or 8 (--dry-run needs none)", file=sys.stderr)
+        return 2
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {}
+    end = time.monotonic() + arguments.total
+    failed = False
+    for part in parts(gpus, arguments.out.resolve(), tiny=arguments.dry_run):
+        if arguments.only and part.name not in arguments.only:
+            continue
+        limit = end - time.monotonic() if arguments.dry_run else min(part.seconds, end - time.monotonic())
+        if limit < 20:
+            found[part.name] = {"failure": "not started: no time left"}
+        else:
+            found[part.name] = run(part, arguments.out, limit)
+        failed |= "failure" in found[part.name]
+        (arguments.out / "cluster.json").write_text(json.dumps(found, indent=1) + "\n")
+        (arguments.out / "cluster.md").write_text(report(found))
+        print(f"{part.name}: {found[part.name].get('failure', 'ok')}", flush=True)
+    print((arguments.out / "cluster.md").read_text())
+    return 1 if failed else 0
+
+
+def run(part: Part, out: Path, limit: float) -> dict[str, Any]:
+    """The part's result, with how it ended; its output is kept in `OUT/PART.log`."""
+    environment = os.environ | part.environment | {"PYTHON": sys.executable, "PYTHONUNBUFFERED": "1"}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    log, start = out / f"{part.name}.log", time.monotonic()
+    with open(log, "wb") as output:
+        process = subprocess.Popen(part.command, env=environment, stdout=output, stderr=output, start_new_session=True)
+        try:
+            status: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = None
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    found: dict[str, Any] = {"seconds": round(time.monotonic() - start, 1), "command": part.command[1:]}
+    if status != 0:
+        found["failure"] = f"ended after {limit:.0f} s" if status is None else f"exit status {status}, see {log.name}"
+    return found | result(part, log, out)
+
+
+def result(part: Part, log: Path, out: Path) -> dict[str, Any]:
+    """What the part measured, as far as it came."""
+    metrics = Path(part.environment.get("RUN_DIR", "")) / "metrics.jsonl"
+    if "RUN_DIR" in part.environment:
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        return {"steps": [row for row in rows if "time/step_s" in row]}
+    bench = out / "work" / part.name / "bench.json"
+    if bench.exists():
+        return {"bench": json.loads(bench.read_text()), "table": bench.with_suffix(".md").read_text()}
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("{")]
+    return {"printed": json.loads(lines[-1])} if lines else {}
+
+
+def report(found: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    text = []
+    for name, one in found.items():
+        text.append(f"## {name}\n\n{one.get('failure', 'ran to its end')}; {one.get('seconds', 0)} s\n")
+        if "printed" in one:
+            text.append(f"{one['printed']['median_gb_per_s']:.0f} GB/s, {one['printed']['bytes'] / 1e9:.1f} GB\n")
+        if one.get("steps"):
+            text.append(_steps(one["steps"]))
+        text.append(one.get("table", ""))
+    return "\n".join(text)
+
+
+def _steps(rows: Sequence[dict[str, Any]]) -> str:
+    lines = ["| metric | median after step 1 | every step |", "|---|---|---|"]
+    for metric in SHOWN:
+        values = [row[metric] for row in rows if row.get(metric) is not None]
+        if values:
+            middle = statistics.median(values[1:] or values)
+            lines.append(f"| {metric} | {middle:.4g} | {' '.join(f'{v:.4g}' for v in values)} |")
+    for key, seconds in (("rolling out", "time/rollout_s"), ("training", "time/train_s")):
+        rates = [row["data/tokens"] / row[seconds] for row in rows[1:] or rows if row.get(seconds)]
+        if rates:
+            lines.append(f"| sequence tokens/s while {key} | {statistics.median(rates):.0f} | |")
+    for metric in ("parity/max_abs_logp_gap", "parity_without_replay/max_abs_logp_gap"):
+        if metric in rows[0]:
+            lines.append(f"| {metric} (step 1) | {rows[0][metric]:.4g} | |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
