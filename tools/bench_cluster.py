@@ -7,13 +7,15 @@
 Each part is a job of its own with a time limit: one that fails or hangs costs the others nothing. OUT/cluster.json and
 OUT/cluster.md are written anew after each part, so that what ran before a machine goes away is kept.
 
-| part | GPUs | what runs |
-|---|---|---|
-| broadcast | 4, 8 | `bench_sync.py`: what NCCL needs for the bytes of the model of `colocated` and `fleet`, half of the ranks sending |
-| colocated, fleet | 4, 8 | `run_qwen3_moe_dppo.sh --random-weights`: each card trainer and engine in turn; or half of them each |
-| steps | 4 | `bench_actor_step.py`: training steps of 4-GPU layouts and their agreement with one GPU |
-| whole | 8 | `bench_actor_step.py`: a step of all 48 layers of Qwen3-30B-A3B under EP8 |
-| sync-whole | 8 | `run_qwen3_moe_dppo.sh --random-weights`, all 48 layers, fleet: 4 ranks and engines of 2 cards |
+    part        GPUs  what runs
+    broadcast   4, 8  bench_sync.py: what NCCL needs for the bytes of the model of colocated and fleet, half of
+                      the ranks sending
+    colocated   4, 8  run_qwen3_moe_dppo.sh --random-weights: each GPU trainer and engine in turn
+    fleet       4, 8  the same, half of the GPUs for each
+    ep4, pp2-ep2, tp2-ep2, cp2-ep2   4   bench_actor_step.py: training steps of these layouts, at two depths
+    agreement   4     bench_actor_step.py: the same batch under EP4, PP2 EP2 and on one GPU
+    whole       8     bench_actor_step.py: a step of all 48 layers of Qwen3-30B-A3B under EP8
+    sync-whole  8     run_qwen3_moe_dppo.sh --random-weights, all 48 layers: 4 ranks, engines of 2 GPUs on the others
 """
 
 from __future__ import annotations
@@ -47,9 +49,17 @@ TINY = (
 SHOWN = (
     *("time/step_s", "time/rollout_s", "time/hand_over_s", "time/train_s", "time/sync_s", "sync/transfer_s"),
     *("sync/gb_per_s", "sync/bytes", "sync/lend_s", "data/tokens", "memory/rank_allocated_gib"),
-    *("memory/rank_peak_gib", "memory/card_used_gib", "sync/worker_card_used_gib"),
+    *("memory/rank_peak_gib", "memory/gpu_used_gib", "sync/worker_gpu_used_gib"),
 )
 """Metrics of a run's steps that the report has: the median of all steps but the first, and every value."""
+
+DEPTHS = {
+    "ep4": ("full-ep4-4", "full-ep4-2"),
+    "pp2-ep2": ("full-pp2-ep2-8", "full-pp2-ep2-4"),
+    "tp2-ep2": ("full-tp2-ep2-dp2-4", "full-tp2-ep2-dp2-2"),
+    "cp2-ep2": ("full-cp2-ep2-4", "full-cp2-ep2-2"),
+}
+"""Cases of `bench_actor_step.py` for 4 GPUs: each layout at two depths."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,7 @@ class Part:
 
 
 def parts(gpus: int, out: Path, *, tiny: bool) -> list[Part]:
-    """What can run on `gpus` cards, in the order of worth."""
+    """What can run on `gpus` GPUs, in the order of worth."""
     python, half = sys.executable, gpus // 2
     layers = 2 if tiny else 16
 
@@ -72,7 +82,7 @@ def parts(gpus: int, out: Path, *, tiny: bool) -> list[Part]:
         command = [python, "-u", str(PROGRAM), "--random-weights", *size, *TRIAL, *(TINY if tiny else ()), *overrides]
         folder = out / "work" / name
         environment = {"NPROC": str(ranks), "RUN_DIR": str(folder / "run")}
-        environment["MODEL_DIR"] = str(tiny_model(folder) if tiny else out / "work" / f"shapes-{layers}")
+        environment["MODEL_DIR"] = str(tiny_model(folder) if tiny else out / "work" / f"shapes-{layers or 48}")
         return Part(name, command, seconds, environment)
 
     def steps(name: str, seconds: float, *cases: str) -> Part:
@@ -97,9 +107,10 @@ def parts(gpus: int, out: Path, *, tiny: bool) -> list[Part]:
         command += [str(ROOT / "tools/bench_sync.py"), "--gib", str(gib), "--roots", str(half)]
         found.insert(0, Part("broadcast", command, 60, {}))
     if gpus == 4:
-        found.append(steps("steps", 200, "f4", "e4", "g4", "x4", "same-1", "same-ep4", "same-pp2-ep2"))
+        found += [steps(name, 150, *depths) for name, depths in DEPTHS.items()]
+        found.append(steps("agreement", 130, "same-1", "same-ep4", "same-pp2-ep2"))
     if gpus == 8:
-        found.append(steps("whole", 200, "w8"))
+        found.append(steps("whole", 200, "whole-ep8"))
         engines = ("rollout.placement=fleet", "rollout.tensor_parallel=2", "rollout.engines=2", "parallel.expert=4")
         found.append(program("sync-whole", 4, 300, *engines, eager, layers=None))
     return found
@@ -109,7 +120,7 @@ def tiny_model(folder: Path) -> Path:
     """Where the dry run has its model: made here, so that the program finds it and writes no large shapes."""
     model = folder / "model"
     if not model.exists():
-        maker = [sys.executable, str(ROOT / "tools/make_tiny_model.py"), str(model), "--random"]
+        maker = [sys.executable, str(ROOT / "examples/tiny_moe_dppo/make_model.py"), str(model), "--random"]
         subprocess.run(maker, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     return model
 
@@ -208,9 +219,8 @@ def _steps(rows: Sequence[dict[str, Any]]) -> str:
         rates = [row["data/tokens"] / row[seconds] for row in rows[1:] or rows if row.get(seconds)]
         if rates:
             lines.append(f"| sequence tokens/s while {key} | {statistics.median(rates):.0f} | |")
-    for metric in ("parity/max_abs_logp_gap", "parity_without_replay/max_abs_logp_gap"):
-        if metric in rows[0]:
-            lines.append(f"| {metric} (step 1) | {rows[0][metric]:.4g} | |")
+    gaps = ("parity/max_abs_logp_gap", "parity_without_replay/max_abs_logp_gap")
+    lines += [f"| {metric} (step 1) | {rows[0][metric]:.4g} | |" for metric in gaps if metric in rows[0]]
     return "\n".join(lines) + "\n"
 
 

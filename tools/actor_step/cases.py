@@ -178,5 +178,8 @@ CASES = [
     *_depths("full-pp2-ep2", 4, (4, 8), layout=_PP2_EP2, microbatches=4),
     *_depths("full-ep4", 4, (2, 4), layout={"expert": 4}),
     *_depths("full-tp2-ep4", 4, (2, 4), layout=_TP2_EP4),
+    *_depths("full-tp2-ep2-dp2", 4, (2, 4), layout=_TP2_EP2),
+    *_depths("full-cp2-ep2", 4, (2, 4), layout=_CP2_EP2),
+    Case("whole-ep8", 8, 48, {"expert": 8}, recompute="selective", microbatches=1, cross_entropy=False, predicted=True),
 ]
 REFERENCE = "same-1"
