@@ -23,7 +23,7 @@ class RolloutBatch:
     topk_ids       int32 `[N, K]`  the engine's own K likeliest ids at that draw, likeliest first; -1 = absent
     topk_logp      float32 `[N, K]` their log mu; -inf where absent
     routes         Routes of `N` tokens, or None when the engine did not record them
-    request_ids    `B` strings, unique within a run: "{step}/{prompt}/{sample}"
+    request_ids    `B` strings, unique within a run: "train/{step}/{prompt}/{sample}", or "eval/..."
     finish_reasons `B` strings: "stop" (end-of-sequence or stop token), "length" (cut at max_tokens), "abort"
     weight_versions int32 `[N]`    version of the weights whose forward sampled (or, for prompts, last prefilled) it
 

@@ -1,1 +1,2 @@
-"""Running Megatron-Core and vLLM on a CPU. Nothing outside this package knows how; on a GPU it does nothing."""
+"""Running Megatron-Core and vLLM on a CPU; what is for that does nothing on a GPU. `vllm_plugin`, `torch_store` and
+`ray_daemons` mend vLLM, torch and Ray on both."""
