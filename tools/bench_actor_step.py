@@ -116,9 +116,7 @@ def _launch(case: Case, gpus: list[int], folder: Path, arguments: argparse.Names
     }
     log = folder / f"{case.name}.log"
     with open(log, "wb") as output:
-        process = subprocess.Popen(
-            command, env=environment | case.environment, stdout=output, stderr=output, start_new_session=True
-        )
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
     return Job(case, gpus, process, log, time.monotonic() + arguments.timeout)
 
 

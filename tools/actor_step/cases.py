@@ -77,7 +77,6 @@ class Case:
     offload: bool = False
     """Also move everything to host memory and back."""
     budget_divisor: int = 1
-    environment: dict[str, str] = field(default_factory=dict)
     length: int = 2048
     """Tokens of a sequence; a pack holds eight."""
     shapes: dict[str, Any] = field(default_factory=dict)
@@ -119,7 +118,6 @@ _QWEN3_235B_A22B = {
     "moe_intermediate_size": 1536,
     "num_attention_heads": 64,
 }
-_CUTLASS = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
 
 
 def _depths(name: str, gpus: int, layers: tuple[int, int], **options: Any) -> list[Case]:
@@ -131,13 +129,6 @@ CASES = [
     Case("a1", 1, 4, cross_entropy=False, optimizer_arm=True, most_rounds=40, trace=True),
     Case("a1-wgrad", 1, 4, cross_entropy=False, wgrad_arm=True),
     Case("a1-small", 1, 2, offload=True),
-    Case(
-        "a1-cutlass",
-        1,
-        4,
-        cross_entropy=False,
-        environment=_CUTLASS,
-    ),
     Case("a1-replay", 1, 4, cross_entropy=False, replay_rounds=80),
     Case("a1-short", 1, 4, cross_entropy=False, length=512),
     Case("a1-long", 1, 2, cross_entropy=False, length=4096, microbatches=1),
@@ -155,7 +146,6 @@ CASES = [
     Case("r4", 1, 6, recompute="selective", cross_entropy=False, length=4096, microbatches=1, predicted=True),
     Case("r5", 1, 2, cross_entropy=False, shapes=_QWEN3_235B_A22B, predicted=True),
     Case("same-1", 1, 4, measure="agreement"),
-    Case("same-1-cutlass", 1, 4, measure="agreement", environment=_CUTLASS),
     Case("same-1-small-packs", 1, 4, measure="agreement", budget_divisor=2),
     Case("c2", 2, 6, {"expert": 2}, recompute="full"),
     Case("d2", 2, 6, _CP2_EP2, recompute="full", cross_entropy=False),
