@@ -107,7 +107,7 @@ def _launch(case: Case, gpus: list[int], folder: Path, arguments: argparse.Names
     command += ["--no-wgrad-fusion"] if arguments.no_wgrad_fusion else []
     root = str(Path(__file__).resolve().parent.parent)
     environment = os.environ | {
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
+        "CUDA_VISIBLE_DEVICES": ",".join(_visible(gpu) for gpu in gpus),
         "PYTHONPATH": os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p),
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
@@ -118,6 +118,12 @@ def _launch(case: Case, gpus: list[int], folder: Path, arguments: argparse.Names
     with open(log, "wb") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
     return Job(case, gpus, process, log, time.monotonic() + arguments.timeout)
+
+
+def _visible(gpu: int) -> str:
+    """The name of this process's GPU number `gpu`, which may see some of the machine's alone."""
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return names[gpu] if gpu < len(names) else str(gpu)
 
 
 def _finish(out: Path, folder: Path, failures: dict[str, str]) -> int:

@@ -39,6 +39,7 @@ TRIAL = (
     *("rollout.top_k_logprobs=20", "rollout.max_prompt_tokens=256", "rollout.max_response_tokens=192"),
     *("rollout.router_replay=true", "actor.router_replay=r3", "actor.recompute=none", "trainer.steps=6"),
     *("parallel.tensor=1", "parallel.sequence_parallel=false", "algorithm.preset=dppo-topk-tv"),
+    "actor.max_tokens_per_microbatch=9216",  # 16 layers without recomputation beside 5.8e9 weights a rank (fleet)
 )
 TINY = (
     *("actor.dtype=float32", "rollout.dtype=float32", "rollout.kv_cache_mib=64", "rollout.enforce_eager=true"),
@@ -72,7 +73,7 @@ class Part:
     environment: dict[str, str]
 
 
-def parts(gpus: int, out: Path, *, tiny: bool) -> list[Part]:
+def parts(gpus: int, out: Path, *, tiny: bool, settings: Sequence[str] = ()) -> list[Part]:
     """What can run on `gpus` GPUs, in the order of worth."""
     python, half = sys.executable, gpus // 2
     layers = 2 if tiny else 16
@@ -80,6 +81,7 @@ def parts(gpus: int, out: Path, *, tiny: bool) -> list[Part]:
     def program(name: str, ranks: int, seconds: float, *overrides: str, layers: int | None = layers) -> Part:
         size = [] if layers is None else ["--layers", str(layers)]
         command = [python, "-u", str(PROGRAM), "--random-weights", *size, *TRIAL, *(TINY if tiny else ()), *overrides]
+        command += settings
         folder = out / "work" / name
         environment = {"NPROC": str(ranks), "RUN_DIR": str(folder / "run")}
         environment["MODEL_DIR"] = str(tiny_model(folder) if tiny else out / "work" / f"shapes-{layers or 48}")
@@ -90,14 +92,13 @@ def parts(gpus: int, out: Path, *, tiny: bool) -> list[Part]:
         command += ["--total", str(seconds - 30), "--timeout", str(seconds - 20)]
         return Part(name, [*command, *(["--tiny"] if tiny else [])], seconds, {})
 
-    eager = "rollout.enforce_eager=true"  # capturing graphs takes longer than the six steps
     found = [
         program(
-            "colocated", gpus, 200, "rollout.placement=colocated", "rollout.enable_sleep=true",
-            f"parallel.expert={gpus}", "rollout.gpu_memory_utilization=0.5", eager,
+            "colocated", gpus, 300, "rollout.placement=colocated", "rollout.enable_sleep=true",
+            f"parallel.expert={gpus}", "rollout.gpu_memory_utilization=0.5",
         ),
         program(
-            "fleet", half, 200, "rollout.placement=fleet", f"rollout.engines={half}", f"parallel.expert={half}", eager,
+            "fleet", half, 300, "rollout.placement=fleet", f"rollout.engines={half}", f"parallel.expert={half}",
             "rollout.weight_sync_bucket_mib=512",
         ),
     ]  # fmt: skip
@@ -105,14 +106,14 @@ def parts(gpus: int, out: Path, *, tiny: bool) -> list[Part]:
         gib = 20 if gpus == 4 else 57
         command = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus)]
         command += [str(ROOT / "tools/bench_sync.py"), "--gib", str(gib), "--roots", str(half)]
-        found.insert(0, Part("broadcast", command, 60, {}))
+        found.insert(0, Part("broadcast", command, 120, {}))
     if gpus == 4:
-        found += [steps(name, 150, *depths) for name, depths in DEPTHS.items()]
-        found.append(steps("agreement", 130, "same-1", "same-ep4", "same-pp2-ep2"))
+        found += [steps(name, 200, *depths) for name, depths in DEPTHS.items()]
+        found.append(steps("agreement", 200, "same-1", "same-ep4", "same-pp2-ep2"))
     if gpus == 8:
         found.append(steps("whole", 200, "whole-ep8"))
         engines = ("rollout.placement=fleet", "rollout.tensor_parallel=2", "rollout.engines=2", "parallel.expert=4")
-        found.append(program("sync-whole", 4, 300, *engines, eager, layers=None))
+        found.append(program("sync-whole", 4, 300, *engines, "rollout.enforce_eager=true", layers=None))
     return found
 
 
@@ -130,6 +131,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the results; made when absent")
     parser.add_argument("--only", nargs="*", metavar="PART", help="of the table above")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes and four ranks, on a CPU")
+    parser.add_argument("--set", nargs="*", default=[], metavar="A.B=C", help="overrides of the program's parts")
     parser.add_argument("--total", type=float, default=560.0, help="seconds after which no part starts or goes on")
     arguments = parser.parse_args()
     from torch.cuda import device_count
@@ -142,7 +144,7 @@ def main() -> int:
     found: dict[str, Any] = {}
     end = time.monotonic() + arguments.total
     failed = False
-    for part in parts(gpus, arguments.out.resolve(), tiny=arguments.dry_run):
+    for part in parts(gpus, arguments.out.resolve(), tiny=arguments.dry_run, settings=arguments.set):
         if arguments.only and part.name not in arguments.only:
             continue
         limit = end - time.monotonic() if arguments.dry_run else min(part.seconds, end - time.monotonic())
