@@ -37,12 +37,19 @@ class JsonLines(logging.Formatter):
         return json.dumps(entry, ensure_ascii=False)
 
 
+class _Plain(logging.Formatter):
+    """The message alone, without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
 @contextmanager
 def logging_to(folder: Path, rank: int) -> Iterator[Path]:
     """Inside, what this process logs (INFO and above, Python's warnings too) goes to `folder`/logs/rank-00000.jsonl.
 
-    Nothing is taken away from the terminal or from handlers that are there already. Lines of an earlier start of the
-    same run stay: the file is appended to.
+    Warnings reach the terminal as well, where nobody has set handlers of his own; those stay as they are. Lines of an
+    earlier start of the same run stay: the file is appended to.
     """
     file = folder / FOLDER / f"rank-{rank:05d}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -50,12 +57,20 @@ def logging_to(folder: Path, rank: int) -> Iterator[Path]:
     handler.setFormatter(JsonLines(rank))
     handler.setLevel(logging.INFO)
     root, own = logging.getLogger(), logging.getLogger("megatron_dppo")
+    handlers: list[logging.Handler] = [handler]
+    if not root.handlers:  # with a handler at the root, logging no longer prints warnings of itself
+        terminal = logging.StreamHandler()
+        terminal.setFormatter(_Plain())
+        terminal.setLevel(logging.WARNING)
+        handlers.append(terminal)
     level = own.level
     own.setLevel(logging.INFO)
-    root.addHandler(handler)
+    for each in handlers:
+        root.addHandler(each)
     try:
         yield file
     finally:
-        root.removeHandler(handler)
+        for each in handlers:
+            root.removeHandler(each)
         own.setLevel(level)
         handler.close()

@@ -52,6 +52,28 @@ def test_a_log_line_has_rank_host_and_no_secret(tmp_path: Path, monkeypatch: pyt
     assert "pass123" not in file.read_text()
 
 
+WARNS = """
+import logging, sys
+from pathlib import Path
+from megatron_dppo.launch.logs import logging_to
+
+log = logging.getLogger("megatron_dppo.x")
+with logging_to(Path(sys.argv[1]), 0):
+    log.info("all is well")
+    log.warning("something is odd at https://me:pass123@host/")
+log.warning("after")
+"""
+
+
+def test_a_warning_reaches_the_terminal_and_the_file(tmp_path: Path) -> None:
+    process = script(tmp_path, WARNS)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    odd = "something is odd at https://***@host/"
+    assert (process.returncode, out, err) == (0, "", f"{odd}\nafter\n")
+    lines = [json.loads(line) for line in (tmp_path / "logs/rank-00000.jsonl").read_text().splitlines()]
+    assert [line["message"] for line in lines] == ["all is well", odd]
+
+
 @pytest.mark.parametrize(
     ("text", "hidden"),
     [

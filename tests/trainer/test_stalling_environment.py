@@ -62,3 +62,7 @@ def test_six_steps_in_an_environment_that_hangs_in_one_episode_of_twenty(tmp_pat
     assert [row["reward/errors/environment"] for row in rows] == hung
     healthy = [(20 - count) / 20 * 2 + count / 20 for count in hung]  # 1 for each of two turns; the second hangs
     np.testing.assert_allclose([row["reward/mean"] for row in rows], healthy, rtol=1e-6)
+    warning = "the environment failed in 2 of 20 episodes: killed after 3 s"
+    log = [json.loads(line) for line in (tmp_path / "run/logs/rank-00000.jsonl").read_text().splitlines()]
+    assert [line["message"] for line in log].count(warning) == sum(count > 0 for count in hung)
+    assert done.stderr.count(warning) == sum(count > 0 for count in hung)
