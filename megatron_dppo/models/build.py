@@ -30,7 +30,7 @@ def build_model(
     device says. No collectives.
     """
     length = max_sequence_length or model.max_position_embeddings
-    frequencies, rope_factor = rope_frequencies(model.config, length)
+    frequencies, rope_factor = rope_frequencies(model.config)
     if rope_factor != 1.0:
         config.apply_rope_fusion = False  # the fused kernel for packed sequences knows no such factor
     chunks = config.virtual_pipeline_model_parallel_size or 1

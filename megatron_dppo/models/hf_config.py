@@ -19,6 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
+from megatron_dppo.models.engine_fields import refuse_engine_fields
 from megatron_dppo.models.family import Family, families
 from megatron_dppo.models.names import Shape, Transform, Vocabulary
 from megatron_dppo.models.rope import check_rope
@@ -133,7 +134,7 @@ class HFConfig:
     @property
     def positions(self) -> int:
         """Tokens that a sequence may reach: `max_position_embeddings`, or what the scaling of the rotary positions
-        makes of it, as the engine reads it (`llama3` states the scaled length, `dynamic` is not trained beyond)."""
+        makes of it, as the engine reads it (`llama3` states the scaled length)."""
         rope = dict(self.config.rope_parameters or {})
         kind, factor = rope.get("rope_type", "default"), rope.get("factor") or 1.0
         if kind == "yarn":
@@ -201,6 +202,8 @@ def load_hf_config(path: str | Path) -> HFConfig:
         raise UserError(f"model folder {folder} does not exist")
     if not file.is_file():
         raise UserError(f"{folder} is no Hugging Face model: it has no config.json")
+    if (quantized := folder / "hf_quant_config.json").exists():
+        raise UserError(f"{quantized}: quantized models are not supported; remove it if the weights are not quantized")
     model = resolve_hf_config(read_json_object(file), path=folder)
     if "auto_map" in model.ignored:
         _say_code_is_not_run(file, model.family.architecture)
@@ -249,6 +252,7 @@ def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig
                 "model does not support; remove it if it does not change the mathematics"
             )
     _check_values(config, family, where)
+    refuse_engine_fields(raw, config, where)
 
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:

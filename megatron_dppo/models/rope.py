@@ -10,7 +10,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_dppo.errors import UserError
 
-SUPPORTED = ("default", "linear", "dynamic", "yarn", "llama3")
+SUPPORTED = ("default", "linear", "yarn", "llama3")
+"""Not `dynamic`: transformers scales by the length of each sequence, vLLM always by the longest."""
 
 
 def check_rope(config: PreTrainedConfig, where: str) -> None:
@@ -35,7 +36,7 @@ def check_rope(config: PreTrainedConfig, where: str) -> None:
 
 def _frequencies(config: PreTrainedConfig, kind: str, theta: float) -> tuple[torch.Tensor, float]:
     cpu = torch.device("cpu")
-    if kind in ("default", "dynamic"):
+    if kind == "default":
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=cpu) / head_dim
         return 1.0 / (theta**exponents), 1.0
@@ -44,17 +45,7 @@ def _frequencies(config: PreTrainedConfig, kind: str, theta: float) -> tuple[tor
     return frequencies.to(torch.float32), float(factor)
 
 
-def rope_frequencies(config: PreTrainedConfig, max_sequence_length: int) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies `[head_dim / 2]` (fp32, on the CPU) and the factor that multiplies cos and sin.
-
-    `dynamic` (NTK) scaling keeps the plain frequencies up to `max_position_embeddings`. Beyond it they depend on the
-    length of each sequence, and a pack of sequences has no single length: longer ones are refused.
-    """
+def rope_frequencies(config: PreTrainedConfig) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies `[head_dim / 2]` (fp32, on the CPU) and the factor that multiplies cos and sin."""
     rope = config.rope_parameters
-    if rope["rope_type"] == "dynamic" and max_sequence_length > config.max_position_embeddings:
-        raise UserError(
-            f"config.json: dynamic rope scaling beyond max_position_embeddings {config.max_position_embeddings} "
-            f"depends on each sequence's length and is not supported; {max_sequence_length} tokens were asked for. "
-            "Shorten the sequences or use yarn"
-        )
     return _frequencies(config, rope["rope_type"], rope["rope_theta"])

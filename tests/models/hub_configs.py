@@ -136,15 +136,6 @@ LOADED: dict[str, Config] = {
     "Qwen/Qwen2.5-7B-Instruct, with the card's yarn": _sized(
         _QWEN2, *_QWEN2_7B, **_LARGE, max_window_layers=28, rope_scaling=_YARN_BY_HAND
     ),
-    "Qwen/Qwen2.5-7B-Instruct-1M": _sized(
-        _QWEN2,
-        *_QWEN2_7B,
-        vocab_size=152064,
-        max_position_embeddings=1010000,
-        rope_theta=10000000.0,
-        dual_chunk_attention_config=_DUAL_CHUNK,
-        max_window_layers=28,
-    ),
     "Qwen/Qwen2.5-14B-Instruct": _sized(_QWEN2, 5120, 13824, 48, 40, 8, **_LARGE, max_window_layers=70),
     "Qwen/Qwen2.5-32B": _sized(_QWEN2, 5120, 27648, 64, 40, 8, **_LARGE, max_window_layers=64, eos_token_id=151643),
     "Qwen/Qwen2.5-72B-Instruct": _sized(_QWEN2, 8192, 29568, 80, 64, 8, **_LARGE, max_window_layers=70),
@@ -186,16 +177,6 @@ LOADED: dict[str, Config] = {
     "Qwen/Qwen3-Embedding-0.6B": _sized(
         _QWEN3, 1024, 3072, 28, 16, 8, max_position_embeddings=32768, tie_word_embeddings=True, vocab_size=151669
     ),
-    "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B": CONFIGS["Qwen3-8B"]
-    | {
-        "max_position_embeddings": 131072,
-        "rope_scaling": {
-            "attn_factor": 0.8782488562869419,
-            "factor": 4.0,
-            "original_max_position_embeddings": 32768,
-            "rope_type": "yarn",
-        },
-    },
     "Qwen/Qwen3-30B-A3B": CONFIGS["Qwen3-30B-A3B"],
     "Qwen/Qwen3-30B-A3B-Base": CONFIGS["Qwen3-30B-A3B"] | {"eos_token_id": 151643, "max_position_embeddings": 32768},
     "Qwen/Qwen3-30B-A3B-Instruct-2507": CONFIGS["Qwen3-30B-A3B"]
@@ -302,6 +283,31 @@ REFUSED: dict[str, tuple[Config, str]] = {
     "ibm-granite/granite-3b-code-base-2k": (
         _sized(_SMOL, 2560, 10240, 32, 32, 32, **_GRANITE),
         "attention_(bias|dropout)",
+    ),
+    "Qwen/Qwen2.5-7B-Instruct-1M": (
+        _sized(
+            _QWEN2,
+            *_QWEN2_7B,
+            vocab_size=152064,
+            max_position_embeddings=1010000,
+            rope_theta=10000000.0,
+            dual_chunk_attention_config=_DUAL_CHUNK,
+            max_window_layers=28,
+        ),
+        "dual_chunk_attention_config",
+    ),
+    "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B": (
+        CONFIGS["Qwen3-8B"]
+        | {
+            "max_position_embeddings": 131072,
+            "rope_scaling": {
+                "attn_factor": 0.8782488562869419,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32768,
+                "rope_type": "yarn",
+            },
+        },
+        "rope_parameters.attn_factor",
     ),
     "Qwen/Qwen2-57B-A14B-Instruct": (_QWEN2 | {"model_type": "qwen2_moe"}, "model_type"),
 }

@@ -84,7 +84,7 @@ def test_what_changes_the_mathematics_is_refused_by_name(change: dict[str, Any],
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
 def test_the_window_that_transformers_resolves_decides(model_type: str) -> None:
     architecture = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[model_type]
-    dense = {k: v for k, v in MOE.items() if "experts" not in k and k != "moe_intermediate_size"}
+    dense = {k: v for k, v in MOE.items() if "experts" not in k and k not in ("moe_intermediate_size", "head_dim")}
     config = dense | {"model_type": model_type, "architectures": [architecture], "use_sliding_window": True}
     assert resolve_hf_config(config).layers == 6  # of which none slides: max_window_layers is 28
     assert resolve_hf_config(config | {"max_window_layers": 0, "sliding_window": None}).layers == 6

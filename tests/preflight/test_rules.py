@@ -226,7 +226,6 @@ def test_adapters_that_fit_no_layer(config: Path, model: Path, tmp_path: Path) -
         (None, 512),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
         ({"rope_type": "linear", "factor": 2.0}, 1024),
-        ({"rope_type": "dynamic", "factor": 2.0}, 512),
     ],
 )
 def test_positions_are_those_of_the_scaled_rotation(

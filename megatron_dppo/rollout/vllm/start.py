@@ -66,6 +66,7 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> AsyncLLM:
     options: dict[str, Any] = {
         "model": str(facts.folder),
         "dtype": config.dtype,
+        "config_format": "hf",  # whatever lies beside config.json
         "load_format": config.load_format,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,

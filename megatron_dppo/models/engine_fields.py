@@ -1,0 +1,125 @@
+"""Fields of a config.json that make vLLM compute another function than transformers, by which the trainer goes.
+
+vLLM takes some fields that transformers' class of the model type does not read, and leaves out some that it reads. Such
+a model would be sampled by one function and trained by another, so it is refused, in a run as in a conversion. The
+tables are of vLLM 0.26; `tests/rollout/test_engine_fields.py` compares them with all that the installed vLLM reads.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from megatron_dppo.errors import UserError
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_chunk_size": (None,),
+    "block_configs": (None, []),
+    "canvas_length": (None,),
+    "compression_config": (None,),
+    "decoder": (None,),
+    "dual_chunk_attention_config": (None,),
+    "generator": (None,),
+    "head_dtype": (None, "model"),
+    "is_mm_prefix_lm": (None, False),
+    "llm_config": (None,),
+    "rotary_emb_fraction": (1.0,),
+    "rotary_pct": (1.0,),
+    "rswa_window": (None,),
+    "speculators_config": (None,),
+    "text_encoder": (None,),
+    "thinker_config": (None,),
+    "xdrope_section": (None,),
+}
+"""Of every model type: values with which the field changes nothing."""
+
+NEUTRAL_OF_TYPE: dict[str, dict[str, tuple[Any, ...]]] = {
+    "llama": {"bias": (None, False), "qkv_bias": (None, False), "logit_scale": (1.0,)},
+    "qwen2": {"qk_norm": (None, False)},
+    "qwen3_moe": {"shared_expert_intermediate_size": (0,)},
+}
+
+SAME_AS: dict[str, str] = {
+    "hidden_size_per_head": "head_dim",
+    "n_head_kv": "num_key_value_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "rotary_emb_base": "rope_theta",
+}
+"""Other names that vLLM prefers, or takes where the usual one is missing: only with the same value."""
+
+NEUTRAL_OF_ROPE: dict[str, tuple[Any, ...]] = {
+    "alpha": (None,),
+    "extrapolation_factor": (1.0,),
+    "mrope_section": (),  # the key alone makes it another rotation
+    "rope_dim": (None, 0),
+    "use_fope": (None, False),
+}
+"""In `rope_parameters` (`rope_scaling`)."""
+
+YARN_SCALES = ("attn_factor", "apply_yarn_scaling", "attention_factor", "mscale")
+"""Of which some are read by the one and some by the other."""
+
+
+def refuse_engine_fields(raw: dict[str, Any], config: PreTrainedConfig, where: str) -> None:
+    """Raise `UserError` for the first field with which vLLM would not compute what transformers does.
+
+    raw      content of config.json
+    config   what transformers makes of it
+    """
+    neutral = NEUTRAL | NEUTRAL_OF_TYPE.get(config.model_type, {})
+    for name, value in raw.items():
+        if name in neutral and value not in neutral[name]:
+            raise _refusal(where, name, value, "vLLM reads and transformers does not")
+        if name in SAME_AS and value != (usual := _usual(config, SAME_AS[name])):
+            raise _refusal(where, name, value, f"vLLM reads in place of {SAME_AS[name]} {usual}")
+    head_dim = _usual(config, "head_dim")
+    if config.model_type == "qwen2" and head_dim * config.num_attention_heads != config.hidden_size:
+        raise _refusal(where, "head_dim", head_dim, "vLLM's Qwen2 takes for hidden_size / num_attention_heads")
+    _refuse_rotations(dict(config.rope_parameters or {}), where)
+
+
+def _refuse_rotations(rope: dict[str, Any], where: str) -> None:
+    for name, value in rope.items():
+        if name in NEUTRAL_OF_ROPE and value not in NEUTRAL_OF_ROPE[name]:
+            raise _refusal(where, f"rope_parameters.{name}", value, "vLLM reads and transformers does not")
+    if rope.get("rope_type") != "yarn":
+        return
+    for name in ("factor", "beta_fast", "beta_slow"):  # transformers has a default for null and for 0
+        if name in rope and not rope[name]:
+            raise _refusal(where, f"rope_parameters.{name}", rope[name], "vLLM takes as it is")
+    for name in ("attn_factor", "attention_factor"):
+        value = rope.get(name, 1.0)
+        if not isinstance(value, int | float) and not (value is None and name == "attention_factor"):
+            raise UserError(f"{where}: rope_parameters.{name} is {value!r:.80}, it must be a number")
+    grows, mscale, all_dim = 0.1 * math.log(max(rope["factor"], 1.0)), rope.get("mscale"), rope.get("mscale_all_dim")
+    if rope.get("attention_factor") is not None:
+        trained = rope["attention_factor"]
+    else:
+        trained = (grows * mscale + 1) / (grows * all_dim + 1) if mscale and all_dim else grows + 1
+    sampled = rope.get("attn_factor", 1.0) * (grows + 1 if rope.get("apply_yarn_scaling", True) else 1.0)
+    if math.isclose(trained, sampled, rel_tol=1e-6):
+        return
+    name = next(name for name in YARN_SCALES if rope.get(name) is not None)
+    by_vllm = name in ("attn_factor", "apply_yarn_scaling")
+    remedy = f"attention_factor to {sampled:.9g}" if by_vllm else f"attn_factor to {trained / (grows + 1):.9g}"
+    raise UserError(
+        f"{where}: rope_parameters.{name} is {rope[name]!r:.80}, so that transformers scales queries and keys by "
+        f"{trained:.9g} and vLLM by {sampled:.9g}, for each reads other fields; set {remedy} beside it"
+    )
+
+
+def _usual(config: PreTrainedConfig, name: str) -> Any:
+    if name == "rope_theta":
+        return (config.rope_parameters or {}).get(name)
+    if name == "head_dim":
+        return getattr(config, name, None) or config.hidden_size // config.num_attention_heads
+    return getattr(config, name)
+
+
+def _refusal(where: str, name: str, value: Any, why: str) -> UserError:
+    return UserError(
+        f"{where}: {name} is {value!r:.80}, which {why}: it would sample from another model than is trained; remove it "
+        "if the weights were made without it"
+    )
