@@ -14,16 +14,22 @@ from megatron_dppo.algorithm.aggregation import (
     sequence_token_counts,
     token_weights,
 )
+from megatron_dppo.algorithm.divergence import DIVERGENCES, Divergence, DivergenceInputs, Needs
 from megatron_dppo.algorithm.metrics import TokenMetrics, masked_token_counts, most_masked_tokens
 from megatron_dppo.algorithm.objective import PolicyLoss, divergence_for, policy_loss
-from megatron_dppo.algorithm.preset import Anchor, DivergenceKind, Preset, PresetError, RatioLevel, TrustRegion
+from megatron_dppo.algorithm.own_loss import LossInputs, try_own_code
+from megatron_dppo.algorithm.preset import Anchor, Preset, PresetError, RatioLevel, TrustRegion
 
 __all__ = [
+    "DIVERGENCES",
     "Aggregation",
     "Anchor",
     "Baseline",
     "Denominators",
-    "DivergenceKind",
+    "Divergence",
+    "DivergenceInputs",
+    "LossInputs",
+    "Needs",
     "PolicyLoss",
     "Preset",
     "PresetError",
@@ -39,4 +45,5 @@ __all__ = [
     "presets",
     "sequence_token_counts",
     "token_weights",
+    "try_own_code",
 ]

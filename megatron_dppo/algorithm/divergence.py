@@ -1,4 +1,5 @@
-"""Divergence between the policy that is trained and the policy that the trust region is anchored to.
+"""Divergence between the policy that is trained and the policy that the trust region is anchored to: the functions, and
+`DIVERGENCES`, the table of them that the presets, their checks and the objective read.
 
 Everything here is computed in float64, whatever comes in, and carries no gradient: a divergence only decides
 masks and metrics. The KL is D(anchor || policy), as in the paper; the arguments are named for the usual anchor, mu.
@@ -9,9 +10,16 @@ floored at COMPLEMENT_FLOOR on *both* sides. Without it the KL of a healthy near
 or NaN, and the token would be masked.
 """
 
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from megatron_dppo.launch.imports import load_callable
 
 COMPLEMENT_FLOOR = 1e-6
 """Smallest mass that a complement can have; far below every threshold in use (0.05 and up)."""
@@ -111,3 +119,94 @@ def topk_kl(
     mu_other, pi_other = _other(mu), _other(pi)
     kl = _kl_terms(mu, mu_logp, pi_logp).sum(-1) + mu_other * (mu_other / pi_other).log()
     return kl.clamp(min=0.0)
+
+
+class Needs(StrEnum):
+    """What of the two distributions a divergence is computed from."""
+
+    SAMPLED = "sampled"
+    """The log-probability of the sampled token alone: nothing to record or recompute besides."""
+    TOPK = "topk"
+    """The engine's K likeliest tokens as well (`rollout.top_k_logprobs`)."""
+    VOCABULARY = "vocabulary"
+    """Every token: top-K with K the size of the vocabulary, so for small ones only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceInputs:
+    """What a divergence is given of T rows. No gradient flows from it; rows that are not trained hold anything."""
+
+    anchor_logp: Float[Tensor, " T"]
+    """Log-probability of the sampled token under the policy that the trust region is anchored to."""
+    logp: Float[Tensor, " T"]
+    """The same under the policy that is trained."""
+    anchor_topk_logp: Float[Tensor, "T K1"] | None = None
+    """Log-probabilities of the rollout's K likeliest ids under the anchor, and in the last column of the sampled token;
+    None where only the sampled token is needed."""
+    topk_logp: Float[Tensor, "T K1"] | None = None
+    """The same ids under the policy that is trained."""
+    member: Bool[Tensor, "T K1"] | None = None
+    """Columns that count: the sampled token's own does where it is not among the K."""
+    include_other: bool = True
+    """`Preset.include_other`: whether top-K TV counts the "other" bucket."""
+
+    def topk(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`anchor_topk_logp`, `topk_logp` and `member`; ValueError for a row that did not say that it needs them."""
+        if self.anchor_topk_logp is None or self.topk_logp is None or self.member is None:
+            raise ValueError("top-K log-probabilities come to divergences that say needs=Needs.TOPK alone")
+        return self.anchor_topk_logp, self.topk_logp, self.member
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A row of `DIVERGENCES`, or one of a user's own (`algorithm.divergence: package.module:NAME`)."""
+
+    function: Callable[[DivergenceInputs], Float[Tensor, " T"]]
+    """D(anchor || pi) of each row, 0 or more, +inf included, never NaN. Called without gradient: it decides a mask."""
+    needs: Needs = Needs.SAMPLED
+    thresholds: Mapping[str, float] = field(default_factory=dict)
+    """delta by set of constants (`presets`); the first is the default. Without any the configuration must give both."""
+    can_leave_other_out: bool = False
+    """Whether `include_other=False` has a meaning."""
+
+    def __call__(self, inputs: DivergenceInputs) -> Float[Tensor, " T"]:
+        """float64 `[T]` without gradient. Raises ValueError for a function that returns anything but `[T]` numbers."""
+        with torch.no_grad():
+            found = self.function(inputs)
+        if not isinstance(found, Tensor) or found.shape != inputs.logp.shape or not found.is_floating_point():
+            what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(f"must return one floating number per row, {list(inputs.logp.shape)}, and returned {what}")
+        return found.detach().double()
+
+
+def _deltas(d: float, f: float, lora: float) -> dict[str, float]:
+    """delta of Appendix F, of its LoRA run and of Appendix D."""
+    return {"appendix-f": f, "appendix-f-lora": lora, "appendix-d": d}
+
+
+DIVERGENCES: dict[str, Divergence] = {
+    "binary-tv": Divergence(lambda x: binary_tv(x.anchor_logp, x.logp), thresholds=_deltas(0.15, 0.2, 0.15)),
+    "binary-kl": Divergence(lambda x: binary_kl(x.anchor_logp, x.logp), thresholds=_deltas(0.05, 0.05, 0.05)),
+    "topk-tv": Divergence(
+        lambda x: topk_tv(*x.topk(), include_other=x.include_other),
+        Needs.TOPK,
+        _deltas(0.15, 0.2, 0.15),
+        can_leave_other_out=True,
+    ),
+    "topk-kl": Divergence(lambda x: topk_kl(*x.topk()), Needs.TOPK, _deltas(0.05, 0.05, 0.05)),
+}
+"""Every approximation of Section 4.4. A row gives the presets `dppo-NAME` and `dppo-NAME-decoupled`."""
+
+
+def find_divergence(name: str) -> Divergence:
+    """The row `name`, or what the import path `package.module:NAME` leads to: a `Divergence`, or a function, which is
+    one that needs the sampled token alone. Raises ValueError for an unknown name, UserError for a wrong path."""
+    if name in DIVERGENCES:
+        return DIVERGENCES[name]
+    if ":" not in name:
+        close = difflib.get_close_matches(name, list(DIVERGENCES), n=1)
+        hint = f", did you mean {close[0]!r}?" if close else ""
+        known = ", ".join(DIVERGENCES)
+        raise ValueError(f"divergence={name!r} is not one of {known}, nor an import path{hint}")
+    found = load_callable(name, named="algorithm.divergence=")
+    return found if isinstance(found, Divergence) else Divergence(found)

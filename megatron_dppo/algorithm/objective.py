@@ -6,10 +6,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from megatron_dppo.algorithm import divergence as div
 from megatron_dppo.algorithm import trust_region as tr
+from megatron_dppo.algorithm.divergence import DivergenceInputs
 from megatron_dppo.algorithm.metrics import TokenMetrics, token_metrics
-from megatron_dppo.algorithm.preset import Anchor, DivergenceKind, Preset, RatioLevel, TrustRegion
+from megatron_dppo.algorithm.own_loss import LossInputs, own_loss
+from megatron_dppo.algorithm.preset import Anchor, Preset, RatioLevel, TrustRegion
 from megatron_dppo.algorithm.sequence_ratio import SequenceReduce, sequence_mean_log_ratio
 
 
@@ -45,18 +46,16 @@ def divergence_for(
     needs; those it does not need are ignored. Returns float64 [T] without gradient. Raises ValueError naming
     the argument that is missing. Rows outside the loss mask may yield anything; `policy_loss` never reads them.
     """
-    if preset.divergence is None:
+    row = preset.divergence_row
+    if row is None:
         return None
     recomputed = preset.anchor is Anchor.RECOMPUTED
+    anchor = _needed(preset, recomputed_logp, "recomputed_logp") if recomputed else mu_logp
     if not preset.needs_topk:
-        anchor = _needed(preset, recomputed_logp, "recomputed_logp") if recomputed else mu_logp
-        tv_or_kl = div.binary_tv if preset.divergence is DivergenceKind.BINARY_TV else div.binary_kl
-        return tv_or_kl(anchor, logp)
+        return row(DivergenceInputs(anchor_logp=anchor.detach(), logp=logp.detach()))
 
-    if recomputed:
-        anchor = _needed(preset, recomputed_topk_logp, "recomputed_topk_logp")
-    else:
-        anchor = _needed(preset, mu_topk_logp, "mu_topk_logp")
+    name = "recomputed_topk_logp" if recomputed else "mu_topk_logp"
+    anchor_topk = _needed(preset, recomputed_topk_logp if recomputed else mu_topk_logp, name)
     current = _needed(preset, topk_logp, "topk_logp")
     member = _needed(preset, topk_member, "topk_member")
     if current.shape[-1] != (preset.topk or 0) + 1:
@@ -64,9 +63,16 @@ def divergence_for(
             f"preset {preset.name!r} has topk={preset.topk}, so top-K tensors need {(preset.topk or 0) + 1} columns "
             f"(K and one for the sampled token), not {current.shape[-1]}"
         )
-    if preset.divergence is DivergenceKind.TOPK_TV:
-        return div.topk_tv(anchor, current, member, include_other=preset.include_other)
-    return div.topk_kl(anchor, current, member)
+    return row(
+        DivergenceInputs(
+            anchor_logp=anchor.detach(),
+            logp=logp.detach(),
+            anchor_topk_logp=anchor_topk.detach(),
+            topk_logp=current.detach(),
+            member=member,
+            include_other=preset.include_other,
+        )
+    )
 
 
 def policy_loss(
@@ -146,13 +152,28 @@ def policy_loss(
         keep = _keep(preset, anchor_ratio, policies[preset.anchor].exp(), pi.exp(), advantage, distance)
     mask = trainable & keep
 
-    weight = ratio.clamp(max=preset.ratio_cap) * advantage
-    # A zero advantage or ratio makes the update 0 even where the other factor, or log pi, is infinite.
-    active = mask & (advantage != 0) & (ratio != 0)
-    weight = torch.where(active, weight, 0.0).to(_loss_dtype(logp))
-    logp = torch.where(active, logp, 0.0).to(weight.dtype)
-    # 1 + log pi - sg(log pi) has the value 1 and the gradient of log pi.
-    per_token = torch.where(active, -weight * (1.0 + logp - logp.detach()), 0.0)
+    if preset.loss is None:
+        per_token = _surrogate(logp, ratio.clamp(max=preset.ratio_cap), advantage, mask)
+    else:
+        per_token, mask = own_loss(
+            preset,
+            LossInputs(
+                logp=torch.where(trainable, logp, 0.0),
+                entropy=None if entropy is None else torch.where(trainable, entropy, 0.0),
+                mu_logp=mu,
+                recomputed_logp=policies.get(Anchor.RECOMPUTED),
+                advantages=advantage,
+                ratio=ratio,
+                divergence=distance,
+                mask=mask,
+                loss_mask=trainable,
+                sequence_ids=sequence_ids,
+                preset=preset,
+            ),
+        )
+        per_token = per_token.to(_loss_dtype(logp))
+    if distance is not None:  # of a divergence of one's own: as visible as a loss that is not finite
+        per_token = torch.where(trainable & distance.isnan(), torch.nan, per_token)
     if preset.entropy_coefficient:
         assert entropy is not None
         per_token = per_token - preset.entropy_coefficient * torch.where(trainable, entropy, 0.0)
@@ -171,6 +192,16 @@ def policy_loss(
     return PolicyLoss(per_token=per_token, mask=mask, ratio=ratio, metrics=metrics)
 
 
+def _surrogate(logp: Tensor, weight: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+    """-M min(r, C) A of Eq. 23, with the gradient of log pi."""
+    # A zero advantage or ratio makes the update 0 even where the other factor, or log pi, is infinite.
+    active = mask & (advantage != 0) & (weight != 0)
+    weight = torch.where(active, weight * advantage, 0.0).to(_loss_dtype(logp))
+    logp = torch.where(active, logp, 0.0).to(weight.dtype)
+    # 1 + log pi - sg(log pi) has the value 1 and the gradient of log pi.
+    return torch.where(active, -weight * (1.0 + logp - logp.detach()), 0.0)
+
+
 def _keep(
     preset: Preset, ratio: Tensor, anchor_prob: Tensor, pi_prob: Tensor, advantages: Tensor, divergence: Tensor | None
 ) -> Tensor:
@@ -185,6 +216,7 @@ def _keep(
     if preset.trust_region is TrustRegion.DIVERGENCE:
         assert divergence is not None
         return tr.divergence_mask(ratio, divergence, advantages, delta_negative=low, delta_positive=high)
+    assert preset.trust_region is TrustRegion.RELAXED_CLIP, f"{preset.trust_region} has no branch here"
     assert preset.relax_below is not None
     return tr.relaxed_clip_mask(
         ratio,

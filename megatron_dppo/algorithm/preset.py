@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from megatron_dppo.algorithm.aggregation import Aggregation
+from megatron_dppo.algorithm.divergence import DIVERGENCES, Divergence, Needs, find_divergence
+from megatron_dppo.launch.imports import load_callable
 
 
 class PresetError(ValueError):
@@ -34,19 +36,6 @@ class Anchor(StrEnum):
     """pi': the trainer's own log-probabilities before the update; costs one more forward pass (Section 5.2)."""
 
 
-class DivergenceKind(StrEnum):
-    """Which approximation of `divergence` D is (Section 4.4)."""
-
-    BINARY_TV = "binary-tv"
-    BINARY_KL = "binary-kl"
-    TOPK_TV = "topk-tv"
-    TOPK_KL = "topk-kl"
-
-    @property
-    def needs_topk(self) -> bool:
-        return self in (DivergenceKind.TOPK_TV, DivergenceKind.TOPK_KL)
-
-
 class RatioLevel(StrEnum):
     """Whether r_t is a token's own ratio or, as in GSPO, the geometric mean over its sequence."""
 
@@ -65,8 +54,8 @@ class Preset:
     trust_region: TrustRegion
     anchor: Anchor | None = None
     """Policy that M_t is decided against; None only where there is no trust region."""
-    divergence: DivergenceKind | None = None
-    """D of the divergence trust region."""
+    divergence: str | None = None
+    """D of the divergence trust region: a row of `DIVERGENCES`, or the import path of one's own."""
     threshold_negative: float | None = None
     """For A < 0: epsilon_low of a clip, delta of a divergence or of the minimal mask."""
     threshold_positive: float | None = None
@@ -88,6 +77,8 @@ class Preset:
     """Weight of the entropy bonus; the paper uses none."""
     aggregation: Aggregation = Aggregation.SEQ_MEAN_TOKEN_SUM_NORM
     """How token losses combine, unless the run says otherwise."""
+    loss: str | None = None
+    """Import path of a per-token loss of one's own (`own_loss`) in place of Eq. 23's; the mask stays the preset's."""
 
     @property
     def needs_recomputed_logp(self) -> bool:
@@ -95,9 +86,19 @@ class Preset:
         return Anchor.RECOMPUTED in (self.anchor, self.ratio_reference)
 
     @property
+    def divergence_row(self) -> Divergence | None:
+        """What `divergence` names."""
+        return None if self.divergence is None else find_divergence(self.divergence)
+
+    @property
     def needs_topk(self) -> bool:
         """Whether top-K log-probabilities of rollout and trainer are needed."""
-        return self.divergence is not None and self.divergence.needs_topk
+        return self.divergence_row is not None and self.divergence_row.needs is not Needs.SAMPLED
+
+    @property
+    def needs_vocabulary(self) -> bool:
+        """Whether K must be the size of the vocabulary."""
+        return self.divergence_row is not None and self.divergence_row.needs is Needs.VOCABULARY
 
     @property
     def needs_recomputed_topk(self) -> bool:
@@ -107,7 +108,7 @@ class Preset:
     def __post_init__(self) -> None:
         self._coerce("trust_region", TrustRegion)
         self._coerce("anchor", Anchor)
-        self._coerce("divergence", DivergenceKind)
+        self._check_names()
         self._coerce("ratio_reference", Anchor)
         self._coerce("ratio_level", RatioLevel)
         self._coerce("aggregation", Aggregation)
@@ -121,9 +122,25 @@ class Preset:
         self._check_relaxation()
         self._check_ratio()
 
+    def _check_names(self) -> None:
+        """Of the divergence and the loss. What a path names is loaded here: a wrong one is refused at once."""
+        for name in ("divergence", "loss"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise self._error(f"{name}={value!r} must be a name")
+        if self.loss is not None:
+            if ":" not in self.loss:
+                raise self._error(f"loss={self.loss!r} must be an import path package.module:function")
+            load_callable(self.loss, named="algorithm.loss=")
+        if self.divergence is not None:
+            try:
+                find_divergence(self.divergence)
+            except ValueError as error:
+                raise self._error(str(error)) from None
+
     def _coerce(self, name: str, kind: type[StrEnum]) -> None:
         value = getattr(self, name)
-        optional = name in ("anchor", "divergence")
+        optional = name == "anchor"
         if value is None and optional:
             return
         try:
@@ -172,7 +189,7 @@ class Preset:
     def _check_divergence(self) -> None:
         if self.trust_region is TrustRegion.DIVERGENCE:
             if self.divergence is None:
-                raise self._error(f"a divergence trust region needs divergence: one of {', '.join(DivergenceKind)}")
+                raise self._error(f"a divergence trust region needs divergence: one of {', '.join(DIVERGENCES)}")
         else:
             self._refuse_unused(f"the trust region is {self.trust_region}", "divergence")
         if self.needs_topk:
@@ -182,7 +199,7 @@ class Preset:
                 )
         else:
             self._refuse_unused("the divergence is not a top-K one", "topk")
-        if self.divergence is not DivergenceKind.TOPK_TV:
+        if self.divergence_row is None or not self.divergence_row.can_leave_other_out:
             self._refuse_unused(
                 "only top-K TV can leave the 'other' bucket out (Eq. 16 always counts it)", "include_other"
             )

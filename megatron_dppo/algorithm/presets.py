@@ -10,7 +10,8 @@ import math
 from typing import Any
 
 from megatron_dppo.algorithm.aggregation import Aggregation
-from megatron_dppo.algorithm.preset import Anchor, DivergenceKind, Preset, PresetError, RatioLevel, TrustRegion
+from megatron_dppo.algorithm.divergence import DIVERGENCES, Divergence, Needs, find_divergence
+from megatron_dppo.algorithm.preset import Anchor, Preset, PresetError, RatioLevel, TrustRegion
 
 APPENDIX_D = "appendix-d"
 """Stability analysis (Section 5): no truncation of the ratio except where TIS is in the name."""
@@ -53,7 +54,7 @@ def _clip(
 def _dppo(
     name: str,
     constants: str,
-    kind: DivergenceKind,
+    divergence: str,
     delta: float,
     *,
     anchor: Anchor = Anchor.ROLLOUT,
@@ -64,10 +65,10 @@ def _dppo(
         constants=constants,
         trust_region=TrustRegion.DIVERGENCE,
         anchor=anchor,
-        divergence=kind,
+        divergence=divergence,
         threshold_negative=delta,
         threshold_positive=delta,
-        topk=TOPK if kind.needs_topk else None,
+        topk=_default_topk(DIVERGENCES[divergence]),
         ratio_cap=cap,
     )
 
@@ -95,20 +96,25 @@ def _relaxed(name: str, *, low: bool, high: bool) -> Preset:
     )
 
 
-def _dppo_rows(kind: DivergenceKind) -> list[Preset]:
-    name = f"dppo-{kind}"
-    is_tv = kind in (DivergenceKind.BINARY_TV, DivergenceKind.TOPK_TV)
-    delta_d, delta_f, delta_lora = (0.15, 0.2, 0.15) if is_tv else (0.05, 0.05, 0.05)
-    return [
-        _dppo(name, APPENDIX_F, kind, delta_f, cap=5.0),
-        _dppo(name, APPENDIX_F_LORA, kind, delta_lora, cap=5.0),
-        _dppo(name, APPENDIX_D, kind, delta_d),
-        _dppo(f"{name}-decoupled", APPENDIX_D, kind, delta_d, anchor=Anchor.RECOMPUTED),
-    ]
+def _default_topk(divergence: Divergence) -> int | None:
+    """K where nobody says another; None too where it must be the size of a vocabulary."""
+    return TOPK if divergence.needs is Needs.TOPK else None
+
+
+_CAPS = {APPENDIX_F: 5.0, APPENDIX_F_LORA: 5.0}
+"""C by set of constants, where it is not infinite."""
+
+
+def _dppo_rows(name: str, row: Divergence) -> list[Preset]:
+    """One preset for each of its thresholds, and Figure 4's ablation with Appendix D's."""
+    rows = [_dppo(f"dppo-{name}", at, name, delta, cap=_CAPS.get(at, math.inf)) for at, delta in row.thresholds.items()]
+    if (delta := row.thresholds.get(APPENDIX_D)) is not None:
+        rows.append(_dppo(f"dppo-{name}-decoupled", APPENDIX_D, name, delta, anchor=Anchor.RECOMPUTED))
+    return rows
 
 
 _ROWS: list[Preset] = [
-    *(row for kind in DivergenceKind for row in _dppo_rows(kind)),
+    *(preset for name, row in DIVERGENCES.items() for preset in _dppo_rows(name, row)),
     _clip("grpo-clip-higher", APPENDIX_F, 0.2, 0.27, ratio_cap=5.0),
     _clip("grpo-clip-higher", APPENDIX_F_LORA, 0.2, 0.27, ratio_cap=5.0),
     _clip("grpo-clip-higher", APPENDIX_D, 0.2, 0.28),
@@ -153,7 +159,8 @@ def constant_sets(name: str) -> list[str]:
 def get(name: str, *, constants: str | None = None, **overrides: Any) -> Preset:
     """The preset `name` with one published set of constants, and any field overridden.
 
-    Args: `constants` is one of `constant_sets(name)`, the first if None. `overrides` are fields of `Preset`.
+    Args: `constants` is one of `constant_sets(name)`, the first if None. `overrides` are fields of `Preset`. Another
+    divergence comes with its own thresholds and K, where these are not among the overrides.
     Raises PresetError for an unknown name, set or field (with the nearest match), and for settings that contradict.
     """
     row = _lookup(name)
@@ -166,7 +173,27 @@ def get(name: str, *, constants: str | None = None, **overrides: Any) -> Preset:
             raise PresetError(
                 f"preset {name!r} has no field {field!r}{_nearest(field, known)}; fields: {', '.join(known)}"
             )
-    return dataclasses.replace(row[chosen], **overrides)
+    return dataclasses.replace(row[chosen], **_of_another_divergence(row[chosen], overrides), **overrides)
+
+
+def _of_another_divergence(preset: Preset, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The thresholds and K that belong to the divergence among `overrides`. Raises PresetError where it has none."""
+    name = overrides.get("divergence", preset.divergence)
+    if name == preset.divergence or not isinstance(name, str) or preset.trust_region is not TrustRegion.DIVERGENCE:
+        return {}
+    try:
+        row = find_divergence(name)
+    except ValueError as error:
+        raise PresetError(f"preset {preset.name!r}: {error}") from None
+    delta = row.thresholds.get(preset.constants, next(iter(row.thresholds.values()), None))
+    thresholds = ("threshold_negative", "threshold_positive")
+    if delta is None and not overrides.keys() >= set(thresholds):
+        raise PresetError(
+            f"preset {preset.name!r}: the divergence {name} has no threshold of its own: give it thresholds, or set "
+            "algorithm.overrides.threshold_negative and algorithm.overrides.threshold_positive"
+        )
+    own = dict.fromkeys(thresholds, delta) | {"topk": _default_topk(row)}
+    return {field: value for field, value in own.items() if field not in overrides}
 
 
 def _lookup(name: str) -> dict[str, Preset]:

@@ -29,6 +29,11 @@ class AlgorithmConfig(ConfigModel):
     """Published set of constants ("appendix-d", "appendix-f", ...); the preset's first when absent."""
     overrides: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Fields of the preset to change, e.g. `algorithm.overrides.threshold_negative=0.2`."""
+    divergence: str | None = None
+    """D of a preset that masks by divergence: a row of the table, or the import path (`package.module:NAME` or
+    `path/to/file.py:NAME`) of one's own; the preset's when absent. It brings its thresholds and K."""
+    loss: str | None = None
+    """Import path of a per-token loss of one's own in place of Eq. 23's."""
     baseline: Baseline = Baseline.MEAN
     """What is subtracted from a reward: the mean of its group, of the others of its group, or nothing."""
     divide_by_std: bool = False
@@ -41,6 +46,8 @@ class AlgorithmConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _has_a_use(self) -> AlgorithmConfig:
+        if twice := [name for name in ("divergence", "loss") if getattr(self, name) and name in self.overrides]:
+            raise ValueError(f"algorithm.{twice[0]} and algorithm.overrides.{twice[0]} are one setting; set the first")
         aggregation = self.resolve().aggregation
         if self.normaliser is not None and aggregation is not Aggregation.SEQ_MEAN_TOKEN_SUM_NORM:
             raise ValueError(
@@ -51,7 +58,8 @@ class AlgorithmConfig(ConfigModel):
 
     def resolve(self) -> Preset:
         """The preset with the overrides applied. Raises PresetError (a ValueError) with the reason."""
-        return presets.get(self.preset, constants=self.constants, **self.overrides)
+        own = {name: value for name in ("divergence", "loss") if (value := getattr(self, name)) is not None}
+        return presets.get(self.preset, constants=self.constants, **(self.overrides | own))
 
 
 class RunConfig(ConfigModel):

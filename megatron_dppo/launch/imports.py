@@ -1,10 +1,18 @@
-"""Shorter imports."""
+"""Imports of large packages, made shorter, and of a user's own code, by its path."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.errors import UserError
 
 
 @contextmanager
@@ -21,3 +29,40 @@ def uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+_loaded: dict[tuple[str, str], Callable[..., Any]] = {}
+
+
+def load_callable(path: str, *, named: str, folder: str | None = None) -> Callable[..., Any]:
+    """The callable that `package.module:name` or `file.py:name` names, once for each process.
+
+    named   what stands before the path in errors, such as the setting it came from
+    folder  where files and, after the installed packages, modules are looked for; the working folder when absent
+
+    Raises UserError with the reason where it cannot be had.
+    """
+    folder = folder or os.getcwd()
+    if (folder, path) in _loaded:
+        return _loaded[folder, path]
+    module_name, _, name = path.rpartition(":")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    try:
+        if module_name.endswith(".py"):
+            file = Path(folder, module_name).resolve()
+            spec = importlib.util.spec_from_file_location(f"own_{file.stem}", file)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # dataclasses look their module up there
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(module_name)
+    except Exception as error:
+        raise UserError(f"{named}{path} cannot be imported: {type(error).__name__}: {error}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise UserError(f"{named}{path} cannot be used: {module_name} has no callable {name}")
+    _loaded[folder, path] = found
+    return found

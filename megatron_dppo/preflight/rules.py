@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from megatron_dppo.algorithm import PresetError, try_own_code
 from megatron_dppo.algorithm.advantage import Baseline
 from megatron_dppo.config.schema import Config
 from megatron_dppo.models.hf_config import HFConfig
@@ -84,6 +85,15 @@ def _topk(config: Config) -> Finding | None:
         f"rollout.top_k_logprobs={recorded}",
         "set both alike (algorithm.overrides.topk and rollout.top_k_logprobs)",
     )
+
+
+def _own_code(config: Config) -> Finding | None:
+    """A divergence and a loss of the user's own do what is asked of them."""
+    try:
+        try_own_code(config.algorithm.resolve())
+    except PresetError as problem:
+        return error("algorithm", str(problem), "")
+    return None
 
 
 def _profile(config: Config) -> Finding | None:
@@ -195,6 +205,19 @@ def _replay(config: Config, model: HFConfig, ranks: int) -> Finding | None:
     return None
 
 
+def _vocabulary(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+    preset = config.algorithm.resolve()
+    if not preset.needs_vocabulary or preset.topk == model.vocab_size:
+        return None
+    return error(
+        "algorithm",
+        f"algorithm.divergence={preset.divergence} is computed from all {model.vocab_size} tokens of the vocabulary, "
+        f"but K is {preset.topk}",
+        f"set algorithm.overrides.topk={model.vocab_size} and rollout.top_k_logprobs={model.vocab_size}, or choose a "
+        "divergence of fewer tokens",
+    )
+
+
 def _adapters(config: Config, model: HFConfig, ranks: int) -> Finding | None:
     lora = config.lora
     if lora is None:
@@ -207,6 +230,7 @@ SECTIONS: tuple[Callable[[Config], Finding | None], ...] = (
     _oversample,
     _baseline,
     _topk,
+    _own_code,
     _profile,
     _sync_timeout,
     _hang,
@@ -219,4 +243,5 @@ MODEL: tuple[Callable[[Config, HFConfig, int], Finding | None], ...] = (
     _replay,
     _pack,
     _positions,
+    _vocabulary,
 )

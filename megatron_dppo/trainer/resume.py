@@ -24,7 +24,8 @@ RESULT = (
     "optimizer.beta1", "optimizer.beta2", "optimizer.epsilon", "optimizer.weight_decay", "optimizer.clip_grad",
     "optimizer.cpu_offload_fraction", "optimizer.initial_loss_scale", "optimizer.min_loss_scale",
     "optimizer.loss_scale_hysteresis", "optimizer.loss_scale_window",
-    "algorithm.preset", "algorithm.constants", "algorithm.overrides.*", "algorithm.baseline",
+    "algorithm.preset", "algorithm.constants", "algorithm.overrides.*", "algorithm.divergence",
+    "algorithm.loss", "algorithm.baseline",
     "algorithm.divide_by_std", "algorithm.overlong_filter", "algorithm.normaliser",
     "rollout.temperature", "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.stop_token_ids",
     "rollout.top_k_logprobs", "rollout.router_replay", "rollout.dtype", "rollout.schedule", "rollout.max_staleness",
@@ -41,7 +42,8 @@ RESULT = (
     "trainer.prompts_per_step", "trainer.samples_per_prompt", "trainer.prompts_per_mini_batch",
     "trainer.ppo_epochs", "trainer.engine_weight_noise",
 )  # fmt: skip
-"""Settings that decide what the next step computes. `*` stands for the entries of a mapping."""
+"""Settings that decide what the next step computes. `*` stands for the entries of a mapping. Of code that a path names
+the path is compared, not what the code says: an edit between two parts of a run is not noticed."""
 FREE = (
     "run.dir", "run.name", "run.collective_timeout_minutes", "run.hang_minutes",
     "model.path",

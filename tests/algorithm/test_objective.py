@@ -227,7 +227,9 @@ def test_divergence_for_names_what_is_missing() -> None:
     with pytest.raises(ValueError, match="needs mu_topk_logp"):
         divergence_for(presets.get("dppo-topk-tv"), logp=logp, mu_logp=logp)
     with pytest.raises(ValueError, match="needs recomputed_topk_logp"):
-        divergence_for(presets.get("dppo-topk-kl-decoupled"), logp=logp, mu_logp=logp, mu_topk_logp=logp)
+        divergence_for(
+            presets.get("dppo-topk-kl-decoupled"), logp=logp, mu_logp=logp, recomputed_logp=logp, mu_topk_logp=logp
+        )
     columns, member = torch.zeros(2, 20), torch.ones(2, 20, dtype=torch.bool)
     with pytest.raises(ValueError, match="need 21 columns"):
         divergence_for(

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron_dppo.algorithm import (
+    DIVERGENCES,
     Aggregation,
     Anchor,
-    DivergenceKind,
     Preset,
     PresetError,
     TrustRegion,
@@ -57,6 +57,7 @@ SOME_OTHER_VALUE = {
     "ratio_level": "sequence",
     "entropy_coefficient": 0.001,
     "aggregation": "token-mean",
+    "loss": "torch:abs",
 }
 A_PRESET_WITH_THE_FIELD = {
     "relax_below": "relax-both",
@@ -78,11 +79,24 @@ def test_every_field_can_be_overridden() -> None:
         base = presets.get(A_PRESET_WITH_THE_FIELD.get(field, "dppo-binary-tv"))
         changed = presets.get(base.name, **{field: value})
         assert getattr(changed, field) == value
-        assert dataclasses.replace(changed, **{field: getattr(base, field)}) == base
+        if field != "divergence":  # which brings its own thresholds, see below
+            assert dataclasses.replace(changed, **{field: getattr(base, field)}) == base
     without = presets.get(
         "ppo-clip", trust_region="none", anchor=None, threshold_negative=None, threshold_positive=None
     )
     assert without.trust_region is TrustRegion.NONE
+
+
+def test_a_divergence_brings_its_thresholds_and_k() -> None:
+    """Not those of the preset it is put into: 0.2 is TV's, and no KL's."""
+    for name in ("dppo-binary-tv", "dppo-topk-kl"):
+        for constants in presets.constant_sets(name):
+            for divergence in DIVERGENCES:
+                changed = presets.get(name, constants=constants, divergence=divergence)
+                assert dataclasses.replace(changed, name=f"dppo-{divergence}") == presets.get(
+                    f"dppo-{divergence}", constants=constants
+                )
+    assert presets.get("dppo-binary-tv", divergence="binary-kl", threshold_positive=0.4).threshold_positive == 0.4
 
 
 def test_an_override_may_turn_one_algorithm_into_another() -> None:
@@ -94,7 +108,7 @@ def test_an_override_may_turn_one_algorithm_into_another() -> None:
 
 def test_strings_of_a_config_file_are_understood() -> None:
     preset = presets.get("dppo-topk-tv", divergence="topk-kl", ratio_cap="inf", threshold_negative="0.05", topk=4)
-    assert preset.divergence is DivergenceKind.TOPK_KL
+    assert preset.divergence == "topk-kl"
     assert preset.ratio_cap == math.inf
     assert preset.threshold_negative == 0.05
 
@@ -118,7 +132,11 @@ def test_strings_of_a_config_file_are_understood() -> None:
         ("mask-0.5", {"threshold_positive": 0.5}, "only blocks negative advantages"),
         ("grpo-clip-higher", {"divergence": "binary-tv"}, "the trust region is ratio-clip"),
         ("dppo-binary-tv", {"divergence": None}, "needs divergence: one of binary-tv"),
-        ("dppo-binary-tv", {"divergence": "topk-tv"}, "needs topk >= 1"),
+        ("dppo-binary-tv", {"divergence": "topk-tv", "topk": None}, "needs topk >= 1"),
+        ("dppo-binary-tv", {"divergence": "binary-kll"}, "topk-kl, nor an import path, did you mean 'binary-kl'?"),
+        ("dppo-binary-tv", {"divergence": 3}, "must be a name"),
+        ("dppo-binary-tv", {"divergence": "torch:abs"}, "has no threshold of its own"),
+        ("minirl", {"loss": "abs"}, "must be an import path package.module:function"),
         ("dppo-binary-tv", {"topk": 20}, "not a top-K one"),
         ("dppo-topk-tv", {"topk": None}, "needs topk >= 1"),
         ("dppo-topk-tv", {"topk": 0}, "needs topk >= 1"),
@@ -142,7 +160,7 @@ def test_what_a_preset_needs() -> None:
         "minirl",
         "minirl-tis",
         "mask-0.5-recompute",
-        *(f"dppo-{kind}-decoupled" for kind in DivergenceKind),
+        *(f"dppo-{name}-decoupled" for name in DIVERGENCES),
     }
     assert {n for n in presets.names() if presets.get(n).needs_topk} == {
         f"dppo-topk-{d}{suffix}" for d in ("tv", "kl") for suffix in ("", "-decoupled")

@@ -49,6 +49,23 @@ FAULTS: dict[str, tuple[list[str], str, str]] = {
         "the preset dppo-topk-tv uses the top 20 tokens, but rollout.top_k_logprobs=7; set both alike "
         "(algorithm.overrides.topk and rollout.top_k_logprobs)",
     ),
+    "a loss that is none": (
+        ["algorithm.loss=math:fsum"],
+        "algorithm",
+        "algorithm.loss=math:fsum: raised TypeError: 'LossInputs' object is not iterable; docs/algorithms.md says what "
+        "is asked of it",
+    ),
+    "a divergence of the whole vocabulary": (
+        [
+            "algorithm.divergence=tests.preflight.own_rows:EVERY_TOKEN",
+            "algorithm.overrides.topk=7",
+            "rollout.top_k_logprobs=7",
+        ],
+        "algorithm",
+        "algorithm.divergence=tests.preflight.own_rows:EVERY_TOKEN is computed from all 300 tokens of the vocabulary, "
+        "but K is 7; set algorithm.overrides.topk=300 and rollout.top_k_logprobs=300, or choose a divergence of fewer "
+        "tokens",
+    ),
     "profile": (
         ["trainer.profile_step=101"],
         "trainer",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 import numbers
 import os
@@ -13,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.launch.imports import load_callable
 from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
 
 
@@ -40,7 +38,7 @@ class CustomVerifier:
         self._function()
 
     def _function(self) -> Callable[..., Any]:
-        return load_callable(self.path, self.file)
+        return load_callable(self.path, named="the reward ", folder=self.folder)
 
     def __call__(self, item: Answered) -> Verdict:
         """A function that raises or returns no finite number gives no score; the response may be to blame, so that is
@@ -62,30 +60,3 @@ class CustomVerifier:
         if not math.isfinite(score):
             return Verdict(score=0.0, error=f"{self.path} returned {float(score)}")
         return Verdict(score=float(score))
-
-
-_loaded: dict[str, Callable[..., Any]] = {}
-
-
-def load_callable(path: str, file: Path | None) -> Callable[..., Any]:
-    """The callable that `path` names, of a module or of `file`. Raises UserError with the reason where it cannot be
-    had."""
-    if path in _loaded:
-        return _loaded[path]
-    module_name, _, name = path.rpartition(":")
-    try:
-        if file is not None:
-            spec = importlib.util.spec_from_file_location(f"reward_{file.stem}", file)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(module_name)
-    except Exception as error:
-        raise UserError(f"the reward {path} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise UserError(f"the reward {path} cannot be used: {module_name} has no callable {name}")
-    _loaded[path] = function
-    return function
