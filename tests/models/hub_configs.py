@@ -1,6 +1,14 @@
 """config.json files of the families' models as published: what stands in
 `huggingface.co/NAME/blob/main/config.json`, NAME being the key. Each is written as the fields in which it differs from
-a sister's."""
+a sister's.
+
+Written from memory and then compared, field by field, with copies of the files in public repositories as far as some
+were found. Equal: Qwen2.5-0.5B, 1.5B and 72B-Instruct, Qwen2.5-14B-Instruct and Qwen2.5-7B-Instruct-1M (what is quoted
+of them), Qwen3-4B, 8B, 14B, 32B and 30B-A3B, Qwen3-Coder-480B-A35B-Instruct, DeepSeek-R1-Distill-Qwen-1.5B and
+DeepSeek-R1-0528-Qwen3-8B, Llama-3.1-8B, 3.2-3B (but for the end tokens of their Instruct versions) and
+3.3-70B-Instruct, Llama-2-13b, SmolLM2-135M and 1.7B-Instruct. Qwen2.5-32B and the Coder were corrected by them.
+Sources: sglang/Model_Config.md of citsjtu2020/LLM-Prof, src/aiconfigurator/model_configs of ai-dynamo/aiconfigurator,
+and configurations that logs of training and serving print. Of the others no copy was found."""
 
 from __future__ import annotations
 
@@ -53,7 +61,9 @@ _QWEN3: Config = {name: value for name, value in CONFIGS["Qwen3-8B"].items() if 
 _QWEN3_MOE: Config = {name: value for name, value in CONFIGS["Qwen3-30B-A3B"].items() if name not in _SIZES}
 _30B = (2048, 6144, 48, 32, 4)
 _235B = (4096, 12288, 94, 64, 4)
-_CODER: Config = _QWEN3_MOE | {
+_CODER: Config = {
+    name: value for name, value in _QWEN3_MOE.items() if name not in ("attention_bias", "bos_token_id")
+} | {
     "max_position_embeddings": 262144,
     "max_window_layers": 28,
     "qkv_bias": False,
@@ -137,7 +147,19 @@ LOADED: dict[str, Config] = {
         _QWEN2, *_QWEN2_7B, **_LARGE, max_window_layers=28, rope_scaling=_YARN_BY_HAND
     ),
     "Qwen/Qwen2.5-14B-Instruct": _sized(_QWEN2, 5120, 13824, 48, 40, 8, **_LARGE, max_window_layers=70),
-    "Qwen/Qwen2.5-32B": _sized(_QWEN2, 5120, 27648, 64, 40, 8, **_LARGE, max_window_layers=64, eos_token_id=151643),
+    "Qwen/Qwen2.5-32B": _sized(
+        _QWEN2,
+        5120,
+        27648,
+        64,
+        40,
+        8,
+        **_LARGE,
+        eos_token_id=151643,
+        max_position_embeddings=131072,
+        max_window_layers=64,
+        rms_norm_eps=1e-05,
+    ),
     "Qwen/Qwen2.5-72B-Instruct": _sized(_QWEN2, 8192, 29568, 80, 64, 8, **_LARGE, max_window_layers=70),
     "Qwen/Qwen2.5-Coder-7B-Instruct": _sized(_QWEN2, *_QWEN2_7B, **_LARGE, max_window_layers=28),
     "Qwen/Qwen2.5-Math-1.5B": _sized(
