@@ -109,7 +109,7 @@ def evaluate_model(model: Path, config: EvaluateConfig, out: Path) -> int:
             for one, file, prompts in zip(sets, files, missing, strict=True):
                 _answer_all(engine, tokenizer, config, one, file, prompts, console)
         results = {one.name: _metrics(one, file) for one, file in zip(sets, files, strict=True)}
-    (out / "summary.json").write_text(json.dumps(results, indent=2) + "\n")
+        (out / "summary.json").write_text(json.dumps(results, indent=2) + "\n")
     console.print(_table(model, sets, results))
     console.print(f"answers and summary: {out}", markup=False, soft_wrap=True)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -11,16 +12,23 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from examples.tiny_moe_dppo.model import byte_tokenizer, random_tiny_qwen3_moe, write_checkpoint
 from megatron_dppo.checkpoint import state_folder
+from megatron_dppo.cli import main
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import lease as module
 from megatron_dppo.launch.lease import lease
 from megatron_dppo.trainer.history import read_rows
 from megatron_dppo.trainer.tracking import METRICS_FILE, Tracker
+from tests.distributed import PATIENCE_S
+from tests.tiny import tiny_qwen3_moe
 
 FORK = multiprocessing.get_context("fork")
 
@@ -202,3 +210,67 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     refused = pytest.raises(UserError, match=r"run.dir=x cannot be written: .*; choose another folder")
     with refused, lease(tmp_path / "file/l", of="run.dir=x"):
         pass
+
+
+@contextlib.contextmanager
+def standing_still(arguments: list[str], place: Path) -> Iterator[subprocess.Popen[str]]:
+    """Inside, `megatron-dppo ARGUMENTS` has the lease `place` and goes no further; afterwards it has ended well."""
+    command = [sys.executable, "-m", "megatron_dppo.cli", *arguments]
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables)
+    try:
+        end = time.monotonic() + PATIENCE_S
+        while not (place / "1").exists():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        os.kill(process.pid, signal.SIGSTOP)
+        yield process
+        os.kill(process.pid, signal.SIGCONT)
+        printed = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, printed
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def refused(arguments: list[str], output: Path, first: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second of two commands ends with one line and status 2, and leaves no file of its own."""
+    before = sorted(output.parent.rglob("*"))
+    capsys.readouterr()
+    assert main(arguments) == 2
+    where = f"{socket.gethostname()} (process {first})"
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert line.endswith(f"{output} is in use by another process on {where}; wait for it, or choose another")
+    assert sorted(output.parent.rglob("*")) == before
+
+
+def test_two_conversions_into_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, states, back = tmp_path / "source", tmp_path / "a/states", tmp_path / "b/back"
+    tiny_qwen3_moe(source, seed=8, num_hidden_layers=2)
+    for read, written in ((source, states), (states, back)):
+        written.parent.mkdir()
+        arguments = ["convert", str(read), str(written), "--overwrite"]
+        with standing_still(arguments, written.parent / f".{written.name}{module.FOLDER}") as first:
+            refused(arguments, written, first.pid, capsys)
+        assert [path.name for path in written.parent.iterdir()] == [written.name]
+    original, converted = load_file(source / "model.safetensors"), load_file(back / "model.safetensors")
+    assert original.keys() == converted.keys()
+    assert all(torch.equal(converted[name], original[name]) for name in original)
+
+
+@pytest.mark.full
+def test_two_evaluations_into_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer, out = byte_tokenizer(), tmp_path / "a/out"
+    out.parent.mkdir()
+    write_checkpoint(tmp_path / "model", random_tiny_qwen3_moe(tokenizer, seed=1), tokenizer)
+    (tmp_path / "q.jsonl").write_text("".join(f'{{"problem": "Find {i}.", "answer": "{i}"}}\n' for i in range(3)))
+    sizes = ["rollout.max_prompt_tokens=32", "rollout.max_response_tokens=6", "rollout.kv_cache_mib=64"]
+    arguments = ["evaluate", str(tmp_path / "model"), str(tmp_path / "q.jsonl"), "--out", str(out)]
+    arguments += [*sizes, "rollout.max_num_seqs=8", "rollout.dtype=float32", "evaluation.samples=2"]
+    with standing_still(arguments, out / module.FOLDER) as first:
+        refused(arguments, out, first.pid, capsys)
+    assert sorted(path.name for path in out.iterdir()) == ["q.jsonl", "summary.json"]
+    rows = [json.loads(line) for line in (out / "q.jsonl").read_text().splitlines()[1:]]
+    assert [(row["prompt"], row["sample"]) for row in rows] == [(i, j) for i in range(3) for j in range(2)]
+    assert json.loads((out / "summary.json").read_text())["q"]["questions"] == 3

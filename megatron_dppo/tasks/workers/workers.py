@@ -172,7 +172,7 @@ class _Worker:
                 asked, outcome = self._read(frame)
                 found[asked.number] = outcome
                 del self.asked[asked.number], self._deadlines[asked.number]
-        except (Closed, ValueError, KeyError, TypeError) as error:
+        except (Closed, ValueError, KeyError, TypeError, RecursionError) as error:
             self.over = True
             status = self._stop(GRACE_S if isinstance(error, Closed) else 0.0)
             if not self.ready:
@@ -197,8 +197,8 @@ class _Worker:
         self.ready = True
 
     def _read(self, frame: bytes) -> tuple[Asked, Outcome]:
-        """Raises ValueError, KeyError or TypeError for an answer to what was not asked. What the process itself said is
-        taken for what it is: bytes of a stranger."""
+        """Raises ValueError, KeyError, TypeError or RecursionError for an answer to what was not asked. What the
+        process itself said is taken for what it is: bytes of a stranger."""
         head, _, said = frame.partition(b"\n")
         answer = json.loads(head)
         asked = self.asked[answer["number"]]

@@ -24,7 +24,7 @@ from megatron_dppo.tasks.rewards.pool import LocalVerifierPool, TimedVerifier, r
 from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
 from megatron_dppo.tasks.workers import sandbox
 from megatron_dppo.tasks.workers.calls import Asked, Call, Hosted, Outcome
-from megatron_dppo.tasks.workers.channel import Channel, Closed
+from megatron_dppo.tasks.workers.channel import HEADER, Channel, Closed
 from megatron_dppo.tasks.workers.sandbox import clean_environment
 from megatron_dppo.tasks.workers.workers import Workers
 
@@ -97,7 +97,13 @@ def test_an_answer_that_is_not_to_the_question() -> None:
     for wrong in ({"secret": "other"}, {"secret": 3}, {"number": 8}, {"number": [7]}):
         with pytest.raises((ValueError, KeyError, TypeError)):
             worker._read(json.dumps(good | wrong).encode() + b"\n{}")
-    del worker.asked[7]
+    ours, theirs = socket.socketpair()
+    worker.channel.close()
+    worker.channel, deep = Channel(ours, 1 << 20), b"[" * 100_000
+    theirs.sendall(HEADER.pack(len(deep)) + deep)
+    assert worker.answers() == {7: Outcome(error="its worker answered what was not asked")}
+    assert worker.over
+    theirs.close()
     workers.close()
 
 
