@@ -22,6 +22,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from megatron_dppo.algorithm import presets
 from megatron_dppo.checkpoint.state_folder import finished_states
 from megatron_dppo.config.load import load_config
 from megatron_dppo.errors import UserError
@@ -45,11 +46,24 @@ LABELS = {
     "mask-0.5-recompute": "Mask-0.5-Recompute",
 }
 """Presets of the study, and the paper's names for them."""
+PEERS = {
+    "ppo-dual-clip": "PPO, dual clip",
+    "token-mis": "Masked IS, token",
+    "icepop": "IcePop",
+    "icepop-decoupled": "IcePop, decoupled",
+    "sequence-tis": "Truncated IS, sequence",
+    "sequence-mis": "Masked IS, sequence",
+    "geometric-mis": "Masked by geometric mean",
+    "gspo": "GSPO",
+}
+"""What others compare with, in the study where ALGORITHMS names them."""
+NAMES = LABELS | PEERS
 FIGURES = {
     "Figure 3: trust regions": tuple(LABELS)[:7],
     "Figure 4: anchor of the trust region": ("dppo-binary-kl", "dppo-binary-kl-decoupled"),
     "Figure 5: minimal masks": ("pg-is", "mask-0.5", "mask-0.8", "mask-0.5-recompute"),
 }
+PEERS_FIGURE = {"Others, beside DPPO": ("dppo-binary-tv", *PEERS)}
 COLLAPSE = 0.5
 """A run has collapsed if its last tenth has less than this share of its best (smoothed) reward."""
 
@@ -98,9 +112,10 @@ def options(run: Path, algorithm: str, steps: int) -> str:
 
     A run that has metrics but no checkpoint is begun anew. Raises UserError for an algorithm that is not in the study.
     """
-    if algorithm not in LABELS:
-        raise UserError(f"ALGORITHMS: {algorithm} is not in the study: {' '.join(LABELS)}")
-    constants = "section-5.3" if algorithm.startswith("mask-") else "appendix-d"
+    if algorithm not in NAMES:
+        raise UserError(f"ALGORITHMS: {algorithm} is not in the study: {' '.join(NAMES)}")
+    published = presets.constant_sets(algorithm)
+    constants = presets.APPENDIX_D if presets.APPENDIX_D in published else published[0]
     chosen = [f"algorithm.preset={algorithm}", f"algorithm.constants={constants}"]
     if not (run / METRICS_FILE).exists():
         return " ".join(chosen)
@@ -122,7 +137,7 @@ def _has_steps(run: Path) -> bool:
 def read_study(out: Path) -> dict[str, list[History]]:
     """The runs of each algorithm, by seed, as far as they came. Raises UserError where there are none."""
     study = {}
-    for algorithm in LABELS:
+    for algorithm in NAMES:
         runs = [run for run in sorted((out / algorithm).glob("seed-*")) if _has_steps(run)]
         if runs:
             study[algorithm] = [History.read(run) for run in runs]
@@ -136,10 +151,12 @@ def plot_study(study: Mapping[str, Sequence[History]], path: Path) -> None:
 
     A line is the mean over seeds, smoothed as in `plots`; the band spans the lowest and the highest seed.
     """
-    figure = Figure(figsize=(12.5, 12.0), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+    figures = FIGURES | (PEERS_FIGURE if PEERS.keys() & study.keys() else {})
+    figure = Figure(figsize=(12.5, 4.0 * len(figures)), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     FigureCanvasAgg(figure)
-    colours = {name: f"C{i}" if i < 10 else "black" for i, name in enumerate(LABELS)}
-    for (left, right), (title, names) in zip(figure.subplots(3, 2), FIGURES.items(), strict=True):
+    colours = {name: f"C{i}" if i < 10 else "black" for names in (LABELS, PEERS) for i, name in enumerate(names)}
+    colours["dppo-binary-tv"] = "black" if len(figures) > len(FIGURES) else colours["dppo-binary-tv"]
+    for (left, right), (title, names) in zip(figure.subplots(len(figures), 2), figures.items(), strict=True):
         drawn = [name for name in names if name in study]
         second = BAD if title.startswith("Figure 5") else MISMATCH
         for name in drawn:
@@ -158,7 +175,7 @@ def plot_study(study: Mapping[str, Sequence[History]], path: Path) -> None:
             axis.set_xlabel("training step")
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             axis.grid(alpha=0.3)
-        handles = [Line2D([], [], color=colours[name], linewidth=2, label=LABELS[name]) for name in drawn]
+        handles = [Line2D([], [], color=colours[name], linewidth=2, label=NAMES[name]) for name in drawn]
         left.legend(handles=handles, fontsize=8, loc="best")
     seeds = sorted({len(runs) for runs in study.values()})
     count = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
@@ -180,7 +197,7 @@ def table(study: Mapping[str, Sequence[History]]) -> str:
         outcomes = [Outcome.of(history) for history in runs]
         steps = sorted({int(history[REWARD].steps[-1]) for history in runs})
         cells = [
-            LABELS[name],
+            NAMES[name],
             str(len(runs)),
             str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}",
             _spread([o.final_reward for o in outcomes], ".3f"),

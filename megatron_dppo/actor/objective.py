@@ -12,7 +12,6 @@ from megatron_dppo.actor.microbatch import Microbatch
 from megatron_dppo.algorithm import (
     Denominators,
     Preset,
-    RatioLevel,
     TokenMetrics,
     aggregate,
     divergence_for,
@@ -78,7 +77,7 @@ class MiniBatchObjective:
             recomputed_topk_logp=None if recomputed is None else recomputed.topk_logp,
             topk_member=rows.topk_member,
         )
-        by_sequence = self.preset.ratio_level is RatioLevel.SEQUENCE
+        by_sequence = self.preset.needs_sequences
         loss = policy_loss(
             self.preset,
             stats.logp,

@@ -11,7 +11,7 @@ from megatron_dppo.algorithm.divergence import DivergenceInputs
 from megatron_dppo.algorithm.metrics import TokenMetrics, token_metrics
 from megatron_dppo.algorithm.own_loss import LossInputs, own_loss
 from megatron_dppo.algorithm.preset import Anchor, Preset, RatioLevel, TrustRegion
-from megatron_dppo.algorithm.sequence_ratio import SequenceReduce, sequence_mean_log_ratio
+from megatron_dppo.algorithm.sequence_ratio import SequenceReduce, sequence_log_ratio
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def policy_loss(
         recomputed_logp: log pi'(y_t | s_t); needed where `preset.needs_recomputed_logp`, refused elsewhere.
         entropy: of the trained policy; needed (with gradient) where the preset has an entropy bonus, and otherwise
             only a metric. The bonus -coefficient * entropy is added on every trained row, blocked or not.
-        sequence_ids, num_sequences, sequence_reduce: for sequence-level ratios only, see `sequence_mean_log_ratio`.
+        sequence_ids, num_sequences, sequence_reduce: for sequence-level ratios only, see `sequence_log_ratio`.
         returns: R(y) of each row's sequence for the bound metrics (Section 3); the advantages if None.
 
     No collective but `sequence_reduce`, the caller's own. Raises ValueError on shapes that differ and on inputs that
@@ -135,21 +135,27 @@ def policy_loss(
     if recomputed_logp is not None:
         policies[Anchor.RECOMPUTED] = clean(recomputed_logp)
 
-    def ratio_to(reference: Anchor) -> Tensor:
-        log_ratio = pi - policies[reference]
-        if preset.ratio_level is RatioLevel.SEQUENCE:
+    def ratio_of(policy: Tensor, reference: Anchor, level: RatioLevel) -> Tensor:
+        log_ratio = policy - policies[reference]
+        if level is not RatioLevel.TOKEN:
             assert sequence_ids is not None
-            log_ratio = sequence_mean_log_ratio(
-                log_ratio, trainable, sequence_ids, num_sequences=num_sequences, reduce=sequence_reduce
+            mean = level is RatioLevel.SEQUENCE
+            log_ratio = sequence_log_ratio(
+                log_ratio, trainable, sequence_ids, mean=mean, num_sequences=num_sequences, reduce=sequence_reduce
             )
         return log_ratio.exp()
 
-    ratio = ratio_to(preset.ratio_reference)
+    ratio = ratio_of(pi, preset.ratio_reference, preset.ratio_level)
     distance = None if divergence is None else clean(divergence)
     keep = torch.ones_like(trainable)
     if preset.anchor is not None:
-        anchor_ratio = ratio if preset.anchor is preset.ratio_reference else ratio_to(preset.anchor)
+        same = preset.anchor is preset.ratio_reference
+        anchor_ratio = ratio if same else ratio_of(pi, preset.anchor, preset.ratio_level)
         keep = _keep(preset, anchor_ratio, policies[preset.anchor].exp(), pi.exp(), advantage, distance)
+    if preset.has_band:
+        policy = policies[Anchor.RECOMPUTED] if preset.band_recomputed else pi
+        band = ratio_of(policy, Anchor.ROLLOUT, preset.band_level)
+        keep &= tr.ratio_band_mask(band, low=preset.band_low, high=preset.band_high)
     mask = trainable & keep
 
     if preset.loss is None:
@@ -212,7 +218,7 @@ def _keep(
         return tr.negative_drop_mask(anchor_prob, pi_prob, advantages, delta=low)
     assert high is not None
     if preset.trust_region is TrustRegion.RATIO_CLIP:
-        return tr.ratio_clip_mask(ratio, advantages, clip_low=low, clip_high=high)
+        return tr.ratio_clip_mask(ratio, advantages, clip_low=low, clip_high=high, dual_clip=preset.dual_clip)
     if preset.trust_region is TrustRegion.DIVERGENCE:
         assert divergence is not None
         return tr.divergence_mask(ratio, divergence, advantages, delta_negative=low, delta_positive=high)
@@ -272,5 +278,5 @@ def _check_inputs(
         raise ValueError(f"{who} does not mask by divergence (trust region {preset.trust_region}); pass None")
     if preset.entropy_coefficient and entropy is None:
         raise ValueError(f"{who} has entropy_coefficient={preset.entropy_coefficient}, but entropy is missing")
-    if preset.ratio_level is RatioLevel.SEQUENCE and sequence_ids is None:
+    if preset.needs_sequences and sequence_ids is None:
         raise ValueError(f"{who} uses sequence-level ratios, but sequence_ids is missing")

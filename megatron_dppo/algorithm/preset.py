@@ -37,10 +37,13 @@ class Anchor(StrEnum):
 
 
 class RatioLevel(StrEnum):
-    """Whether r_t is a token's own ratio or, as in GSPO, the geometric mean over its sequence."""
+    """Whether a ratio is a token's own or one of its whole sequence."""
 
     TOKEN = "token"
     SEQUENCE = "sequence"
+    """The geometric mean over the sequence's trained tokens, as in GSPO."""
+    PRODUCT = "sequence-product"
+    """The product over them: the importance ratio of the whole response."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,16 @@ class Preset:
     """alpha of the relaxed clip: it is lifted where the anchor's probability is below."""
     relax_low: bool = False
     relax_high: bool = False
+    dual_clip: float | None = None
+    """c of the ratio clip: for A < 0 it also blocks r > c (dual clip, arXiv 1912.09729)."""
+    band_low: float | None = None
+    """Rows whose ratio to mu is below are dropped, whatever their advantage."""
+    band_high: float | None = None
+    """Rows whose ratio to mu is above are dropped."""
+    band_level: RatioLevel = RatioLevel.TOKEN
+    """Of which ratio the band is."""
+    band_recomputed: bool = False
+    """The band is of pi'/mu, the mismatch of one set of weights; of pi/mu otherwise."""
     topk: int | None = None
     """K of the top-K divergences; the engine must return as many."""
     include_other: bool = True
@@ -83,7 +96,17 @@ class Preset:
     @property
     def needs_recomputed_logp(self) -> bool:
         """Whether the trainer must run its forward pass once more before the update."""
-        return Anchor.RECOMPUTED in (self.anchor, self.ratio_reference)
+        return self.band_recomputed or Anchor.RECOMPUTED in (self.anchor, self.ratio_reference)
+
+    @property
+    def has_band(self) -> bool:
+        """Whether rows are dropped by their ratio to mu alone."""
+        return self.band_low is not None or self.band_high is not None
+
+    @property
+    def needs_sequences(self) -> bool:
+        """Whether a ratio is of whole sequences, which no split but context parallelism may divide."""
+        return not self.ratio_level is self.band_level is RatioLevel.TOKEN
 
     @property
     def divergence_row(self) -> Divergence | None:
@@ -111,16 +134,19 @@ class Preset:
         self._check_names()
         self._coerce("ratio_reference", Anchor)
         self._coerce("ratio_level", RatioLevel)
+        self._coerce("band_level", RatioLevel)
         self._coerce("aggregation", Aggregation)
-        for name in ("threshold_negative", "threshold_positive", "relax_below", "ratio_cap", "entropy_coefficient"):
+        thresholds = ("threshold_negative", "threshold_positive", "relax_below", "dual_clip", "band_low", "band_high")
+        for name in (*thresholds, "ratio_cap", "entropy_coefficient"):
             self._coerce_number(name)
-        for name in ("relax_low", "relax_high", "include_other"):
+        for name in ("relax_low", "relax_high", "include_other", "band_recomputed"):
             if not isinstance(getattr(self, name), bool):
                 raise self._error(f"{name}={getattr(self, name)!r} must be true or false")
         self._check_trust_region()
         self._check_divergence()
         self._check_relaxation()
         self._check_ratio()
+        self._check_band()
 
     def _check_names(self) -> None:
         """Of the divergence and the loss. What a path names is loaded here: a wrong one is refused at once."""
@@ -213,6 +239,16 @@ class Preset:
         if not (self.relax_low or self.relax_high):
             raise self._error("a relaxed clip must relax at least one end: relax_low, relax_high or both")
 
+    def _check_band(self) -> None:
+        if not self.has_band:
+            self._refuse_unused("there is no band: band_low and band_high are not set", "band_level", "band_recomputed")
+        elif (self.band_low or 0.0) > (math.inf if self.band_high is None else self.band_high):
+            raise self._error(f"band_low={self.band_low} is above band_high={self.band_high}: nothing would be kept")
+        if self.trust_region is not TrustRegion.RATIO_CLIP:
+            self._refuse_unused("the trust region is not a ratio clip", "dual_clip")
+        elif self.dual_clip is not None and self.dual_clip <= 1:
+            raise self._error(f"dual_clip={self.dual_clip:g} must exceed 1, or it blocks what has not moved")
+
     def _check_ratio(self) -> None:
         if self.ratio_cap == 0:
             raise self._error("ratio_cap=0 would remove every gradient")
@@ -222,4 +258,9 @@ class Preset:
         ):
             raise self._error(
                 f"ratio_level=sequence contradicts the trust region {self.trust_region}, which masks single tokens"
+            )
+        if self.ratio_level is RatioLevel.PRODUCT and self.trust_region is not TrustRegion.NONE:
+            raise self._error(
+                f"ratio_level=sequence-product contradicts the trust region {self.trust_region}: the ratio of a whole "
+                "response is cut at ratio_cap or dropped by a band; set trust_region to none"
             )

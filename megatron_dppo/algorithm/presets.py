@@ -1,4 +1,4 @@
-"""The preset table: every algorithm of Appendices D and F, and PPO-clip and GSPO for comparison.
+"""The preset table: every algorithm of Appendices D and F, and those that people compare them with.
 
 A row has one set of constants per place that publishes some; the first set of a row is its default. The table in
 docs/algorithms.md lists all of them and is tested against this file.
@@ -19,6 +19,9 @@ APPENDIX_F = "appendix-f"
 """Scaling experiments (Section 7): C = 5 throughout; the top-K rows are Appendix G.2's, in the same setting."""
 APPENDIX_F_LORA = "appendix-f-lora"
 """Scaling experiment with LoRA: Appendix F with delta = 0.15 for TV."""
+ROLLOUT_CORRECTION = "verl-rollout-corr"
+"""Rejection and truncation by the ratio to mu (Liu, Li et al., "When Speed Kills Stability", 2025), with thresholds of
+verl's docs/algo/rollout_corr_math.md, Sections 3.2 to 3.4, without its recomputed policy (there: bypass mode)."""
 SECTION_5_3 = "section-5.3"
 SECTION_6 = "section-6"
 
@@ -26,8 +29,8 @@ TOPK = 20
 """K of Appendix G.2, the most that vLLM returns unless told otherwise."""
 
 
-def _unmasked(name: str, constants: str, cap: float) -> Preset:
-    return Preset(name=name, constants=constants, trust_region=TrustRegion.NONE, ratio_cap=cap)
+def _unmasked(name: str, constants: str, cap: float, **fields: Any) -> Preset:
+    return Preset(name=name, constants=constants, trust_region=TrustRegion.NONE, ratio_cap=cap, **fields)
 
 
 def _clip(
@@ -137,6 +140,32 @@ _ROWS: list[Preset] = [
         3e-4,
         4e-4,
         ratio_level=RatioLevel.SEQUENCE,
+        aggregation=Aggregation.SEQ_MEAN_TOKEN_MEAN,
+    ),
+    _clip("ppo-dual-clip", "arxiv-1912.09729", 0.2, 0.2, dual_clip=3.0),
+    _unmasked("token-mis", ROLLOUT_CORRECTION, math.inf, band_high=2.0),
+    _unmasked("sequence-tis", ROLLOUT_CORRECTION, 2.0, ratio_level=RatioLevel.PRODUCT),
+    _unmasked(
+        "sequence-mis",
+        ROLLOUT_CORRECTION,
+        math.inf,
+        ratio_level=RatioLevel.PRODUCT,
+        band_high=2.0,
+        band_level=RatioLevel.PRODUCT,
+    ),
+    _unmasked(
+        "geometric-mis", ROLLOUT_CORRECTION, 2.0, band_low=1 / 1.001, band_high=1.001, band_level=RatioLevel.SEQUENCE
+    ),
+    _unmasked("icepop", "arxiv-2512.16144", math.inf, band_low=0.5, band_high=5.0, aggregation=Aggregation.TOKEN_MEAN),
+    _clip(
+        "icepop-decoupled",
+        "arxiv-2510.18855",
+        0.2,
+        0.28,
+        anchor=Anchor.RECOMPUTED,
+        band_low=0.5,
+        band_high=5.0,
+        band_recomputed=True,
         aggregation=Aggregation.SEQ_MEAN_TOKEN_MEAN,
     ),
 ]

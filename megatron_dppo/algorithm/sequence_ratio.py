@@ -1,4 +1,4 @@
-"""The sequence-level importance ratio of GSPO: the geometric mean of a sequence's token ratios."""
+"""Importance ratios of whole sequences: the geometric mean of the token ratios (GSPO), and their product."""
 
 from collections.abc import Callable
 
@@ -11,20 +11,22 @@ SequenceReduce = Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
-def sequence_mean_log_ratio(
+def sequence_log_ratio(
     log_ratio: Float[Tensor, " T"],
     loss_mask: Bool[Tensor, " T"],
     sequence_ids: Int[Tensor, " T"],
     *,
+    mean: bool = True,
     num_sequences: int | None = None,
     reduce: SequenceReduce | None = None,
 ) -> Float[Tensor, " T"]:
-    """(1 / |y_i|) sum_t log r_{i,t} of each row's sequence, float64 [T]; 0 on rows the loss mask excludes.
+    """sum_t log r_{i,t} of each row's sequence, with `mean` over |y_i|, float64 [T]; 0 on rows the loss mask excludes.
 
-    The mean is over the trainable tokens of the *whole* sequence. Where context parallelism splits sequences, give
+    The sum is over the trainable tokens of the *whole* sequence. Where context parallelism splits sequences, give
     `num_sequences` (equal on those ranks) and `reduce`, which sums the per-sequence totals over them; the collective
     is the caller's. Sequences must not be split in any other way (over microbatches). Raises ValueError if `reduce`
-    comes without `num_sequences`. No gradient. Source: GSPO, arXiv 2507.18071.
+    comes without `num_sequences`. No gradient. Sources: GSPO, arXiv 2507.18071
+    (mean); the ratio of a response in any importance sampling (sum).
     """
     if reduce is not None and num_sequences is None:
         raise ValueError("reduce needs num_sequences, so that every rank sums a tensor of the same shape")
@@ -36,5 +38,5 @@ def sequence_mean_log_ratio(
     totals = torch.zeros(num_sequences, 2, dtype=torch.float64, device=log_ratio.device).index_add_(0, row, terms)
     if reduce is not None:
         totals = reduce(totals)
-    mean = totals[:, 0] / totals[:, 1].clamp(min=1.0)
-    return torch.where(trainable, mean[row], 0.0)
+    whole = totals[:, 0] / totals[:, 1].clamp(min=1.0) if mean else totals[:, 0]
+    return torch.where(trainable, whole[row], 0.0)

@@ -13,12 +13,34 @@ from torch import Tensor
 
 @torch.no_grad()
 def ratio_clip_mask(
-    ratio: Float[Tensor, " T"], advantages: Float[Tensor, " T"], *, clip_low: float, clip_high: float
+    ratio: Float[Tensor, " T"],
+    advantages: Float[Tensor, " T"],
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
 ) -> Bool[Tensor, " T"]:
-    """PPO's clip as a mask (Appendix D.1): blocks r > 1 + clip_high for A > 0 and r < 1 - clip_low for A < 0."""
+    """PPO's clip as a mask (Appendix D.1): blocks r > 1 + clip_high for A > 0 and r < 1 - clip_low for A < 0.
+
+    With `dual_clip` = c also r > c for A < 0, where max(min(r A, clip(r) A), c A) is flat (arXiv 1912.09729, Eq. 5).
+    """
     too_high = (advantages > 0) & (ratio > 1.0 + clip_high)
     too_low = (advantages < 0) & (ratio < 1.0 - clip_low)
+    if dual_clip is not None:
+        too_high |= (advantages < 0) & (ratio > dual_clip)
     return ~(too_high | too_low)
+
+
+@torch.no_grad()
+def ratio_band_mask(ratio: Float[Tensor, " T"], *, low: float | None, high: float | None) -> Bool[Tensor, " T"]:
+    """Drops r < low and r > high for either sign of the advantage: M(k) of IcePop (arXiv 2512.16144, Eq. 1), and with
+    ratios of whole sequences the masked importance sampling of Liu, Li et al. 2025."""
+    outside = torch.zeros_like(ratio, dtype=torch.bool)
+    if low is not None:
+        outside |= ratio < low
+    if high is not None:
+        outside |= ratio > high
+    return ~outside
 
 
 @torch.no_grad()

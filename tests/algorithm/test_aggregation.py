@@ -98,7 +98,7 @@ def test_value_is_the_formula(mode: Aggregation) -> None:
 
 
 @pytest.mark.parametrize("mode", list(Aggregation))
-@pytest.mark.parametrize("preset", ["dppo-binary-tv", "dppo-binary-kl", "minirl-tis"])
+@pytest.mark.parametrize("preset", ["dppo-binary-tv", "dppo-binary-kl", "minirl-tis", "icepop-decoupled"])
 @settings(max_examples=15)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8),
@@ -121,29 +121,28 @@ def test_gradient_does_not_depend_on_the_split(
 
 
 @pytest.mark.parametrize("mode", list(Aggregation))
+@pytest.mark.parametrize("preset", ["gspo", "sequence-tis", "sequence-mis", "geometric-mis"])
 @settings(max_examples=10)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), seed=st.integers(0, 2**31))
 def test_sequence_level_ratios_do_not_depend_on_the_split_either(
-    mode: Aggregation, lengths: list[int], seed: int
+    preset: str, mode: Aggregation, lengths: list[int], seed: int
 ) -> None:
-    """GSPO: whole sequences over microbatches, or split over two context-parallel ranks whose totals are summed."""
+    """Whole sequences over microbatches, or split over two context-parallel ranks whose totals are summed."""
     batch = Batch(lengths, seed)
     rows = torch.arange(len(batch.ids))
-    _, whole = batch.gradient("gspo", mode, rows)
+    _, whole = batch.gradient(preset, mode, rows)
 
-    by_sequence = [batch.gradient("gspo", mode, rows[batch.ids == s])[1] for s in range(batch.sequences)]
+    by_sequence = [batch.gradient(preset, mode, rows[batch.ids == s])[1] for s in range(batch.sequences)]
     assert (sum(by_sequence) - whole).abs().max() <= 1e-12
 
     halves = [rows[rows % 2 == 0], rows[rows % 2 == 1]]
-    totals: list[Tensor] = []
-
-    def record(total: Tensor) -> Tensor:
-        totals.append(total)
-        return total
-
-    for half in halves:  # what each rank would contribute to the all-reduce
-        batch.gradient("gspo", mode, half, record)
-    split = [batch.gradient("gspo", mode, half, lambda _: totals[0] + totals[1])[1] for half in halves]
+    totals: list[list[Tensor]] = [[], []]
+    for half, own in zip(halves, totals, strict=True):  # what each rank would contribute to each all-reduce
+        batch.gradient(preset, mode, half, lambda total, own=own: own.append(total) or total)
+    split = []
+    for half in halves:
+        sums = iter([one + two for one, two in zip(*totals, strict=True)])
+        split.append(batch.gradient(preset, mode, half, lambda _, sums=sums: next(sums))[1])
     assert (sum(split) - whole).abs().max() <= 1e-12
 
 

@@ -110,6 +110,28 @@ def minimal(delta: float, anchor: str = "mu") -> Rule:
     return rule
 
 
+def ratio(t: Token) -> float:
+    return divide(t.pi, t.mu)
+
+
+def band(low: float, high: float, policy: str) -> Rule:
+    """Outside on either side, whatever the advantage."""
+
+    def rule(t: Token) -> tuple[bool, float]:
+        r = divide(getattr(t, policy), t.mu)
+        return r < low or r > high, min(abs(r - low) if low else 1.0, abs(r - high))
+
+    return rule
+
+
+def both(first: Rule, second: Rule) -> Rule:
+    def rule(t: Token) -> tuple[bool, float]:
+        (one, near), (two, close) = first(t), second(t)
+        return one or two, min(near, close)
+
+    return rule
+
+
 def nothing(_: Token) -> tuple[bool, float]:
     return False, 1.0
 
@@ -148,8 +170,15 @@ ALGORITHMS: dict[tuple[str, str], tuple[Rule, float]] = {
     ("relax-high", "section-6"): (clip("mu", 0.2, 0.28, lambda t: (False, t.mu < 0.1)), INF),
     ("relax-both", "section-6"): (clip("mu", 0.2, 0.28, lambda t: (t.mu < 0.1, t.mu < 0.1)), INF),
     ("ppo-clip", "section-4.2"): (clip("mu", 0.2, 0.2), INF),
+    ("ppo-dual-clip", "arxiv-1912.09729"): (
+        both(clip("mu", 0.2, 0.2), lambda t: (t.advantage < 0 and ratio(t) > 3, abs(ratio(t) - 3))),
+        INF,
+    ),
+    ("token-mis", "verl-rollout-corr"): (band(0, 2, "pi"), INF),
+    ("icepop", "arxiv-2512.16144"): (band(0.5, 5, "pi"), INF),
+    ("icepop-decoupled", "arxiv-2510.18855"): (both(clip("re", 0.2, 0.28), band(0.5, 5, "re")), INF),
 }
-SEQUENCE_LEVEL = {"gspo"}
+SEQUENCE_LEVEL = {"gspo", "sequence-tis", "sequence-mis", "geometric-mis"}
 
 
 def test_the_reference_covers_every_row_of_the_table() -> None:
@@ -266,6 +295,95 @@ def test_the_clip_is_lifted_below_alpha_only(name: str, mu: float, lifted: bool)
     ).mask.tolist()
     assert low is (lifted and name != "relax-high")
     assert high is (lifted and name != "relax-low")
+
+
+Rows = list[tuple[int, float, float, bool]]
+"""(sequence, log mu, log r, trained)"""
+ROWS = st.lists(
+    st.tuples(
+        st.integers(0, 3), st.floats(-4, 0), st.one_of(st.floats(-0.9, 0.9), st.floats(-2e-3, 2e-3)), st.booleans()
+    ),
+    min_size=1,
+    max_size=15,
+)
+
+
+@pytest.mark.parametrize("name", ["sequence-tis", "sequence-mis", "geometric-mis"])
+@settings(max_examples=100)
+@given(rows=ROWS)
+def test_masks_and_weights_of_whole_responses(name: str, rows: Rows) -> None:
+    """rho(y) = prod_t r_t: weight min(rho, 2); weight rho where rho <= 2, else 0; weight min(r_t, 2) where the geometric
+    mean lies in [1 / 1.001, 1.001], else 0."""
+    advantage = [1.0, -1.0, 0.5, -0.5]
+    steps = {s: [step for i, _, step, on in rows if on and i == s] for s in range(4)}
+    rho = {s: math.prod(math.exp(step) for step in steps[s]) for s in steps}
+    mean = {s: rho[s] ** (1 / max(len(steps[s]), 1)) for s in steps}
+    mu = torch.tensor([m if on else math.nan for _, m, _, on in rows], dtype=torch.float64)
+    logp = (mu + torch.tensor([step for _, _, step, _ in rows], dtype=torch.float64)).requires_grad_()
+    loss = policy_loss(
+        presets.get(name),
+        logp,
+        mu,
+        torch.tensor([advantage[s] for s, *_ in rows], dtype=torch.float64),
+        loss_mask=torch.tensor([on for *_, on in rows]),
+        sequence_ids=torch.tensor([s if on else -1 for s, _, _, on in rows]),
+    )
+    (gradient,) = torch.autograd.grad(loss.per_token.sum(), logp)
+    for i, (s, _, step, on) in enumerate(rows):
+        if min(abs(rho[s] - 2), abs(mean[s] - 1.001), abs(mean[s] - 1 / 1.001)) < 1e-9:
+            continue
+        if name == "geometric-mis":
+            weight, kept = min(math.exp(step), 2.0), 1 / 1.001 <= mean[s] <= 1.001
+        elif name == "sequence-mis":
+            weight, kept = rho[s], rho[s] <= 2
+        else:
+            weight, kept = min(rho[s], 2.0), True
+        expected = -weight * advantage[s] if on and kept else 0.0
+        assert loss.mask[i].item() is (on and kept)
+        assert loss.per_token[i].item() == pytest.approx(expected, rel=1e-11)
+        assert gradient[i].item() == pytest.approx(expected, rel=1e-11)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, -0.3])
+def test_the_gradient_of_dual_clip_is_that_of_its_objective(advantage: float) -> None:
+    """max(min(r A, clip(r) A), c A) for A < 0, and the inner minimum otherwise (arXiv 1912.09729, Eq. 5), by autograd."""
+    mu = torch.full((60,), 0.2, dtype=torch.float64).log()
+    logp = (mu + torch.linspace(-1.5, 1.5, 60, dtype=torch.float64)).requires_grad_()
+    r = (logp - mu).exp()
+    objective = torch.minimum(r * advantage, r.clamp(0.8, 1.2) * advantage)
+    if advantage < 0:
+        objective = torch.maximum(objective, torch.full_like(r, 3.0 * advantage))
+    (expected,) = torch.autograd.grad(-objective.sum(), logp)
+    own = logp.detach().requires_grad_()
+    loss = policy_loss(
+        presets.get("ppo-dual-clip"), own, mu, torch.full_like(mu, advantage), loss_mask=torch.ones(60).bool()
+    )
+    (gradient,) = torch.autograd.grad(loss.per_token.sum(), own)
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
+    assert 0 < (gradient == 0).sum() < 60
+
+
+def test_the_gradient_of_icepop_is_that_of_its_objective() -> None:
+    """M(k) A with k = pi / mu, M(k) = k inside [0.5, 5] and 0 outside (arXiv 2512.16144, Eq. 1), by autograd."""
+    mu = torch.full((50,), 0.1, dtype=torch.float64).log()
+    logp = (mu + torch.linspace(-2, 2.2, 50, dtype=torch.float64)).requires_grad_()
+    k = (logp - mu).exp()
+    inside = (k >= 0.5) & (k <= 5)
+    (expected,) = torch.autograd.grad(-(torch.where(inside, k, 0.0) * -0.7).sum(), logp)
+    own = logp.detach().requires_grad_()
+    loss = policy_loss(presets.get("icepop"), own, mu, torch.full_like(mu, -0.7), loss_mask=torch.ones(50).bool())
+    (gradient,) = torch.autograd.grad(loss.per_token.sum(), own)
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
+    assert 0 < (gradient == 0).sum() < 50
+
+
+def test_a_response_whose_ratio_overflows_is_dropped_or_cut() -> None:
+    mu, logp = torch.full((4,), -800.0).double(), torch.full((4,), -0.1).double()
+    arguments = {"loss_mask": torch.ones(4).bool(), "sequence_ids": torch.zeros(4).long()}
+    dropped = policy_loss(presets.get("sequence-mis"), logp.requires_grad_(), mu, torch.ones(4).double(), **arguments)
+    assert dropped.per_token.tolist() == [0.0] * 4
+    cut = policy_loss(presets.get("sequence-tis"), logp, mu, torch.ones(4).double(), **arguments)
+    assert cut.per_token.tolist() == [-2.0] * 4
 
 
 @settings(max_examples=50)

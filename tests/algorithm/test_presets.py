@@ -50,6 +50,11 @@ SOME_OTHER_VALUE = {
     "relax_below": 0.3,
     "relax_low": False,
     "relax_high": False,
+    "dual_clip": 2.5,
+    "band_low": 0.25,
+    "band_high": 7.0,
+    "band_level": "sequence-product",
+    "band_recomputed": True,
     "topk": 7,
     "include_other": False,
     "ratio_cap": 2.0,
@@ -64,6 +69,9 @@ A_PRESET_WITH_THE_FIELD = {
     "relax_low": "relax-both",
     "relax_high": "relax-both",
     "divergence": "dppo-topk-tv",
+    "dual_clip": "ppo-clip",
+    "band_level": "icepop",
+    "band_recomputed": "icepop",
     "topk": "dppo-topk-tv",
     "include_other": "dppo-topk-tv",
     "ratio_level": "ppo-clip",
@@ -146,6 +154,14 @@ def test_strings_of_a_config_file_are_understood() -> None:
         ("relax-both", {"relax_low": "false"}, "must be true or false"),
         ("relax-both", {"relax_below": None}, "needs relax_below"),
         ("dppo-binary-tv", {"ratio_level": "sequence"}, "masks single tokens"),
+        ("ppo-clip", {"ratio_level": "sequence-product"}, "set trust_region to none"),
+        ("pg-is", {"band_level": "sequence"}, "there is no band"),
+        ("pg-is", {"band_recomputed": True}, "there is no band"),
+        ("icepop", {"band_low": 6}, "band_low=6.0 is above band_high=5.0"),
+        ("icepop", {"band_low": -1}, "must be a number, 0 or more"),
+        ("icepop", {"band_level": "batch"}, "is not one of token, sequence, sequence-product"),
+        ("icepop", {"dual_clip": 3}, "not a ratio clip"),
+        ("ppo-dual-clip", {"dual_clip": 1}, "dual_clip=1 must exceed 1"),
     ],
 )
 def test_contradictions_are_refused_with_the_reason(name: str, overrides: dict[str, object], reason: str) -> None:
@@ -160,6 +176,7 @@ def test_what_a_preset_needs() -> None:
         "minirl",
         "minirl-tis",
         "mask-0.5-recompute",
+        "icepop-decoupled",
         *(f"dppo-{name}-decoupled" for name in DIVERGENCES),
     }
     assert {n for n in presets.names() if presets.get(n).needs_topk} == {
@@ -187,6 +204,7 @@ def documented_row(preset: Preset) -> str:
         number(preset.ratio_cap),
         "-" if preset.topk is None else str(preset.topk),
         number(preset.relax_below),
+        f"{number(preset.band_low)} to {number(preset.band_high)}" if preset.has_band else "-",
     ]
     return "| " + " | ".join(cells) + " |"
 
