@@ -10,7 +10,9 @@
 #   OUT         folder of the study (default runs/stability_study); its runs are OUT/ALGORITHM/seed-N
 #   SEEDS       of the sampling (default "0 1 2"); all runs see the same questions in the same order
 #   ALGORITHMS  some of pg-is cispo grpo-clip-higher minirl minirl-tis dppo-binary-tv dppo-binary-kl
-#               dppo-binary-kl-decoupled mask-0.5 mask-0.8 mask-0.5-recompute (default: all)
+#               dppo-binary-kl-decoupled mask-0.5 mask-0.8 mask-0.5-recompute (default: all of
+#               these), and of ppo-dual-clip token-mis icepop icepop-decoupled sequence-tis sequence-mis
+#               geometric-mis gspo, which the picture shows beside DPPO
 #   MODEL_DIR   the model all runs start from; made when absent (default runs/tiny_moe_model/seed-0)
 #   NPROC       ranks of each run (default 1)
 #   PYTHON      interpreter (default .venv/bin/python, made first where there is none)

@@ -312,8 +312,8 @@ ROWS = st.lists(
 @settings(max_examples=100)
 @given(rows=ROWS)
 def test_masks_and_weights_of_whole_responses(name: str, rows: Rows) -> None:
-    """rho(y) = prod_t r_t: weight min(rho, 2); weight rho where rho <= 2, else 0; weight min(r_t, 2) where the geometric
-    mean lies in [1 / 1.001, 1.001], else 0."""
+    """rho(y) = prod_t r_t: weight min(rho, 2); weight rho where rho <= 2, else 0; weight min(r_t, 2) where the
+    geometric mean lies in [1 / 1.001, 1.001], else 0."""
     advantage = [1.0, -1.0, 0.5, -0.5]
     steps = {s: [step for i, _, step, on in rows if on and i == s] for s in range(4)}
     rho = {s: math.prod(math.exp(step) for step in steps[s]) for s in steps}
@@ -346,7 +346,7 @@ def test_masks_and_weights_of_whole_responses(name: str, rows: Rows) -> None:
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0, -0.3])
 def test_the_gradient_of_dual_clip_is_that_of_its_objective(advantage: float) -> None:
-    """max(min(r A, clip(r) A), c A) for A < 0, and the inner minimum otherwise (arXiv 1912.09729, Eq. 5), by autograd."""
+    """max(min(r A, clip(r) A), c A) for A < 0, the inner minimum otherwise (arXiv 1912.09729, Eq. 5), by autograd."""
     mu = torch.full((60,), 0.2, dtype=torch.float64).log()
     logp = (mu + torch.linspace(-1.5, 1.5, 60, dtype=torch.float64)).requires_grad_()
     r = (logp - mu).exp()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from examples.stability_study.study import BAD, LABELS, MISMATCH, REWARD, Outcome, _main, options, report, table
+from examples.stability_study.study import BAD, LABELS, MISMATCH, PEERS, REWARD, Outcome, _main, options, report, table
 from megatron_dppo.config.load import load_config
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import History, Series
@@ -43,12 +43,13 @@ def test_shape_of_the_sanity_test() -> None:
     assert (config.actor.dtype, config.rollout.dtype) == ("float32", "bfloat16")
 
 
-@pytest.mark.parametrize("algorithm", LABELS)
+@pytest.mark.parametrize("algorithm", [*LABELS, *PEERS])
 def test_every_algorithm_is_a_valid_configuration(algorithm: str, tmp_path: Path) -> None:
     chosen = options(tmp_path / "run", algorithm, 3).split()
     config = load_config(CONFIG, chosen)
     assert config.algorithm.preset == algorithm
-    assert config.algorithm.resolve().constants == ("section-5.3" if "mask" in algorithm else "appendix-d")
+    if algorithm in LABELS:
+        assert config.algorithm.resolve().constants == ("section-5.3" if "mask" in algorithm else "appendix-d")
 
 
 def test_where_a_run_stands(tmp_path: Path) -> None:
@@ -119,6 +120,17 @@ def test_picture_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         report(tmp_path / "nothing")
 
 
+def test_the_others_have_a_row_of_their_own(tmp_path: Path) -> None:
+    for number, algorithm in enumerate(("pg-is", "dppo-binary-tv", *PEERS)):
+        write_run(tmp_path / algorithm / "seed-0", np.linspace(0.3, 0.5 + 0.03 * number, 9), bad=0.001 * number)
+    report(tmp_path)
+    image = Image.open(tmp_path / "study.png").convert("RGB")
+    assert image.size == (1500, 1920)
+    rows = np.asarray(image).astype(int)[1440:]
+    assert (rows.max(axis=2) - rows.min(axis=2) > 40).mean() > 0.002
+    assert len((tmp_path / "study.md").read_text().splitlines()) == 2 + 2 + len(PEERS)
+
+
 def test_one_seed_has_no_spread(tmp_path: Path) -> None:
     steps = np.arange(1, 4)
     one = History({name: Series(steps, np.ones(3)) for name in (REWARD, MISMATCH, BAD)})
@@ -130,7 +142,7 @@ def test_the_script_is_valid() -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
     subprocess.run([str(Path(sys.executable).with_name("shellcheck")), str(script)], check=True)
     named = set(script.read_text().replace("\n#", " ").split())
-    assert set(LABELS) <= {word.rstrip(",()") for word in named}
+    assert {*LABELS, *PEERS} <= {word.rstrip(",()") for word in named}
 
 
 TRAINING = """#!/usr/bin/env bash
