@@ -60,13 +60,13 @@ H100 = Efficiency()
 H200 = Efficiency(
     grouped=0.52,
     memory=0.69,
-    link=0.24,
+    link=0.35,
     layer_forward_s=0.0031,
     layer_backward_s=0.0077,
     microbatch_s=0.010,
 )
-"""Fitted by `tools/fit_planner.py` to twenty steps of one and two H200s, and `microbatch_s` set by two since then
-(docs/planner.md); the rest is the H100's."""
+"""Fitted by `tools/fit_planner.py` to twenty steps of one and two H200s; since then `microbatch_s` was set by two steps
+and `link` fitted to sixteen of one, two and four (docs/planner.md). The rest is the H100's."""
 MEASURED = {"h100-80g": H100, "h200-141g": H200}
 """By the name of the GPU."""
 

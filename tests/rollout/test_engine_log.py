@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import shutil
 import socket
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.engine import EngineDead
 from megatron_dppo.rollout.fleet.host import RemoteEngine
 from megatron_dppo.rollout.ray_session import RaySession
-from megatron_dppo.rollout.vllm.start import shorten_socket_paths
+from megatron_dppo.rollout.vllm.start import check_plugin, shorten_socket_paths
 from tests.rollout.conftest import vllm
 from tests.tiny import tiny_qwen3_moe
 
@@ -34,6 +36,19 @@ def test_sockets_can_be_made_however_long_the_temporary_folder_is(length: int, m
     Path(path).unlink()
     shutil.rmtree(folder.parent)
     assert path.startswith(str(folder)) == (length == 60)
+
+
+def test_a_package_that_vllm_cannot_load_is_named_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_plugin()
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_hf_hub_resolver")
+    with pytest.raises(UserError, match=r"VLLM_PLUGINS=lora_hf_hub_resolver leaves out megatron_dppo"):
+        check_plugin()
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_hf_hub_resolver,megatron_dppo")
+    check_plugin()
+    with monkeypatch.context() as bare:
+        bare.setattr(sys, "path", [str(Path(__file__).parents[2] / "docs")])  # where nothing is installed
+        with pytest.raises(UserError, match=r"has no installed megatron_dppo.*pip install"):
+            check_plugin()
 
 
 @pytest.mark.full

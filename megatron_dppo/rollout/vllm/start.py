@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Coroutine
 from dataclasses import fields
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.compat.vllm_cpu import engine_environment, engine_options, on_cpu
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 BACKEND = "megatron_dppo"
-"""Our weight-transfer backend's name to vLLM."""
+"""Our name to vLLM, as a plugin and as a weight-transfer backend."""
 
 
 class CoreLoop(EventLoop):
@@ -45,15 +47,28 @@ def shorten_socket_paths() -> None:
         os.environ.setdefault("VLLM_RPC_BASE_PATH", "/tmp")
 
 
+def check_plugin() -> None:
+    """UserError where vLLM's processes would not load this package's plugin (`compat/vllm_plugin.py`)."""
+    if BACKEND not in entry_points(group="vllm.general_plugins").names:
+        raise UserError(
+            f"{sys.executable} has no installed megatron_dppo, which vLLM's processes load as a plugin: that the package "
+            "can be imported is not enough; run `pip install --no-deps -e .` in its folder"
+        )
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and BACKEND not in allowed.split(","):
+        raise UserError(
+            f"VLLM_PLUGINS={allowed} leaves out {BACKEND}, which brings weights to vLLM; add it, or unset the variable"
+        )
+
+
 async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> AsyncLLM:
     """An engine whose core runs in a process of its own. Raises `UserError` for what routes or the model's own
     distribution cannot be recorded with."""
+    check_plugin()
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(config.start_timeout_s)))
     shorten_socket_paths()
-    from importlib.metadata import entry_points
-
     with uncollected():
         os.environ.update(engine_environment(config))
         import vllm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 from typing import Any
@@ -32,6 +33,19 @@ def gpu_uuid(device: torch.device) -> str:
 def share(buffers: list[torch.Tensor]) -> bytes:
     """What another process needs to open these CUDA tensors (`open_shared`). They must outlive its use of them."""
     return pickle.dumps([reduce_tensor(buffer)[1] for buffer in buffers])
+
+
+def take_back(shared: bytes) -> None:
+    """Let go of what `share` returned, once nobody opens it any more. To be called by the process that shared.
+
+    torch frees shared memory when as many processes have closed it as `share` was called, and cannot be told that one
+    never comes: an engine that is down, or is not among those of this sync, would cost the GPU its buffers for good. So
+    this process counts as one that has closed them. Where the engine has done so too the count is below zero, which
+    frees them as well (`CudaIPCSentDataLimbo::collect` in torch/csrc/CudaIPCTypes.cpp).
+    """
+    for arguments in pickle.loads(shared):
+        named = inspect.signature(rebuild_cuda_tensor).bind(*arguments).arguments
+        torch.UntypedStorage._release_ipc_counter_cuda(named["ref_counter_handle"], named["ref_counter_offset"])
 
 
 def open_shared(handles: dict[str, bytes], device: torch.device) -> list[torch.Tensor]:

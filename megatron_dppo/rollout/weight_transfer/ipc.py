@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.rollout.engine import EngineClient, RolloutEngine, TransferTerms
 from megatron_dppo.rollout.weight_transfer.checksum import Packed
-from megatron_dppo.rollout.weight_transfer.cuda_ipc import gpu_uuid, share
+from megatron_dppo.rollout.weight_transfer.cuda_ipc import gpu_uuid, share, take_back
 from megatron_dppo.rollout.weight_transfer.recipients import Pending, Recipients
 
 
@@ -33,8 +33,9 @@ class IpcSender:
         """Collective over the trainer; `to` on the controller, rank 0, alone."""
         buckets, device = self._buckets, self._device
         buffers = [torch.empty(buckets.largest, dtype=torch.uint8, device=device) for _ in range(2)]
+        shared = share(buffers)
         handles: list[tuple[str, bytes]] = [("", b"")] * dist.get_world_size()
-        dist.all_gather_object(handles, (gpu_uuid(device), share(buffers)))
+        dist.all_gather_object(handles, (gpu_uuid(device), shared))
         if to is not None:
             told = to.wait(to.ask_each(lambda engine: self._terms(engine, dict(handles))))
             self._told |= told.keys()
@@ -52,6 +53,7 @@ class IpcSender:
             to.wait(loading)
             to.wait(to.ask(lambda engine: engine.agree(TransferTerms(close=True))))
         dist.barrier()
+        take_back(shared)  # this GPU's engine may be down, or not among those that get these weights
         del buffers
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
