@@ -51,8 +51,8 @@ def check_plugin() -> None:
     """UserError where vLLM's processes would not load this package's plugin (`compat/vllm_plugin.py`)."""
     if BACKEND not in entry_points(group="vllm.general_plugins").names:
         raise UserError(
-            f"{sys.executable} has no installed megatron_dppo, which vLLM's processes load as a plugin: that the package "
-            "can be imported is not enough; run `pip install --no-deps -e .` in its folder"
+            f"{sys.executable} has no installed megatron_dppo, which vLLM's processes load as a plugin: that it can be "
+            "imported is not enough; run `pip install --no-deps -e .` in its folder"
         )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and BACKEND not in allowed.split(","):
