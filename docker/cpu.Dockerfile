@@ -2,7 +2,11 @@
 # The demo on a CPU: the real Megatron-Core, vLLM and Ray. From the repository's root:
 #
 #   docker build -f docker/cpu.Dockerfile -t megatron-dppo:cpu .
-#   docker run --rm --shm-size 2g -v "$PWD/runs:/opt/megatron-dppo/runs" megatron-dppo:cpu
+#   mkdir -p runs
+#   docker run --rm --shm-size 2g --user "$(id -u):$(id -g)" -v "$PWD/runs:/opt/megatron-dppo/runs" megatron-dppo:cpu
+#   docker run --rm --shm-size 2g megatron-dppo:cpu bash docker/check_image.sh
+#
+# Without --user it is user 10001, for whom a host's folder must be writable.
 ARG BASE_IMAGE=python:3.12-slim-bookworm
 
 FROM ${BASE_IMAGE} AS build
@@ -27,14 +31,17 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/* \
  && groupadd --gid 10001 dppo \
  && useradd --uid 10001 --gid dppo --create-home --shell /bin/bash dppo \
- && install -d -o dppo -g dppo /opt/megatron-dppo /opt/megatron-dppo/runs
+ && install -d -m 1777 /opt/megatron-dppo /opt/megatron-dppo/runs /opt/megatron-dppo/models \
+ && chmod 1777 /home/dppo
 COPY --from=build /opt/venv /opt/venv
 COPY --chown=10001:10001 examples /opt/megatron-dppo/examples
-COPY --chown=10001:10001 docker/start_node.sh /opt/megatron-dppo/start_node.sh
+COPY --chown=10001:10001 tools /opt/megatron-dppo/tools
+COPY --chown=10001:10001 docker/start_node.sh docker/check_image.sh /opt/megatron-dppo/docker/
 ENV PATH=/opt/venv/bin:$PATH \
     VIRTUAL_ENV=/opt/venv \
     PYTHON=/opt/venv/bin/python \
     PYTHONUNBUFFERED=1 \
+    HOME=/home/dppo USER=dppo \
     RAY_USAGE_STATS_ENABLED=0
 USER 10001:10001
 WORKDIR /opt/megatron-dppo

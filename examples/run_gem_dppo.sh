@@ -3,7 +3,8 @@
 # The paper's experiments with Gem's tasks and Qwen3-1.7B-Base (Appendix G.3).
 #
 #   bash examples/run_gem_dppo.sh [a.b=c ...]
-#   torchrun --nnodes 4 --nproc-per-node 8 ... examples/run_gem_dppo.sh [a.b=c ...]
+#   torchrun --nproc-per-node 8 examples/run_gem_dppo.sh [a.b=c ...]
+#   bash docker/start_node.sh examples/run_gem_dppo.sh [a.b=c ...]      # on each of several nodes, see there
 #
 # Each a.b=c overrides a key of the experiment's YAML file: algorithm.preset=grpo-clip-higher is a baseline. Variables:
 #   EXPERIMENT sudoku (default; several turns), arc_1d or acre
@@ -11,6 +12,7 @@
 #   RUN_DIR    folder of the run: metrics, plots, checkpoints, result (default runs/EXPERIMENT/START-TIME)
 #   SEED       of the sampling (default 0); the order of the data is that of task.seed=0
 #   NPROC      ranks, when started by bash (default 8)
+#   MAX_RESTARTS  how often lost ranks start again without a new state in between, when started by bash (default 3)
 #   PYTHON     interpreter, when started by bash (default .venv/bin/python, made first where there is none)
 #
 # torchrun starts a file with Python, so this one is both: to bash the line above is a command that does nothing, to

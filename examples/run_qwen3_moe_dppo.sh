@@ -3,7 +3,8 @@
 # The paper's experiments with Qwen3-30B-A3B (Section 7): DPPO with a mixture-of-experts model.
 #
 #   bash examples/run_qwen3_moe_dppo.sh [--random-weights [--layers N]] [a.b=c ...]
-#   torchrun [--nnodes 4 --nproc-per-node 8 ...] examples/run_qwen3_moe_dppo.sh [a.b=c ...]
+#   torchrun [--nproc-per-node 8] examples/run_qwen3_moe_dppo.sh [a.b=c ...]
+#   bash docker/start_node.sh examples/run_qwen3_moe_dppo.sh [a.b=c ...]      # on each of several nodes, see there
 #
 # torchrun without options takes all GPUs of the node, as bash does. Each a.b=c overrides a key of the experiment's YAML
 # file: algorithm.preset=grpo-clip-higher is a baseline. Engines run on the trainer's GPUs (rollout.placement=colocated)
@@ -19,6 +20,7 @@
 #   RUN_DIR    folder of the run: metrics, plots, checkpoints, result (default runs/EXPERIMENT/START-TIME)
 #   SEED       of the sampling (default 0); the order of the data is that of task.seed=0
 #   NPROC      ranks, when started by bash (default: one per GPU)
+#   MAX_RESTARTS  how often lost ranks start again without a new state in between, when started by bash (default 3)
 #   RAY_ADDRESS  host:port of a running Ray cluster to take part in; absent, the run starts a Ray of its own
 #   PYTHON     interpreter, when started by bash (default .venv/bin/python, made first where there is none)
 #

@@ -3,13 +3,15 @@
 # The paper's LoRA experiment (Section 7, Appendix G.1): DPPO with adapters on Qwen3-30B-A3B-Base.
 #
 #   bash examples/run_qwen3_moe_lora_dppo.sh [a.b=c ...]
-#   torchrun --nnodes 1 --nproc-per-node 8 ... examples/run_qwen3_moe_lora_dppo.sh [a.b=c ...]
+#   torchrun --nproc-per-node 8 examples/run_qwen3_moe_lora_dppo.sh [a.b=c ...]
+#   bash docker/start_node.sh examples/run_qwen3_moe_lora_dppo.sh [a.b=c ...]      # on each of several nodes, see there
 #
 # Each a.b=c overrides a key of the experiment's YAML file: algorithm.preset=grpo-clip-higher is a baseline. Variables:
 #   MODEL_DIR  folder of the Hugging Face checkpoint (default models/ and the model's name)
 #   RUN_DIR    folder of the run: metrics, plots, checkpoints, result (default runs/moe_base_lora/START-TIME)
 #   SEED       of the sampling (default 0); the order of the data is that of task.seed=0
 #   NPROC      ranks, when started by bash (default 8)
+#   MAX_RESTARTS  how often lost ranks start again without a new state in between, when started by bash (default 3)
 #   PYTHON     interpreter, when started by bash (default .venv/bin/python, made first where there is none)
 #
 # torchrun starts a file with Python, so this one is both: to bash the line above is a command that does nothing, to

@@ -10,6 +10,7 @@
 #   MODEL_DIR  folder of the model to train; made when absent (default runs/tiny_moe_model/seed-SEED)
 #   RUN_DIR    folder of the run: metrics, plots, checkpoints, result (default runs/tiny_moe_dppo/START-TIME)
 #   NPROC      ranks, when started by bash (default 2)
+#   MAX_RESTARTS  how often lost ranks start again without a new state in between, when started by bash (default 3)
 #   PYTHON     interpreter, when started by bash (default .venv/bin/python, made first where there is none)
 #
 # torchrun starts a file with Python, so this one is both: to bash the line above is a command that does nothing, to

@@ -64,7 +64,7 @@ retry() { # networks fail now and then: three tries
 }
 
 fingerprint() { # everything that decides what is in the environment
-  { echo "$extra $root"; cat pyproject.toml constraints/*.txt tools/setup_venv.sh; } | sha256sum | cut -d' ' -f1
+  { echo "$extra $root"; cat pyproject.toml constraints/*.txt tools/setup_venv.sh tools/cuda_headers.sh; } | sha256sum | cut -d' ' -f1
 }
 
 up_to_date() { [ -x "$venv/bin/python" ] && [ ! -e "$unfinished" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$(fingerprint)" ]; }
@@ -106,6 +106,11 @@ overrides=()
 if [ "$extra" = cpu ]; then overrides=(--override constraints/cpu-overrides.txt); fi
 install() {
   retry "$venv/bin/python" -m pip install --quiet -r constraints/bootstrap.txt || return 1
+  if [ "$extra" = gpu ]; then # TransformerEngine's part for torch is compiled against the headers in torch's wheels
+    retry "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" -c constraints/gpu.txt \
+      torch nvidia-cuda-crt nvidia-cuda-cccl || return 1
+    eval "$(bash tools/cuda_headers.sh "$venv")"
+  fi
   retry "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "${overrides[@]}" -c "constraints/$extra.txt" \
     -e ".[$extra,dev]" || return 1
   # Packages that work with what is installed, although their metadata asks for other versions.

@@ -4,6 +4,7 @@ files and memory, interfaces, Ray."""
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import socket
@@ -23,6 +24,8 @@ OPEN_FILES = 4096
 SHARED_MEMORY_MIB = 256
 """Ray's smallest object store and torch's and NCCL's own segments."""
 INFINIBAND = Path("/sys/class/infiniband")
+_IPC_LOCK = 14
+"""Number of the capability."""
 
 
 def check_files() -> Iterator[Finding]:
@@ -47,14 +50,22 @@ def check_shared_memory(wanted_mib: int = SHARED_MEMORY_MIB) -> Iterator[Finding
         )
 
 
-def check_locked_memory() -> Iterator[Finding]:
+def check_locked_memory(devices: Path = INFINIBAND) -> Iterator[Finding]:
+    """InfiniBand registers memory, which locks it: up to the limit, or any with the capability IPC_LOCK in effect. A
+    container that is given the capability has it in effect as root alone, and Kubernetes has no field for the limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if INFINIBAND.is_dir() and any(INFINIBAND.iterdir()) and soft != resource.RLIM_INFINITY:
-        yield error(
-            "locked-memory",
-            f"InfiniBand is there, but a process may lock only {soft // 1024} KiB: NCCL falls back to sockets or fails",
-            "ulimit -l unlimited (docker: --ulimit memlock=-1; Kubernetes: the capability IPC_LOCK)",
-        )
+    if not (devices.is_dir() and any(devices.iterdir())) or soft == resource.RLIM_INFINITY:
+        return
+    capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if capabilities and int(capabilities[1], 16) >> _IPC_LOCK & 1:
+        return
+    yield error(
+        "locked-memory",
+        f"InfiniBand is there, but a process may lock only {soft // 1024} KiB: NCCL falls back to sockets or fails",
+        "ulimit -l unlimited (docker: --ulimit memlock=-1; Kubernetes: LimitMEMLOCK=infinity in containerd's unit on "
+        "the nodes, as the capability IPC_LOCK is root's alone; Slurm: the same in slurmd's unit, and "
+        "PropagateResourceLimitsExcept=MEMLOCK)",
+    )
 
 
 def check_sandbox() -> Iterator[Finding]:

@@ -18,6 +18,7 @@ import psutil
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.local import launch_local
 from megatron_dppo.launch.rank import exit_status
+from megatron_dppo.launch.restarts import Restarts, max_restarts
 
 
 def job_stamp() -> str:
@@ -88,8 +89,8 @@ def run_example(
 
     Started by torchrun (or another launcher that sets LOCAL_RANK) this process is one rank. Started alone, or by a
     torchrun that was given no options, it makes the model, then starts `processes` ranks of the same `script`.
-    `settings` are the variables that name this run: with
-    them the closing line after an interruption says how to go on.
+    `settings` are the variables that name this run: with them the closing line after an interruption says how to go on.
+    A run that lost a rank is started again from its newest state, MAX_RESTARTS times without a new one in between.
     """
     extra = sys.argv[1:]
 
@@ -107,9 +108,17 @@ def run_example(
         variables = [f"{name}={shlex.quote(str(value))}" for name, value in settings.items()]
         again = " ".join([*variables, "bash", *map(shlex.quote, [script, *extra]), "trainer.resume=true"])
         on_stop = f"To go on from the last checkpoint, if there is one: {again}"
-        return launch_local([sys.executable, "-u", script, *extra], processes=int(processes), on_stop=on_stop)
+        command = [sys.executable, "-u", script, *extra]
+        restarts = Restarts(_run_folder(settings, extra), limit=max_restarts())
+        return launch_local(command, processes=int(processes), on_stop=on_stop, restarts=restarts)
 
     sys.exit(exit_status(rank if "LOCAL_RANK" in os.environ and not _bare_torchrun(script) else launch))
+
+
+def _run_folder(settings: Mapping[str, object], overrides: Sequence[str]) -> Path:
+    """Where the ranks train: the last word counts."""
+    named = [override.partition("=")[2] for override in overrides if override.startswith("run.dir=")]
+    return Path(named[-1] if named else str(settings["RUN_DIR"]))
 
 
 def _bare_torchrun(script: str) -> bool:

@@ -11,30 +11,69 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from megatron_dppo.launch.rank import PROGRAM, hand_over, reasons
+from megatron_dppo.launch.restarts import Outcome, Restarts
 from megatron_dppo.launch.secrets import redact
+
+if TYPE_CHECKING:  # torch takes seconds, and whoever looks after the health of a container imports this package
+    from megatron_dppo.launch.meeting import Meeting
 
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def launch_local(command: Sequence[str], *, processes: int, on_stop: str = "") -> int:
+def launch_local(
+    command: Sequence[str],
+    *,
+    processes: int,
+    on_stop: str = "",
+    restarts: Restarts | None = None,
+    meeting: Meeting | None = None,
+    beside: Callable[[], AbstractContextManager[None]] = nullcontext,
+    signals: str = "SIGTERM,SIGINT,SIGHUP",
+) -> int:
     """Run `command` in `processes` ranks of this machine, as `torchrun --standalone` does, and return the exit status.
 
     Rank 0 has the terminal; the others write to files, which are kept, and named, when a rank failed unexpectedly. If
-    one rank fails all are ended, and the last line on stderr is that rank's reason. On Ctrl-C or SIGTERM the status is
-    130 or 143 and the last line ends with `on_stop`. When this returns, no descendant of the ranks is left, not even
-    one that detached itself.
+    one rank fails all are ended, and started again as `restarts` says (by default they are not); the last line on
+    stderr is the rank's reason. On Ctrl-C or SIGTERM the status is 130 or 143 and the last line ends with `on_stop`.
+    When this returns, no descendant of the ranks is left, not even one that detached itself.
+
+    meeting  where the ranks of several nodes meet
+    beside   what they need on every node, opened for each start of them
+    signals  that end the ranks
     """
+    from megatron_dppo.launch.meeting import JobOver, Meeting, NodeLost, Nodes
+
     # Orphans of a dead rank become children of this process, so that they can be found and ended.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    logs = tempfile.mkdtemp(prefix=f"{PROGRAM}-")
-    status, message = _run_ranks(command, processes, logs)
-    _end_descendants()
+    meeting = meeting or Meeting(Nodes(), restarts or Restarts())
+    again = True
+    while again:
+        logs = tempfile.mkdtemp(prefix=f"{PROGRAM}-")
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            overrides = meeting.join()
+            with beside():
+                outcome = _run_ranks([*command, *overrides], processes, logs, meeting, signals)
+        except JobOver as over:
+            outcome = over.outcome
+            break
+        except NodeLost as lost:
+            outcome = Outcome(1, f"{PROGRAM}: failed: {lost}", lost=True)
+        _end_descendants()
+        again, outcome = meeting.again(outcome)
+        if again:
+            shutil.rmtree(logs, ignore_errors=True)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    status, message = outcome.status, outcome.message
     if status > 128:
         message = f"{PROGRAM}: {message}; all ranks are stopped" + (f". {on_stop}" if on_stop else "")
     if status == 1:
@@ -49,42 +88,42 @@ def launch_local(command: Sequence[str], *, processes: int, on_stop: str = "") -
     return status
 
 
-def _run_ranks(command: Sequence[str], processes: int, logs: str) -> tuple[int, str]:
-    """Exit status and closing message (empty on success)."""
+def _run_ranks(command: Sequence[str], processes: int, logs: str, meeting: Meeting, signals: str) -> Outcome:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from megatron_dppo.launch.network import OneMachine
-
     logging.disable(logging.ERROR)  # the agent's account of signals and exit codes says less than our last line
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    run = uuid.uuid4().hex
-    rendezvous_handler_registry.register(run, lambda parameters: OneMachine(parameters.run_id))
+    run = meeting.run = uuid.uuid4().hex
+    rendezvous_handler_registry.register(run, lambda parameters: meeting)
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
+        min_nodes=meeting.nodes.count,
+        max_nodes=meeting.nodes.count,
         nproc_per_node=processes,
         rdzv_backend=run,
         run_id=run,
-        max_restarts=0,
+        max_restarts=0,  # ours are of all nodes, with their Ray
         logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=dict.fromkeys(range(1, processes), Std.ALL)),
-        signals_to_handle="SIGTERM,SIGINT,SIGHUP",
+        signals_to_handle=signals,
     )
     try:
-        elastic_launch(config, command[0])(*command[1:])
+        with meeting.watching():
+            elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
         # Whichever rank the agent saw first, and whatever it did to the others then: what they wrote counts.
         said = reasons(Path(logs)).values()
         if said:
             first = min(said, key=lambda one: (one["after_peer"], one["status"] != 2, int(one["timestamp"])))
-            return first["status"], first["py_callstack"]
+            return Outcome(first["status"], first["py_callstack"], lost=first["after_peer"])
         rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
-        return 1, f"{PROGRAM}: failed: rank {rank} ended with {_exit_in_words(failure.exitcode)}"
+        words = _exit_in_words(failure.exitcode)
+        return Outcome(1, f"{PROGRAM}: failed: rank {rank} ended with {words}", lost=True)
     except SignalException as error:
-        return 128 + error.sigval, "interrupted" if error.sigval == signal.SIGINT else f"stopped by {error.sigval.name}"
-    return 0, ""
+        word = "interrupted" if error.sigval == signal.SIGINT else f"stopped by {error.sigval.name}"
+        return Outcome(128 + error.sigval, word)
+    return Outcome(0)
 
 
 def _exit_in_words(exitcode: int) -> str:
@@ -95,13 +134,23 @@ def _exit_in_words(exitcode: int) -> str:
 
 
 def _end_descendants(patience: float = 5.0) -> None:
-    """Wait for processes that are closing down by themselves, then terminate what is left, then kill it."""
+    """Wait for processes that are closing down by themselves, then terminate what is left, then kill it. Python's
+    resource trackers, which remove their processes' semaphores and shared memory when these have ended, come last."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # an impatient second Ctrl-C must not leave processes behind
-    for ending in (None, signal.SIGTERM, signal.SIGKILL):
+    for ending, trackers_too in (
+        (None, True),
+        (signal.SIGTERM, False),
+        (signal.SIGKILL, False),
+        (signal.SIGKILL, True),
+    ):
         left = psutil.Process().children(recursive=True)
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
-                if ending is not None:
+                if ending is not None and (trackers_too or not _is_tracker(process)):
                     process.send_signal(ending)
         psutil.wait_procs(left, timeout=patience)
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    return any("multiprocessing.resource_tracker" in part for part in process.cmdline())

@@ -10,7 +10,6 @@ from datetime import timedelta
 
 import psutil
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from megatron_dppo.launch.nodes import ranks_in_all_and_here
 
@@ -80,37 +79,3 @@ def init_process_group(backend: str, timeout: timedelta) -> None:
         dist.init_process_group(backend, timeout=timeout)
         return
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
-
-
-class OneMachine(RendezvousHandler):
-    """What torch's agent needs to start the ranks of one machine: a store on loopback, which the ranks share."""
-
-    def __init__(self, run: str) -> None:
-        self._run, self._store = run, bound_store(LOOPBACK)
-
-    def get_backend(self) -> str:
-        return self._run
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(
-            dist.PrefixStore("agent", self._store), 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port)
-        )
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """There is nobody else to tell."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run
-
-    def shutdown(self) -> bool:
-        return True

@@ -93,13 +93,11 @@ def test_two_nodes_a_preemption_and_the_resume(slurm: Path, tmp_path: Path) -> N
     config = tmp_path / "run.yaml"
     config.write_text(CONFIG.format(model=model, steps=STEPS))
     environment = {
-        "CONFIG": str(config),
         "RUN_DIR": str(run),
         "NPROC_PER_NODE": "1",
         "HEAD_ADDRESS": "127.0.0.1",
         "RAY_STORE_BYTES": str(128 << 20),
         "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     exported = ",".join(f"{name}={value}" for name, value in environment.items())
@@ -109,6 +107,7 @@ def test_two_nodes_a_preemption_and_the_resume(slurm: Path, tmp_path: Path) -> N
         f"--output={log}",
         f"--export=ALL,{exported}",
         str(ROOT / "docker/slurm/train.sbatch"),
+        str(config),
     )
     wait_for(lambda: len(steps(run)) >= 2, 400, "the second step", log)
     urgent = sbatch("--nodes=2", "--partition=high", f"--output={tmp_path}/urgent.log", "--wrap", "sleep 3")

@@ -1,42 +1,76 @@
-"""docker/start_node.sh with stand-ins for what it starts: what becomes of an earlier run, and how a stop ends."""
+"""docker/start_node.sh: what becomes of an earlier run, how a stop ends, and how often lost ranks are started again."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "docker/start_node.sh"
-STUBS = {
-    "ray": "exec sleep 60",
-    "python": "cat >/dev/null",
-    "torchrun": """
-echo "$@" >"$RUN_DIR/command"
-if [ -n "${STOP:-}" ]; then touch "$RUN_DIR/stopped"; fi
-exit "${STATUS:-0}"
-""",
-}
+from tests.distributed import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import json, os, pathlib, signal, sys, time
+from megatron_dppo.errors import UserError
+from megatron_dppo.launch import exit_status
+
+def run():
+    folder = pathlib.Path(os.environ["RUN_DIR"])
+    with open(folder / "starts", "a") as file:
+        file.write(json.dumps(sys.argv[1:]) + "\\n")
+    starts = len((folder / "starts").read_text().splitlines())
+    for ending, first, last in json.loads(os.environ.get("ENDINGS", "[]")):
+        if first <= starts <= last:
+            if ending == "saves":
+                state = folder / f"checkpoints/step_{starts:08d}"
+                state.mkdir(parents=True)
+                (state / "state.json").touch()
+            if ending == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if ending == "fault":
+                raise ZeroDivisionError("a bug")
+            if ending == "wrong":
+                raise UserError("key x of file y is wrong; change it")
+            if ending == "stopped":
+                (folder / "stopped").touch()
+            if ending == "waits":
+                while not (folder / "stop").exists():
+                    time.sleep(0.05)
+                (folder / "stopped").touch()
+
+sys.exit(exit_status(run))
+"""
 
 
-def start(tmp_path: Path, run: Path, without: str = "", **variables: str) -> int:
-    stubs = tmp_path / "stubs"
-    stubs.mkdir(exist_ok=True)
-    for name, body in STUBS.items():
-        if name == without:
-            continue
-        (stubs / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (stubs / name).chmod(0o755)
+def popen(tmp_path: Path, endings: object = (), **variables: str) -> subprocess.Popen[str]:
+    program, run = tmp_path / "program.sh", tmp_path / "run"
+    program.write_text(PROGRAM)
+    run.mkdir(exist_ok=True)
     environment = os.environ | {
-        "PATH": f"{stubs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        **{"NODES": "1", "NODE_RANK": "0", "HEAD_ADDRESS": "127.0.0.1", "CONFIG": "run.yaml", "RAY_AUTH_TOKEN": "x"},
-        **{"RUN_DIR": str(run), "NPROC_PER_NODE": "1", "SEEN_AFTER_S": "2"},
+        **{"PYTHON": sys.executable, "RUN_DIR": str(run), "NPROC_PER_NODE": "1", "SEEN_AFTER_S": "0"},
+        **{"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), "ENDINGS": json.dumps(endings)},
         **variables,
     }
-    return subprocess.run(["bash", str(SCRIPT)], env=environment, timeout=60, check=False).returncode
+    command = ["bash", str(ROOT / "docker/start_node.sh"), str(program), "a.b=c"]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def start(tmp_path: Path, endings: object = (), **variables: str) -> tuple[int, list[str]]:
+    """Exit status and what was said."""
+    process = popen(tmp_path, endings, **variables)
+    _, said = process.communicate(timeout=PATIENCE_S)
+    return process.returncode, said.splitlines()
+
+
+def starts(tmp_path: Path) -> list[list[str]]:
+    return [json.loads(line) for line in (tmp_path / "run/starts").read_text().splitlines()]
 
 
 def test_a_run_without_a_checkpoint_is_put_aside_within_its_folder(tmp_path: Path) -> None:
@@ -45,22 +79,12 @@ def test_a_run_without_a_checkpoint_is_put_aside_within_its_folder(tmp_path: Pat
     (run / "tensorboard").mkdir(parents=True)
     (run / "metrics.jsonl").write_text("{}\n")
     number = run.stat().st_ino
-    assert start(tmp_path, run) == 0
+    assert start(tmp_path)[0] == 0
     assert run.stat().st_ino == number
     assert not (run / "metrics.jsonl").exists()
     (lost,) = run.glob("lost-*")
     assert sorted(path.name for path in lost.iterdir()) == ["metrics.jsonl", "tensorboard"]
-    assert "trainer.resume=true" not in (run / "command").read_text()
-
-
-def test_a_run_with_a_checkpoint_goes_on(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    (run / "checkpoints/step_00000002").mkdir(parents=True)
-    (run / "checkpoints/step_00000002/state.json").touch()
-    (run / "metrics.jsonl").write_text("{}\n")
-    assert start(tmp_path, run) == 0
-    assert (run / "metrics.jsonl").exists()
-    assert "trainer.resume=true" in (run / "command").read_text()
+    assert starts(tmp_path) == [["a.b=c"]]
 
 
 def test_a_checkpoint_that_shows_late_is_gone_on_from(tmp_path: Path) -> None:
@@ -70,25 +94,123 @@ def test_a_checkpoint_that_shows_late_is_gone_on_from(tmp_path: Path) -> None:
     state = run / "checkpoints/step_00000002/state.json"
     shown = threading.Timer(0.5, lambda: (state.parent.mkdir(parents=True), state.touch()))
     shown.start()
-    assert start(tmp_path, run, SEEN_AFTER_S="30") == 0
-    assert "trainer.resume=true" in (run / "command").read_text()
+    assert start(tmp_path, SEEN_AFTER_S="60")[0] == 0
+    assert (run / "metrics.jsonl").exists()
+    assert starts(tmp_path) == [["a.b=c", "trainer.resume=true"]]
 
 
 @pytest.mark.parametrize(
-    ("variables", "status"),
+    ("endings", "variables", "status", "times"),
     [
-        ({}, 0),
-        ({"STOP": "1"}, 0),
-        ({"STOP": "1", "STOPPED_STATUS": "75"}, 75),
-        ({"STOPPED_STATUS": "75"}, 0),
-        ({"STOP": "1", "STATUS": "1", "STOPPED_STATUS": "75"}, 1),
+        ([], {"STOPPED_STATUS": "75"}, 0, 1),
+        ([["stopped", 1, 1]], {}, 0, 1),
+        ([["stopped", 1, 1]], {"STOPPED_STATUS": "75"}, 75, 1),
+        ([["wrong", 1, 9]], {}, 2, 1),  # a Kubernetes Job ends at once, and does not try again
+        ([["killed", 1, 2]], {}, 0, 3),
+        ([["killed", 1, 9]], {"MAX_RESTARTS": "1"}, 1, 2),
+        ([["saves", 1, 4], ["killed", 1, 4]], {"MAX_RESTARTS": "1"}, 0, 5),  # every start brings a new state
+        ([["fault", 1, 9]], {}, 1, 2),  # word for word: no loss
     ],
 )
-def test_the_exit_status_tells_a_stop_from_the_end(tmp_path: Path, variables: dict[str, str], status: int) -> None:
-    assert start(tmp_path, tmp_path / "run", **variables) == status
+def test_how_it_ends_and_how_often_ranks_are_started(
+    endings: object, variables: dict[str, str], status: int, times: int, tmp_path: Path
+) -> None:
+    ended, said = start(tmp_path, endings, **variables)
+    assert (ended, len(starts(tmp_path))) == (status, times), said[-20:]
+    file = tmp_path / "run/restarts.jsonl"
+    counted = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    assert len(counted) == times - 1
+    if status == 1:
+        reason = "ZeroDivisionError: a bug" if "fault" in str(endings) else "ended with SIGKILL"
+        assert reason in counted[0]["reason"]
+        assert reason in said[-1]
+    if "saves" in str(endings):
+        assert [line["after_step"] for line in counted] == [1, 2, 3, 4]
+        assert [line["restart"] for line in counted] == [1, 1, 1, 1]
+        assert all(arguments[-1] == "trainer.resume=true" for arguments in starts(tmp_path)[1:])
 
 
-def test_a_configuration_that_cannot_run_is_told_by_the_exit_status(tmp_path: Path) -> None:
-    """By the real torchrun, whose own is 1: a Kubernetes Job ends at once, and does not try again."""
-    nowhere = str(tmp_path / "nowhere.yaml")
-    assert start(tmp_path, tmp_path / "run", without="torchrun", CONFIG=nowhere, MASTER_PORT="0") == 2
+def test_sigterm_asks_for_a_stop_at_the_end_of_the_step(tmp_path: Path) -> None:
+    process = popen(tmp_path, [["waits", 1, 1]], STOPPED_STATUS="75")
+    end = time.monotonic() + PATIENCE_S
+    while not (tmp_path / "run/starts").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 75
+    assert "node 0: SIGTERM; the running step is finished first" in said
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    assert start(tmp_path, NODES="2") == (
+        2, ["megatron-dppo: error: NODE_RANK=: must be a whole number; see the top of docker/start_node.sh"],
+    )  # fmt: skip
+    several = {"NODES": "2", "NODE_RANK": "0", "HEAD_ADDRESS": "127.0.0.1"}
+    status, said = start(tmp_path, **several, RAY_AUTH_TOKEN="")
+    assert (status, "RAY_AUTH_TOKEN is not set" in said[-1]) == (2, True)
+
+
+NODE = """
+import os, sys
+from pathlib import Path
+from megatron_dppo.launch import exit_status, launch_local
+from megatron_dppo.launch.meeting import Meeting, Nodes
+from megatron_dppo.launch.restarts import Restarts
+number, port, program = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+nodes = Nodes(2, number, "127.0.0.1", port, join_timeout_s=60)
+meeting = Meeting(nodes, Restarts(Path(os.environ["RUN_DIR"]), limit=3, goes_on=True))
+sys.exit(exit_status(lambda: launch_local([sys.executable, program], processes=1, meeting=meeting)))
+"""
+PAIR = """
+import datetime, os, pathlib, sys, time
+from megatron_dppo.launch import exit_status
+
+def run():
+    import torch.distributed as dist
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    folder, rank = pathlib.Path(os.environ["RUN_DIR"]), dist.get_rank()
+    (folder / f"pid-{rank}-{os.getppid()}").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.1)
+    dist.barrier()
+    (folder / f"done-{rank}").touch()
+
+sys.exit(exit_status(run))
+"""
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_node_that_is_killed_and_started_again_joins_the_others(lost: int, tmp_path: Path) -> None:
+    """Without Ray. The other node's ranks are ended and started again with the new one's."""
+    program, run = tmp_path / "pair.py", tmp_path / "run"
+    program.write_text(PAIR)
+    run.mkdir()
+    port = 20000 + os.getpid() % 9000
+    environment = os.environ | {"RUN_DIR": str(run), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(tmp_path)}
+
+    def node(number: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", NODE, str(number), str(port), str(program)]
+        return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+    def wait_for_ranks(nodes: list[subprocess.Popen[str]]) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not all(any(run.glob(f"pid-{rank}-{one.pid}")) for rank, one in enumerate(nodes)):
+            assert time.monotonic() < end, [one.poll() for one in nodes]
+            time.sleep(0.1)
+
+    nodes = [node(0), node(1)]
+    wait_for_ranks(nodes)
+    nodes[lost].kill()
+    nodes[lost].communicate()
+    for file in run.glob("pid-*"):
+        file.unlink()
+    nodes[lost] = node(lost)
+    wait_for_ranks(nodes)
+    (run / "go").touch()
+    said = [one.communicate(timeout=PATIENCE_S)[1] for one in nodes]
+    assert [one.returncode for one in nodes] == [0, 0], said
+    assert all((run / f"done-{rank}").exists() for rank in (0, 1))
+    if lost == 1:
+        assert "restart 1 of 3 from the beginning" in said[0]

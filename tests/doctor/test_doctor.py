@@ -330,6 +330,31 @@ def in_a_mount(mount: str, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
+def test_locked_memory_is_limited_for_all_but_root(tmp_path: Path) -> None:
+    """The capability IPC_LOCK lifts the limit of whoever has it in effect: root, and not the user of our images."""
+    (tmp_path / "mlx5_0").mkdir()
+    tmp_path.chmod(0o755)
+    body = (
+        "import os, resource, sys; from pathlib import Path\n"
+        "from megatron_dppo.doctor.machine import check_locked_memory\n"
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, 64 << 10))\n"
+        "if sys.argv[2] != 'root': os.setgroups([]); os.setgid(10001); os.setuid(10001)\n"
+        "print([one.fix for one in check_locked_memory(Path(sys.argv[1]))])"
+    )
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+    tmp_path = Path(shutil.copytree(tmp_path, Path("/var/tmp") / f"infiniband-{os.getpid()}"))
+    try:
+        said = {}
+        for user in ("root", "dppo"):
+            command = [sys.executable, "-c", body, str(tmp_path), user]
+            said[user] = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout
+        assert said["root"] == "[]\n"
+        assert "LimitMEMLOCK=infinity in containerd's unit" in said["dppo"]
+    finally:
+        shutil.rmtree(tmp_path)
+
+
 def test_small_shared_memory_is_found() -> None:
     out = in_a_mount("mount -t tmpfs -o size=16m none /dev/shm")
     assert "error: shared-memory: /dev/shm has 16 MiB free of 256 wanted" in out

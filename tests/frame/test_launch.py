@@ -41,6 +41,11 @@ def end():
     if ending == "fault":
         raise ZeroDivisionError("a bug")
     if ending == "killed":
+        from multiprocessing import get_context, resource_tracker
+        name = get_context("spawn").Semaphore()._semlock.name
+        pathlib.Path(os.environ["TMPDIR"], "semaphore").write_text(name.removeprefix("/"))
+        stubborn = ["bash", "-c", "trap '' TERM; sleep 600"]
+        subprocess.Popen(stubborn, pass_fds=[resource_tracker.getfd()], start_new_session=True)
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(100)
 
@@ -126,6 +131,8 @@ def test_a_rank_that_is_killed_ends_the_others_and_their_orphans(ended: dict[str
     detached = [int(line.split()[1]) for line in run.out.splitlines() if line.startswith("detached")]
     assert len(detached) == 1
     assert not psutil.pid_exists(detached[0])
+    semaphore = (run.folder / "semaphore").read_text()
+    assert not Path(f"/dev/shm/sem.{semaphore}").exists()
 
 
 def test_ctrl_c_closes_everything(tmp_path: Path) -> None:

@@ -1,0 +1,223 @@
+"""`python -m megatron_dppo.launch.node PROGRAM [a.b=c ...]`: one node of a training job, see docker/start_node.sh.
+
+this process ──► ray start            (of several nodes; ends with every start of the ranks)
+     │
+     └─ launch_local ──► ranks        (started again with all nodes' when any of them is lost)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.launch.local import launch_local
+from megatron_dppo.launch.meeting import Meeting, NodeLost, Nodes
+from megatron_dppo.launch.network import LOOPBACK
+from megatron_dppo.launch.rank import PROGRAM, exit_status
+from megatron_dppo.launch.restarts import Restarts, max_restarts
+from megatron_dppo.launch.stop import DONE, REQUEST
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status of the job: 0, or STOPPED_STATUS where it was stopped; 1 lost too often; 2 cannot run."""
+    environment = os.environ
+    nodes = _nodes(environment)
+    run = Path(_needed(environment, "RUN_DIR"))
+    command = _command(arguments, run)
+    several = nodes.count > 1
+    if several:
+        _needed(environment, "RAY_AUTH_TOKEN")
+    ray = RayNode(nodes, run) if several or environment.get("RAY_HEAD") else None
+    stopped = int(environment.get("STOPPED_STATUS", "0"))
+    run.mkdir(parents=True, exist_ok=True)
+    restarts = Restarts(run, limit=max_restarts(), goes_on=True, seen_after_s=_number(environment, "SEEN_AFTER_S", 60))
+    meeting = Meeting(nodes, restarts, alive=ray.alive if ray else lambda: None)
+
+    def ask_to_stop(number: int, frame: FrameType | None) -> None:
+        if not meeting.running:  # there is no step to be finished
+            sys.exit(stopped)
+        print(f"{PROGRAM}: node {nodes.number}: {signal.Signals(number).name}; the running step is finished first",
+              file=sys.stderr, flush=True)  # fmt: skip
+        (run / REQUEST).touch()
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, ask_to_stop)
+    if several:
+        os.environ.update(_fabric(nodes))
+    status = launch_local(
+        command,
+        processes=_number(environment, "NPROC_PER_NODE", _gpus() or 1),
+        meeting=meeting,
+        signals="SIGINT,SIGHUP",
+        **({"beside": ray.running} if ray else {}),
+    )
+    return stopped if status == 0 and (run / DONE).exists() else status
+
+
+def _nodes(environment: Mapping[str, str]) -> Nodes:
+    count = _number(environment, "NODES", 1)
+    if count == 1:
+        return Nodes()
+    return Nodes(
+        count=count,
+        number=_number(environment, "NODE_RANK"),
+        head=_needed(environment, "HEAD_ADDRESS"),
+        port=_number(environment, "MASTER_PORT", 29500),
+        join_timeout_s=_number(environment, "JOIN_TIMEOUT_S", 300),
+        lost_after_s=_number(environment, "LOST_AFTER_S", 120),
+    )
+
+
+def _needed(environment: Mapping[str, str], name: str) -> str:
+    if not environment.get(name):
+        raise UserError(f"{name} is not set; see the top of docker/start_node.sh")
+    return environment[name]
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name) or ("" if default is None else str(default))
+    if not text.isdecimal():
+        raise UserError(f"{name}={text}: must be a whole number; see the top of docker/start_node.sh")
+    return int(text)
+
+
+def _command(arguments: Sequence[str], run: Path) -> list[str]:
+    """Of one rank: an example's script, or the training that a YAML file describes."""
+    if not arguments or not Path(arguments[0]).is_file():
+        given = arguments[0] if arguments else "nothing"
+        raise UserError(f"start_node.sh: {given} is no file; give examples/run_NAME.sh or a configuration's YAML file")
+    program, overrides = arguments[0], arguments[1:]
+    if program.endswith(".sh"):
+        return [sys.executable, "-u", program, *overrides]
+    return [sys.executable, "-u", "-m", "megatron_dppo.cli", "train", program, f"run.dir={run}", *overrides]
+
+
+def _gpus() -> int:
+    with suppress(OSError, subprocess.CalledProcessError):
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
+        return sum(line.startswith("GPU") for line in listed.stdout.splitlines())
+    return 0
+
+
+def _fabric(nodes: Nodes) -> dict[str, str]:
+    """What lets gloo, NCCL and vLLM take the interface that leads to node 0, but for what the environment names. By
+    default they ask for the address of the host's name, which on many systems is a loopback address."""
+    try:
+        to = socket.getaddrinfo(nodes.head, nodes.port, socket.AF_INET, socket.SOCK_DGRAM)[0][4]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(to)  # sends nothing: a datagram socket only picks its interface
+            own = probe.getsockname()[0]
+    except OSError:
+        return {}
+    found = {} if own == LOOPBACK else {"VLLM_HOST_IP": own}
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == own for one in addresses):
+            found |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    return {name: value for name, value in found.items() if not os.environ.get(name)}
+
+
+class RayNode:
+    """Ray's daemons on this node, of a head that node 0 starts or of the cluster in RAY_HEAD."""
+
+    def __init__(self, nodes: Nodes, run: Path) -> None:
+        self._nodes, self._patience = nodes, nodes.join_timeout_s
+        self._given = os.environ.get("RAY_HEAD", "")
+        self._head = self._given or f"{nodes.head}:{_number(os.environ, 'RAY_PORT', 6379)}"
+        self._expected = _number(os.environ, "RAY_NODES", nodes.count)
+        self._log = run / f"ray-node-{nodes.number}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, all nodes have joined. Raises NodeLost where they did not."""
+        os.environ.update(RAY_ADDRESS=self._head, RAY_USAGE_STATS_ENABLED="0")
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ.setdefault("RAY_worker_niceness", "0")  # 15: engines would yield to the ranks that wait for them
+        if self._given or self._nodes.number:
+            self._wait_for_head()
+        with open(self._log, "ab") as log:
+            # A session of its own: Slurm signals the whole process group of a task, and a step needs its engines.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _RAY, "start", *self._options()],
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent,
+            )  # fmt: skip
+            try:
+                wait = [sys.executable, "-c", _WAIT, str(self._expected), str(self._patience)]
+                said = subprocess.run(wait, stderr=subprocess.PIPE, text=True, preexec_fn=_die_with_parent)
+                if said.returncode:
+                    raise NodeLost(f"{said.stderr.strip().rpartition(chr(10))[2]}; see {self._log}")
+                yield
+            finally:
+                process, self._process = self._process, None
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=30)
+
+    def alive(self) -> None:
+        if self._process is not None and (status := self._process.poll()) is not None:
+            raise NodeLost(f"Ray ended on node {self._nodes.number} with status {status}, see {self._log}")
+
+    def _options(self) -> list[str]:
+        options = ["--block", "--disable-usage-stats", "--num-cpus", "64"]
+        options += ["--num-gpus", str(_number(os.environ, "RAY_GPUS", _gpus()))]
+        if size := os.environ.get("RAY_STORE_BYTES"):
+            options += ["--object-store-memory", size]
+        if own := os.environ.get("VLLM_HOST_IP"):
+            options += ["--node-ip-address", own]
+        if self._given or self._nodes.number:
+            return [*options, "--address", self._head]
+        port = self._head.rpartition(":")[2]
+        if "--node-ip-address" not in options:
+            options += ["--node-ip-address", self._nodes.head]
+        return [*options, "--head", "--port", port, "--include-dashboard", "false"]
+
+    def _wait_for_head(self) -> None:
+        host, _, port = self._head.rpartition(":")
+        end = time.monotonic() + self._patience
+        while time.monotonic() < end:
+            with suppress(OSError):
+                socket.create_connection((host, int(port)), timeout=5).close()
+                return
+            time.sleep(1.0)
+
+
+_RAY = "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; sys.exit(main())"
+_WAIT = """
+import os, sys, time
+import ray
+end = time.monotonic() + float(sys.argv[2])
+while True:
+    try:
+        ray.init(address=os.environ["RAY_ADDRESS"], logging_level="ERROR", log_to_driver=False)
+        break
+    except Exception as error:
+        if time.monotonic() > end:
+            sys.exit(f"Ray did not come up ({error})")
+        time.sleep(2)
+while (alive := sum(node["Alive"] for node in ray.nodes())) < int(sys.argv[1]):
+    if time.monotonic() > end:
+        sys.exit(f"{alive} of {sys.argv[1]} nodes joined Ray")
+    time.sleep(1)
+"""
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(lambda: main(sys.argv[1:])))

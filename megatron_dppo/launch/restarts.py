@@ -1,0 +1,111 @@
+"""Whether ranks that were lost are started again, and from where."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.launch.secrets import redact
+
+_STATES = "checkpoints/step_*/state.json"
+_OF_A_RUN = ("metrics.jsonl", "samples.jsonl", "masked_tokens.jsonl", "mismatch.npz", "tensorboard")
+RESTARTS = "restarts.jsonl"
+"""Of the run's folder: a line for every time that ranks were started again."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks ended: an exit status as of `launch/rank.py: exit_status`, and the closing message."""
+
+    status: int
+    message: str = ""
+    lost: bool = False
+    """A rank or a node is gone without a reason of its own."""
+
+
+@dataclass
+class Restarts:
+    """Of the run in `folder`, which node 0 asks.
+
+    Ranks that ended without being told to (status 1) are started again, from the newest whole state or else from the
+    beginning, `limit` times in a row at most. What brings a new state begins the count anew: a run of weeks may lose a
+    node now and then. A reason that comes back word for word without a new state is no loss, and ends the run, as does
+    a `UserError`.
+    """
+
+    folder: Path | None = None
+    limit: int = 0
+    goes_on: bool = False
+    """Whether the first start, too, goes on from what an earlier one left."""
+    seen_after_s: float = 0.0
+    """How long a shared file system may take to show the state that another machine saved."""
+
+    _starts: int = field(default=0, init=False)
+    _in_a_row: int = field(default=0, init=False)
+    _newest: str = field(default="", init=False)
+    _reason: str = field(default="", init=False)
+
+    def state(self) -> str:
+        """Name of the newest whole state; "" where there is none."""
+        found = [] if self.folder is None else sorted(file.parent.name for file in self.folder.glob(_STATES))
+        return found[-1] if found else ""
+
+    def see(self, state: str) -> str:
+        """Wait until it is the newest that this machine sees, for a while; returns it."""
+        end = time.monotonic() + self.seen_after_s
+        while self.state() != state and time.monotonic() < end:
+            time.sleep(0.2)
+        return state
+
+    def begin(self) -> str:
+        """What the next start goes on from, see `state`. Where that is nothing, the rows of an earlier start are put
+        aside, in the run's folder: in a container that may be a mount."""
+        self._starts += 1
+        self._newest = self.state()
+        if self.folder is None or (self._starts == 1 and not self.goes_on):
+            return ""
+        rows = [self.folder / name for name in _OF_A_RUN if (self.folder / name).exists()]
+        end = time.monotonic() + self.seen_after_s
+        while rows and not self._newest and self._starts == 1 and time.monotonic() < end:
+            time.sleep(0.2)
+            self._newest = self.state()
+        if not self._newest and rows:
+            lost = self.folder / f"lost-{time.strftime('%Y%m%d-%H%M%S')}"
+            lost.mkdir(exist_ok=True)
+            for path in rows:
+                path.rename(lost / path.name)
+        return self._newest
+
+    def again(self, outcome: Outcome) -> bool:
+        """Whether to start again; said on stderr and counted in the run's folder."""
+        if outcome.status != 1 or self.folder is None or not self.folder.is_dir():
+            return False
+        state, reason = self.state(), redact(outcome.message).rstrip().rpartition("\n")[2]
+        if state != self._newest:
+            self._in_a_row = 0
+        elif not outcome.lost and reason == self._reason:
+            return False
+        self._reason = reason
+        if self._in_a_row >= self.limit:
+            return False
+        self._in_a_row += 1
+        step = int(state.rpartition("_")[2]) if state else 0
+        line = {"time": time.time(), "restart": self._in_a_row, "of": self.limit, "after_step": step, "reason": reason}
+        with open(self.folder / RESTARTS, "a") as file:
+            file.write(json.dumps(line) + "\n")
+        where = f"from the state after step {step}" if state else "from the beginning, as no state is saved"
+        print(f"{reason}\nmegatron-dppo: restart {self._in_a_row} of {self.limit} {where}", file=sys.stderr, flush=True)
+        return True
+
+
+def max_restarts() -> int:
+    """MAX_RESTARTS of the environment, 3 by default."""
+    text = os.environ.get("MAX_RESTARTS") or "3"
+    if not text.isdecimal():
+        raise UserError(f"MAX_RESTARTS={text}: must be a whole number; 0 never starts lost ranks again")
+    return int(text)
