@@ -240,7 +240,7 @@ class Meeting(RendezvousHandler):
             yield
             return
         # A connection of its own: while the network stands still its calls do not return.
-        watcher = threading.Thread(target=self._watch, args=(self._store.clone(), over), daemon=True, name="nodes")
+        watcher = threading.Thread(target=self._watch, args=(self._store.clone(), over), daemon=True, name="nodes")  # type: ignore[attr-defined]  # torch's stubs lack it
         others = range(1, self.nodes.count) if self.nodes.number == 0 else range(1)
         self._seen = {i: (b"", time.monotonic()) for i in others}
         watcher.start()

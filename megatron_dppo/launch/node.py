@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         processes=_number(environment, "NPROC_PER_NODE", _gpus() or 1),
         meeting=meeting,
         signals="SIGINT,SIGHUP",
-        **({"beside": ray.running} if ray else {}),
+        beside=ray.running if ray else nullcontext,
     )
     return stopped if status == 0 and (run / DONE).exists() else status
 
