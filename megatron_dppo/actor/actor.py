@@ -18,16 +18,26 @@ from megatron_dppo.actor.aux_losses import AuxiliaryLosses
 from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
 from megatron_dppo.actor.dispatched import release_dispatched
 from megatron_dppo.actor.multi_tensor import prepare_step
-from megatron_dppo.actor.objective import MicrobatchReport, MiniBatchObjective, collect
+from megatron_dppo.actor.objective import MicrobatchReport, MiniBatchObjective, Recomputed, collect
 from megatron_dppo.actor.offload import PARTS, Offloader, Part
 from megatron_dppo.actor.optimizer import build_optimizer, guarded_step
 from megatron_dppo.actor.passes import Passes
 from megatron_dppo.actor.profiling import Phases
 from megatron_dppo.actor.reduce import StepTotals, gather_rows, reduce_bytes, reduce_losses, reduce_masked
+from megatron_dppo.actor.reference_policy import ReferencePolicy
 from megatron_dppo.actor.results import ParityReport, ProgressTeller, UpdateProgress, UpdateReport
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.actor.weight_gradients import fuse_weight_gradients
-from megatron_dppo.algorithm import Denominators, Preset, TokenMetrics
+from megatron_dppo.algorithm import (
+    Denominators,
+    KLEstimator,
+    KLPlace,
+    Preset,
+    ReferenceKL,
+    TokenMetrics,
+    kl_of_sampled,
+    kl_of_topk,
+)
 from megatron_dppo.batch import SequenceSource
 from megatron_dppo.checkpoint.hf_export import WeightExporter
 from megatron_dppo.checkpoint.training_state import Trainee
@@ -82,18 +92,22 @@ class MegatronActor:
         temperature: float,
         normaliser: float,
         lora: LoraConfig | None = None,
+        reference_kl: ReferenceKL | None = None,
     ) -> None:
         """
         hf_config    of the model the chunks are shards of
         temperature  of the rollout: the policy is `softmax(logits / temperature)`
         normaliser   L of the aggregation `seq-mean-token-sum-norm`, in tokens
         lora         of the adapters that are on the chunks (`attach_adapters`); None trains all weights
+        reference_kl a KL to the model that the chunks hold now, or with adapters to that without them
         """
         self.runtime = runtime
         self.model = list(chunks)
         self._exporter = WeightExporter(self.model, hf_config, runtime.groups)
         self._buckets: WeightBuckets | None = None
         self._config, self._preset = config, preset
+        self._reference_kl = reference_kl
+        self._reference = None if reference_kl is None else ReferencePolicy(self.model)
         self._vocab_size, self._normaliser = hf_config.vocab_size, normaliser
         self._skipped_in_a_row = 0
         self.phases = Phases()
@@ -141,7 +155,7 @@ class MegatronActor:
             config=config,
             vocab_size=hf_config.vocab_size,
             temperature=temperature,
-            topk=preset.needs_topk,
+            topk=preset.needs_topk or (reference_kl is not None and reference_kl.estimator is KLEstimator.TOPK),
         )
         self.moe_layer_groups = self._passes.moe_layer_groups
         """Numbers of the MoE layers of every model chunk of the job: how routes are best stored."""
@@ -172,6 +186,12 @@ class MegatronActor:
         before = None
         if self._preset.needs_recomputed_logp:
             before = [self._passes.recompute(source, plan, progress) for plan in plans]
+        reference = None
+        if self._reference_kl is not None and self._reference_kl.place is KLPlace.LOSS:
+            assert self._reference is not None
+            with self.phases("reference"), progress.inside(), self._reference.in_place():
+                passed = [self._passes.reference(source, plan) for plan in plans]
+            reference = [[Recomputed(stats.logp, None) for _, stats in one] for one in passed]
 
         metrics = TokenMetrics.empty(device)
         totals = StepTotals()
@@ -189,6 +209,8 @@ class MegatronActor:
                 returns=returns,
                 trained=trained,
                 recomputed=None if before is None else before[number].statistics,
+                reference=None if reference is None else reference[number],
+                reference_kl=self._reference_kl,
                 context_group=self.runtime.groups.cp if self.runtime.groups.cp.size() > 1 else None,
                 count_masked=self._vocab_size if count_masked else 0,
             )
@@ -231,6 +253,31 @@ class MegatronActor:
         policy = {f"policy/{_SHORT_NAMES.get(name, name)}": value for name, value in finals.items()}
         pulled = reduce_bytes(source.pulled_bytes - pulled_before, device)
         return UpdateReport(policy | self._aux_losses.metrics() | totals.metrics() | pulled, blocked)
+
+    def reference_kl(self, source: SequenceSource) -> np.ndarray:
+        """The estimate of KL(mu || reference), summed over the trained tokens of each sequence, float64 `[B]`, the same
+        on all ranks. Collective: a forward pass and one all-reduce of B numbers."""
+        self._require("weights")
+        assert self._reference_kl is not None
+        assert self._reference is not None
+        estimator = self._reference_kl.estimator
+        plan = self._passes.plan(source, np.arange(len(source.lengths)))
+        sums = torch.zeros(len(source.lengths), dtype=torch.float64, device=self.runtime.device)
+        with self._reference.in_place():
+            passed = self._passes.reference(source, plan)
+        for microbatch, stats in passed if self._passes.contributes else ():
+            rows = microbatch.rows
+            assert rows is not None
+            if estimator is KLEstimator.TOPK:
+                assert rows.topk_mu_logp is not None
+                assert rows.topk_member is not None
+                assert stats.topk_logp is not None
+                kl = kl_of_topk(rows.topk_mu_logp, stats.topk_logp, rows.topk_member)
+            else:
+                kl = kl_of_sampled(estimator, rows.mu_logp, stats.logp, rows.loss_mask)
+            sums.index_add_(0, rows.sequence.clamp(min=0), torch.where(rows.loss_mask, kl, 0.0))
+        dist.all_reduce(sums)
+        return sums.cpu().numpy()
 
     def complete_weights(self) -> None:
         """Bring every rank the weights of the last gradient step, where the next forward would have waited for them."""

@@ -12,9 +12,11 @@ from megatron_dppo.actor.microbatch import Microbatch
 from megatron_dppo.algorithm import (
     Denominators,
     Preset,
+    ReferenceKL,
     TokenMetrics,
     aggregate,
     divergence_for,
+    kl_of_sampled,
     masked_token_counts,
     policy_loss,
     token_weights,
@@ -24,7 +26,7 @@ from megatron_dppo.vocab_parallel.stats import TokenStats
 
 @dataclass(frozen=True)
 class Recomputed:
-    """The trainer's own statistics of one microbatch before the update, `S` rows."""
+    """Statistics of one microbatch before the update, `S` rows: the trainer's own, or the reference's."""
 
     logp: Tensor
     topk_logp: Tensor | None
@@ -56,6 +58,9 @@ class MiniBatchObjective:
     returns: Tensor
     trained: Tensor
     recomputed: list[Recomputed] | None
+    reference: list[Recomputed] | None = None
+    """The reference's statistics per microbatch, for a KL in the loss."""
+    reference_kl: ReferenceKL | None = None
     context_group: dist.ProcessGroup | None = None
     """Ranks that hold parts of the same sequences, for ratios of whole sequences; None for one rank."""
     count_masked: int = 0
@@ -77,6 +82,9 @@ class MiniBatchObjective:
             recomputed_topk_logp=None if recomputed is None else recomputed.topk_logp,
             topk_member=rows.topk_member,
         )
+        penalty = None
+        if self.reference is not None and self.reference_kl is not None:
+            penalty = kl_of_sampled(self.reference_kl.estimator, stats.logp, self.reference[index].logp, rows.loss_mask)
         by_sequence = self.preset.needs_sequences
         loss = policy_loss(
             self.preset,
@@ -91,6 +99,8 @@ class MiniBatchObjective:
             num_sequences=len(self.advantages) if by_sequence else None,
             sequence_reduce=self._sum_over_context if by_sequence and self.context_group else None,
             returns=self.returns[sequence],
+            penalty=penalty,
+            penalty_coefficient=0.0 if self.reference_kl is None else self.reference_kl.coefficient,
         )
         weights = token_weights(
             rows.loss_mask, self.preset.aggregation, self.denominators, sequence_tokens=self.trained[sequence]

@@ -27,6 +27,7 @@ from megatron_dppo.router_replay.layout import LocalRoutes
 from megatron_dppo.router_replay.replay import RouterReplayController, find_routers, moe_layer_numbers
 from megatron_dppo.router_replay.requirements import check_trainer
 from megatron_dppo.router_replay.routes import Routes
+from megatron_dppo.vocab_parallel.stats import TokenStats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Passes:
         chunks       the same, each in Megatron-Core's data-parallel wrapper
         vocab_size   without padding
         temperature  of the rollout
-        topk         whether the objective needs the engine's top-K
+        topk         whether anything needs the engine's top-K
         """
         self._runtime, self._chunks, self._config = runtime, chunks, config
         self._vocab_size, self._temperature = vocab_size, temperature
@@ -160,6 +161,22 @@ class Passes:
             self.account(controller, plan, source, np.zeros_like(source.lengths) if own else source.routed)
             routes = [controller.used_routes(i) for i in range(len(microbatches))] if own and self.routers else None
         return BeforeUpdate([Recomputed(stats.logp, stats.topk_logp) for _, stats in passed], routes)
+
+    def reference(self, source: SequenceSource, plan: PackPlan) -> list[tuple[Microbatch, TokenStats]]:
+        """Statistics of this rank's microbatches from the weights that are in place now, the reference's; [] but on the
+        last pipeline stage. Under R3 the engine's routes are replayed, as in the pass that they are compared with: the
+        KL is of the weights, not of a choice of experts."""
+        replay: ReplayMode = "r3" if self.replay == "r3" else "none"
+        controller = RouterReplayController(self.routers) if replay != "none" else None
+        microbatches = self.build(source, plan, replay=replay)
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if controller is not None:
+                stack.enter_context(controller.installed())
+            passed = self.run(microbatches, collect, replay=controller, forward_only=True)
+        if controller is not None:
+            self.account(controller, plan, source, source.routed)
+        return passed
 
     def account(
         self,

@@ -19,6 +19,7 @@ from megatron_dppo.algorithm.metrics import TokenMetrics, masked_token_counts, m
 from megatron_dppo.algorithm.objective import PolicyLoss, divergence_for, policy_loss
 from megatron_dppo.algorithm.own_loss import LossInputs, try_own_code
 from megatron_dppo.algorithm.preset import Anchor, Preset, PresetError, RatioLevel, TrustRegion
+from megatron_dppo.algorithm.reference_kl import KLEstimator, KLPlace, ReferenceKL, kl_of_sampled, kl_of_topk
 
 __all__ = [
     "DIVERGENCES",
@@ -28,17 +29,22 @@ __all__ = [
     "Denominators",
     "Divergence",
     "DivergenceInputs",
+    "KLEstimator",
+    "KLPlace",
     "LossInputs",
     "Needs",
     "PolicyLoss",
     "Preset",
     "PresetError",
     "RatioLevel",
+    "ReferenceKL",
     "TokenMetrics",
     "TrustRegion",
     "aggregate",
     "divergence_for",
     "group_advantages",
+    "kl_of_sampled",
+    "kl_of_topk",
     "masked_token_counts",
     "most_masked_tokens",
     "policy_loss",

@@ -40,6 +40,8 @@ _SUMS = (
     "divergence",
     "entropy_tokens",
     "entropy",
+    "penalty_tokens",
+    "penalty",
 )
 _MAXIMA = ("abs_prob_diff", "divergence", "log_ratio", "negative_log_ratio", "abs_return")
 
@@ -70,13 +72,13 @@ class TokenMetrics:
 
         Args: `sequences` of the batch these tokens come from; `reward_bound` is xi = max |R(y)| (Theorem 3.2), by
         default the largest |return| seen. Without trainable tokens only `tokens` is returned; metrics of what was
-        not given (divergence, entropy) are absent.
+        not given (divergence, entropy, KL to a reference) are absent.
 
         Names: tokens; abs_prob_diff_mean and _max (the paper's |pi - mu|); divergence_mean and _max (the
         preset's D); masked_fraction, masked_fraction_positive and _negative (blocked tokens of A > 0 among
         tokens of A > 0, and so on); truncated_fraction (kept tokens with r > C); bad_update_fraction (of all trained
         tokens, masked or not); ratio_mean, _min, _max and quantiles (of log-spaced bins, so a quantile of log r is
-        right within 3 %, or 1e-6); entropy_mean; surrogate, the sample mean of Eq. 5; and
+        right within 3 %, or 1e-6); entropy_mean; reference_kl_mean; surrogate, the sample mean of Eq. 5; and
         linear_penalty_estimate, the sample estimate of Eq. 19.
         """
         total = dict(zip(_SUMS, self.sums.tolist(), strict=False))
@@ -106,6 +108,8 @@ class TokenMetrics:
             metrics["divergence_max"] = top["divergence"]
         if total["entropy_tokens"]:
             metrics["entropy_mean"] = total["entropy"] / total["entropy_tokens"]
+        if total["penalty_tokens"]:
+            metrics["reference_kl_mean"] = total["penalty"] / total["penalty_tokens"]
         return metrics | self._ratio_quantiles()
 
     def _ratio_quantiles(self) -> dict[str, float]:
@@ -130,6 +134,7 @@ def token_metrics(
     divergence: Float[Tensor, " T"] | None,
     entropy: Float[Tensor, " T"] | None,
     returns: Float[Tensor, " T"],
+    penalty: Float[Tensor, " T"] | None = None,
 ) -> TokenMetrics:
     """The metrics of the `trainable` rows of one microbatch. `mask` is M_t, True where the update is kept.
 
@@ -168,6 +173,8 @@ def token_metrics(
         "divergence": zero if divergence is None else total(divergence),
         "entropy_tokens": zero if entropy is None else count,
         "entropy": zero if entropy is None else total(entropy),
+        "penalty_tokens": zero if penalty is None else count,
+        "penalty": zero if penalty is None else total(penalty),
     }
     maxima = {
         "abs_prob_diff": maximum(drop.abs()),

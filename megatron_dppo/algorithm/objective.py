@@ -89,6 +89,8 @@ def policy_loss(
     num_sequences: int | None = None,
     sequence_reduce: SequenceReduce | None = None,
     returns: Float[Tensor, " T"] | None = None,
+    penalty: Float[Tensor, " T"] | None = None,
+    penalty_coefficient: float = 0.0,
 ) -> PolicyLoss:
     """Per-token loss -M_t min(r_t, C) A_t, with gradient -M_t min(r_t, C) A_t grad log pi (Eq. 23).
 
@@ -108,6 +110,8 @@ def policy_loss(
             only a metric. The bonus -coefficient * entropy is added on every trained row, blocked or not.
         sequence_ids, num_sequences, sequence_reduce: for sequence-level ratios only, see `sequence_log_ratio`.
         returns: R(y) of each row's sequence for the bound metrics (Section 3); the advantages if None.
+        penalty: with gradient, an estimate of the KL to a reference (`reference_kl`), added `penalty_coefficient` times
+            on every trained row, blocked or not; with a coefficient of 0 a metric and nothing else.
 
     No collective but `sequence_reduce`, the caller's own. Raises ValueError on shapes that differ and on inputs that
     the preset needs and lacks, or gets and has no use for.
@@ -122,6 +126,7 @@ def policy_loss(
         entropy=entropy,
         sequence_ids=sequence_ids,
         returns=returns,
+        penalty=penalty,
     )
     _check_inputs(preset, divergence, recomputed_logp, entropy, sequence_ids)
     trainable = loss_mask != 0
@@ -183,6 +188,8 @@ def policy_loss(
     if preset.entropy_coefficient:
         assert entropy is not None
         per_token = per_token - preset.entropy_coefficient * torch.where(trainable, entropy, 0.0)
+    if penalty is not None and penalty_coefficient:
+        per_token = per_token + (penalty_coefficient * torch.where(trainable, penalty, 0.0)).to(per_token.dtype)
 
     metrics = token_metrics(
         pi_logp=pi,
@@ -194,6 +201,7 @@ def policy_loss(
         divergence=distance,
         entropy=None if entropy is None else clean(entropy),
         returns=advantage if returns is None else clean(returns),
+        penalty=None if penalty is None else clean(penalty),
     )
     return PolicyLoss(per_token=per_token, mask=mask, ratio=ratio, metrics=metrics)
 

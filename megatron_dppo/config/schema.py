@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
-from megatron_dppo.algorithm import presets
+from megatron_dppo.algorithm import KLEstimator, KLPlace, ReferenceKL, presets
 from megatron_dppo.algorithm.advantage import Baseline
 from megatron_dppo.algorithm.aggregation import Aggregation
 from megatron_dppo.algorithm.preset import Preset
@@ -18,6 +18,22 @@ from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.tasks.config import TaskConfig
+
+
+class ReferenceKLConfig(ConfigModel):
+    """A KL to the model of `model.path`, or with adapters to that model without them. See docs/algorithms.md."""
+
+    coefficient: float = Field(ge=0)
+    """Weight of the KL per token, in units of the reward (`reward`) or of the token loss (`loss`). 0 measures it and
+    changes nothing else."""
+    estimator: KLEstimator = KLEstimator.K3
+    """k1, k2, k3 of the sampled token; topk over the rollout's K likeliest tokens (in the reward). k1 in the loss
+    has no useful gradient."""
+    place: KLPlace = KLPlace.LOSS
+    """In the loss of every trained token, or subtracted from the reward of the answer."""
+
+    def resolve(self) -> ReferenceKL:
+        return ReferenceKL(coefficient=self.coefficient, estimator=self.estimator, place=self.place)
 
 
 class AlgorithmConfig(ConfigModel):
@@ -34,6 +50,8 @@ class AlgorithmConfig(ConfigModel):
     `path/to/file.py:NAME`) of one's own; the preset's when absent. It brings its thresholds and K."""
     loss: str | None = None
     """Import path of a per-token loss of one's own in place of Eq. 23's."""
+    reference_kl: ReferenceKLConfig | None = None
+    """Null, as in the paper, for none: no reference is kept and no pass of it run."""
     baseline: Baseline = Baseline.MEAN
     """What is subtracted from a reward: the mean of its group, of the others of its group, or nothing."""
     divide_by_std: bool = False

@@ -122,6 +122,9 @@ def _memory(config: Config, plan: Plan) -> Iterator[str]:
         yield "actor.token_dispatcher=allgather: planned as alltoall; every rank then holds the rows of all"
     if actor.load_balancing_loss or actor.router_z_loss:
         yield "actor.load_balancing_loss and router_z_loss: what the router keeps for them"
+    if config.algorithm.reference_kl is not None and config.lora is None:
+        kept = max(stage.weights for stage in plan.stages) / GIB
+        yield f"algorithm.reference_kl: {kept:.1f} GiB of the host for each training GPU, the reference's weights"
     if rollout.max_num_batched_tokens > 8192:
         yield (
             f"rollout.max_num_batched_tokens={rollout.max_num_batched_tokens}: the engines' workspace is that of 8192"
@@ -147,6 +150,8 @@ def _time(config: Config, plan: Plan) -> Iterator[str]:
         yield "optimizer.overlap_grad_reduce and overlap_param_gather: planned without overlap; the step is shorter"
     if config.algorithm.resolve().needs_recomputed_logp:
         yield f"algorithm.preset={config.algorithm.preset}: the forward pass of its recomputed anchor; more time"
+    if config.algorithm.reference_kl is not None:
+        yield "algorithm.reference_kl: the reference's forward pass and, without adapters, the exchange of weights"
     if rollout.schedule == "one_step_off":
         yield "rollout.schedule=one_step_off: rollout and training are added, though they overlap; the step is shorter"
     if rollout.oversample:

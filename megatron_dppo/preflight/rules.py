@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megatron_dppo.algorithm import PresetError, try_own_code
+from megatron_dppo.algorithm import KLEstimator, KLPlace, PresetError, try_own_code
 from megatron_dppo.algorithm.advantage import Baseline
 from megatron_dppo.config.schema import Config
 from megatron_dppo.models.hf_config import HFConfig
@@ -85,6 +85,32 @@ def _topk(config: Config) -> Finding | None:
         f"rollout.top_k_logprobs={recorded}",
         "set both alike (algorithm.overrides.topk and rollout.top_k_logprobs)",
     )
+
+
+def _reference_kl(config: Config) -> Finding | None:
+    kl = config.algorithm.reference_kl
+    if kl is None:
+        return None
+    if kl.estimator is KLEstimator.TOPK and kl.place is KLPlace.LOSS:
+        return error(
+            "algorithm",
+            "algorithm.reference_kl: the top-K estimate has no gradient, so it cannot be in the loss",
+            "set algorithm.reference_kl.place=reward, or estimator k2 or k3",
+        )
+    if kl.estimator is KLEstimator.TOPK and config.rollout.top_k_logprobs < 1:
+        return error(
+            "algorithm",
+            "algorithm.reference_kl.estimator=topk needs the engine's top-K log-probabilities",
+            "set rollout.top_k_logprobs",
+        )
+    if kl.estimator is KLEstimator.K1 and kl.place is KLPlace.LOSS and kl.coefficient:
+        return warning(
+            "algorithm",
+            "algorithm.reference_kl: the gradient of k1 in the loss is 0 on average: it keeps the policy near nothing "
+            "and adds noise",
+            "choose k2 or k3, or algorithm.reference_kl.place=reward",
+        )
+    return None
 
 
 def _own_code(config: Config) -> Finding | None:
@@ -231,6 +257,7 @@ SECTIONS: tuple[Callable[[Config], Finding | None], ...] = (
     _baseline,
     _topk,
     _own_code,
+    _reference_kl,
     _profile,
     _sync_timeout,
     _hang,

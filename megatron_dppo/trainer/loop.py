@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.actor.profiling import profiled
 from megatron_dppo.actor.results import UpdateReport
 from megatron_dppo.actor.runtime import Runtime
-from megatron_dppo.algorithm import most_masked_tokens
+from megatron_dppo.algorithm import KLPlace, most_masked_tokens
 from megatron_dppo.config.schema import Config
 from megatron_dppo.launch.heartbeat import Heartbeat
 from megatron_dppo.launch.stop import StopRequest
@@ -222,7 +222,13 @@ class Trainer:
                 self._collector.begin(later)
 
     def _update(self, step: int, experience: Experience, *, count_masked: bool) -> UpdateReport:
-        source, signal = experience.source(), experience.signal(self._config)
+        source = experience.source()
+        kl, penalties, measured = self._config.algorithm.reference_kl, None, {}
+        if kl is not None and kl.place is KLPlace.REWARD:
+            sums = self._actor.reference_kl(source)
+            measured = {"policy/reference_kl_mean": float(sums.sum() / source.trained.sum())}
+            penalties = kl.coefficient * sums if kl.coefficient else None
+        signal = experience.signal(self._config, penalties)
         trace = self._config.run.dir / "profile" / f"step{step}_rank{self._runtime.rank}.json.gz"
         wanted = step == self._config.trainer.profile_step
         with profiled(self._actor.phases, trace=trace) if wanted else nullcontext() as profile:
@@ -237,7 +243,7 @@ class Trainer:
                 for table in profile.tables(flops=flops, peak_flops=peak_flops(device)):
                     self._controller.progress.console.print(table)
                 self._controller.progress.note(f"step {step}: traces of all ranks in {trace.parent}")
-        return report
+        return replace(report, metrics=report.metrics | measured)
 
     def _looks_at(self, step: int) -> bool:
         every = self._config.tracking.samples_every

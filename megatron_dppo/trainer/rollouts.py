@@ -41,12 +41,14 @@ class Experience:
     def source(self) -> SequenceSource:
         return open_rollout(self.handle)
 
-    def signal(self, config: Config) -> TrainingSignal:
-        """Advantages over the answers to each prompt, and the mini-batches in prompt order."""
+    def signal(self, config: Config, penalties: np.ndarray | None = None) -> TrainingSignal:
+        """Advantages over the answers to each prompt, and the mini-batches in prompt order. `penalties` `[B]` are
+        subtracted from the rewards, before the baseline."""
         samples, per_batch = config.trainer.samples_per_prompt, config.trainer.prompts_per_mini_batch
         groups = np.arange(len(self.rewards)) // samples
+        rewards = self.rewards if penalties is None else (self.rewards - penalties).astype(np.float32)
         advantages = group_advantages(
-            torch.from_numpy(self.rewards),
+            torch.from_numpy(rewards),
             torch.from_numpy(groups),
             baseline=config.algorithm.baseline,
             normalize_std=config.algorithm.divide_by_std,

@@ -62,9 +62,11 @@ def train(config: Config) -> int:
     """
     started = time.monotonic()
     require_cluster()
-    raise_first(check_sections(config))
+    findings = list(check_sections(config))
+    raise_first(findings)
     hf_config = load_hf_config(config.model.path)
-    raise_first(check_model(config, hf_config, actor_runtime.world_size()))
+    findings += check_model(config, hf_config, actor_runtime.world_size())
+    raise_first(findings)
     if config.lora and config.lora.adapter:
         check_peft_adapter(config.lora.adapter, hf_config, config.lora)
     if not config.model.random_weights:
@@ -133,6 +135,8 @@ def train(config: Config) -> int:
             evaluator = Evaluator(fleet, suite, config.evaluation, config.rollout, config.run.seed)
             controller = Controller(fleet, suite, evaluator, tracker, progress)
             progress.begin(first_step)
+            for finding in findings:
+                progress.note(str(finding))
             for line in suite.report:
                 progress.note(line)
         trainer = Trainer(
@@ -191,6 +195,7 @@ def build_actor(runtime: Runtime, config: Config, hf_config: HFConfig) -> Megatr
         temperature=config.rollout.temperature,
         normaliser=config.algorithm.normaliser or float(config.rollout.max_response_tokens),
         lora=config.lora,
+        reference_kl=config.algorithm.reference_kl.resolve() if config.algorithm.reference_kl else None,
     )
 
 

@@ -111,6 +111,7 @@ def build_actor(
     mode: str | None = None,
     temperature: float = TEMPERATURE,
     lora: dict[str, Any] | None = None,
+    reference_kl: Any = None,
     **optimizer: Any,
 ):
     """A `MegatronActor` with the weights of `path` on this rank. `mode`: whose routes, where the case does not say;
@@ -169,14 +170,18 @@ def build_actor(
         temperature=temperature,
         normaliser=NORMALISER,
         lora=adapters,
+        reference_kl=reference_kl,
     )
 
 
 def train(rank: int, path: str, layout: dict, lesson: Lesson, case: Case) -> Trained:
+    return train_actor(rank, build_actor(path, layout, case), lesson)
+
+
+def train_actor(rank: int, actor: Any, lesson: Lesson) -> Trained:
     from megatron_dppo.actor.actor import TrainingSignal
     from megatron_dppo.batch import InMemorySource
 
-    actor = build_actor(path, layout, case)
     gradients: list[dict[str, np.ndarray]] = []
     prepare = actor.optimizer.prepare_grads
 

@@ -225,9 +225,9 @@ def test_docs_name_every_field_and_metric() -> None:
         assert f"`{field.name}`" in text, field.name
     logp = torch.tensor([-1.0])
     everything = policy_loss(
-        presets.get("dppo-binary-tv"), logp, logp, logp, loss_mask=logp, divergence=logp, entropy=logp
+        presets.get("dppo-binary-tv"), logp, logp, logp, loss_mask=logp, divergence=logp, entropy=logp, penalty=logp
     ).metrics.finalize(1)
-    assert len(everything) == 21
+    assert len(everything) == 22
     for metric in everything:
         assert f"`{metric}`" in text, metric
 

@@ -66,6 +66,17 @@ FAULTS: dict[str, tuple[list[str], str, str]] = {
         "but K is 7; set algorithm.overrides.topk=300 and rollout.top_k_logprobs=300, or choose a divergence of fewer "
         "tokens",
     ),
+    "top-K in the loss": (
+        ["algorithm.reference_kl={coefficient: 0.1, estimator: topk}"],
+        "algorithm",
+        "algorithm.reference_kl: the top-K estimate has no gradient, so it cannot be in the loss; set "
+        "algorithm.reference_kl.place=reward, or estimator k2 or k3",
+    ),
+    "top-K that nobody records": (
+        ["algorithm.reference_kl={coefficient: 0.1, estimator: topk, place: reward}", "rollout.top_k_logprobs=0"],
+        "algorithm",
+        "algorithm.reference_kl.estimator=topk needs the engine's top-K log-probabilities; set rollout.top_k_logprobs",
+    ),
     "profile": (
         ["trainer.profile_step=101"],
         "trainer",
@@ -228,6 +239,13 @@ def test_what_is_right_is_not_complained_of(config: Path, model: Path, tmp_path:
         "warning: timeouts: run.hang_minutes=200 is longer than run.collective_timeout_minutes: a hung rank would not "
         "be named before the others give up; lower run.hang_minutes"
     )
+
+
+def test_k1_in_the_loss_is_warned_of(config: Path) -> None:
+    (found,) = check_sections(load_config(config, ["algorithm.reference_kl={coefficient: 0.1, estimator: k1}"]))
+    assert str(found).startswith("warning: algorithm: algorithm.reference_kl: the gradient of k1 in the loss is 0 on")
+    for right in ("{coefficient: 0.1, estimator: k1, place: reward}", "{coefficient: 0, estimator: k1}", "null"):
+        assert list(check_sections(load_config(config, [f"algorithm.reference_kl={right}"]))) == []
 
 
 def test_adapters_that_fit_no_layer(config: Path, model: Path, tmp_path: Path) -> None:

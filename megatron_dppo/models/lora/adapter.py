@@ -56,6 +56,8 @@ class LoraAdapter(torch.nn.Module):
     """
 
     _belongs: Tensor
+    off = False
+    """Whether the layer is what it is without this adapter, for a pass of the model that training began with."""
 
     def __init__(
         self, local: Sequence[LocalSite], config: LoraConfig, sharding: Sharding, like: torch.nn.Parameter
@@ -93,6 +95,8 @@ class LoraAdapter(torch.nn.Module):
 
     def add_to(self, output: Tensor, x: Tensor) -> Tensor:
         """`output` of a layer with one weight, plus this adapter's share; x is the layer's own input (normed)."""
+        if self.off:
+            return output
         sharding, group = self.sharding, self.sharding.group
         several = group.size() > 1
         a, b = self._factors()
@@ -114,6 +118,8 @@ class LoraAdapter(torch.nn.Module):
     def add_to_grouped(self, output: Tensor, x: Tensor, splits: Sequence[int] | Tensor) -> Tensor:
         """The same for experts: rows of `x [T, in]` belong to expert 0, then 1, ..., `splits` of them each; or
         `splits` is a tensor on x's device of where each one's rows end, int32 `[E]`."""
+        if self.off:
+            return output
         a, b = self._factors()
         if not _can_group(x, self.rank):
             if isinstance(splits, Tensor):
