@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 """:"
-# The paper's experiments with dense models on mathematics (Sections 5 to 7, Appendix G.3).
+# The paper's experiments with dense models on mathematics (Sections 5 to 7, Appendices E and G.3).
 #
 #   bash examples/run_dense_dppo.sh [a.b=c ...]
 #   torchrun --nproc-per-node 8 examples/run_dense_dppo.sh [a.b=c ...]
 #   bash docker/start_node.sh examples/run_dense_dppo.sh [a.b=c ...]      # on each of several nodes, see there
 #
 # Each a.b=c overrides a key of the experiment's YAML file: algorithm.preset=grpo-clip-higher is a baseline. Variables:
-#   EXPERIMENT dense_base (default), sanity_test, relaxation or octothinker_math
+#   EXPERIMENT dense_base (default), sanity_test, relaxation, clipped_tokens or octothinker_math
 #   MODEL_DIR  folder of the Hugging Face checkpoint (default models/ and the model's name)
 #   RUN_DIR    folder of the run: metrics, plots, checkpoints, result (default runs/EXPERIMENT/START-TIME)
 #   SEED       of the sampling (default 0); the order of the data is that of task.seed=0
@@ -34,6 +34,7 @@ MODELS = {
     "dense_base": "Qwen/Qwen3-8B-Base",
     "sanity_test": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
     "relaxation": "Qwen/Qwen3-1.7B-Base",
+    "clipped_tokens": "Qwen/Qwen3-4B-Base",
     "octothinker_math": "OctoThinker/OctoThinker-3B-Hybrid-Base",
 }
 

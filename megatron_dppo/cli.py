@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron_dppo import __version__
 from megatron_dppo.checkpoint.convert_arguments import add_convert_arguments, run_convert
 from megatron_dppo.doctor.command import add_doctor_arguments, run_doctor
+from megatron_dppo.errors import UserError
 from megatron_dppo.launch import exit_status
 from megatron_dppo.launch.imports import uncollected
 from megatron_dppo.planner.command import add_plan_arguments, run_plan
@@ -98,12 +99,31 @@ def _parser() -> argparse.ArgumentParser:
     add_doctor_arguments(doctor)
     doctor.set_defaults(run=run_doctor)
 
-    plot = commands.add_parser("plot", help="draw the training curves of one or several runs")
-    plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
+    plot = commands.add_parser("plot", help="draw the training curves of one or several runs, or objectives")
+    plot.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
     plot.add_argument("-o", "--output", type=Path, default=Path("curves.png"), help="PNG to write (%(default)s)")
     plot.add_argument("--title", default="")
-    plot.add_argument(
+    instead = plot.add_mutually_exclusive_group()
+    instead.add_argument(
         "--mismatch", action="store_true", help="trainer against engine before any update (Figure 2) instead of curves"
+    )
+    instead.add_argument(
+        "--masked", action="store_true", help="probability and entropy of masked tokens (Figure 6) instead of curves"
+    )
+    instead.add_argument(
+        "--objective",
+        nargs="+",
+        metavar="PRESET",
+        help="objective and mask over the ratio pi / mu (Figure 1, left) of presets, each PRESET or PRESET:CONSTANTS; "
+        "needs no run",
+    )
+    plot.add_argument(
+        "--mu",
+        nargs="+",
+        type=float,
+        default=[0.01, 0.5, 0.95],
+        metavar="P",
+        help="rollout probabilities that --objective draws (0.01 0.5 0.95)",
     )
     plot.set_defaults(run=_plot)
     return parser
@@ -133,8 +153,16 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _plot(arguments: argparse.Namespace) -> int:
     from megatron_dppo.trainer.history import History
     from megatron_dppo.trainer.mismatch import Mismatch, plot_mismatch
-    from megatron_dppo.trainer.plots import plot_runs
+    from megatron_dppo.trainer.plots import MASKED_PANELS, plot_runs
 
+    if arguments.objective:
+        from megatron_dppo.trainer.objective_plot import plot_objectives
+
+        if arguments.runs:
+            raise UserError(f"plot: --objective draws presets, not runs ({arguments.runs[0]}); leave one of them out")
+        plot_objectives(arguments.objective, arguments.mu, arguments.output, title=arguments.title)
+        print(arguments.output)
+        return 0
     labels = [run.parent.name if run.is_file() else run.resolve().name for run in arguments.runs]
     if len(set(labels)) < len(labels):
         labels = [str(run) for run in arguments.runs]
@@ -147,7 +175,7 @@ def _plot(arguments: argparse.Namespace) -> int:
         print(arguments.output)
         return 0
     runs = {label: History.read(run) for label, run in named.items()}
-    plot_runs(runs, arguments.output, title=arguments.title)
+    plot_runs(runs, arguments.output, title=arguments.title, panels=MASKED_PANELS if arguments.masked else None)
     print(arguments.output)
     return 0
 

@@ -169,7 +169,8 @@ class MegatronActor:
         listener: Callable[[UpdateProgress], None] | None = None,
     ) -> UpdateReport:
         """One gradient step per mini-batch and epoch. With `count_masked` the report says which tokens the trust region
-        blocked. `listener` hears how far the update is: after an error, what of it is in the weights.
+        blocked. `mismatch/...` are of the first mini-batch, whose pass has the weights that the call began with.
+        `listener` hears how far the update is: after an error, what of it is in the weights.
 
         Raises NonFiniteTraining after too many skipped steps in a row, RuntimeError where routes went missing: both on
         all ranks.
@@ -195,6 +196,7 @@ class MegatronActor:
 
         metrics = TokenMetrics.empty(device)
         totals = StepTotals()
+        mismatch: dict[str, float] = {}
         blocked: Tensor | None = None
         for number in list(range(len(plans))) * signal.epochs:
             sequences, plan = signal.mini_batches[number], plans[number]
@@ -235,6 +237,7 @@ class MegatronActor:
                     totals.add_replay(self._passes.account(controller, plan, source, recorded))
                 loss, part = reduce_losses(reports, contributes=self._passes.contributes, device=device)
                 metrics = metrics.merge(part)
+                mismatch = mismatch or part.mismatch()  # before the first step of this call, from that step's own pass
                 if count_masked:
                     counts = reduce_masked(
                         reports, contributes=self._passes.contributes, vocab_size=self._vocab_size, device=device
@@ -251,6 +254,7 @@ class MegatronActor:
         sequences_in_all = signal.epochs * sum(len(sequences) for sequences in signal.mini_batches)
         finals = metrics.finalize(sequences_in_all)
         policy = {f"policy/{_SHORT_NAMES.get(name, name)}": value for name, value in finals.items()}
+        policy |= {f"mismatch/{name}": value for name, value in mismatch.items()}
         pulled = reduce_bytes(source.pulled_bytes - pulled_before, device)
         return UpdateReport(policy | self._aux_losses.metrics() | totals.metrics() | pulled, blocked)
 

@@ -18,6 +18,9 @@ from megatron_dppo.algorithm.bounds import linear_penalty_estimate
 BAD_UPDATE_DROP = 0.5
 """A bad update is a negative sample with mu - pi at or above this (Section 5.3)."""
 
+BANDS = {"low": (0.0, 0.1), "middle": (0.1, 0.9), "high": (0.9, math.inf)}
+"""Bands of mu, from the first bound up to the second: a ratio is volatile where mu is low (Figure 2)."""
+
 QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
 
 # Histogram of log r: one bin around 0, then log-spaced bins of |log r| on either side; the last is open-ended.
@@ -42,6 +45,11 @@ _SUMS = (
     "entropy",
     "penalty_tokens",
     "penalty",
+    "masked_mu_positive",
+    "masked_mu_negative",
+    "masked_entropy_positive",
+    "masked_entropy_negative",
+    *(f"{what}_{band}" for band in BANDS for what in ("tokens", "abs_log_ratio", "abs_prob_diff")),
 )
 _MAXIMA = ("abs_prob_diff", "divergence", "log_ratio", "negative_log_ratio", "abs_return")
 
@@ -72,14 +80,15 @@ class TokenMetrics:
 
         Args: `sequences` of the batch these tokens come from; `reward_bound` is xi = max |R(y)| (Theorem 3.2), by
         default the largest |return| seen. Without trainable tokens only `tokens` is returned; metrics of what was
-        not given (divergence, entropy, KL to a reference) are absent.
+        not given (divergence, entropy, KL to a reference), and of masked tokens where none is, are absent.
 
         Names: tokens; abs_prob_diff_mean and _max (the paper's |pi - mu|); divergence_mean and _max (the
         preset's D); masked_fraction, masked_fraction_positive and _negative (blocked tokens of A > 0 among
         tokens of A > 0, and so on); truncated_fraction (kept tokens with r > C); bad_update_fraction (of all trained
-        tokens, masked or not); ratio_mean, _min, _max and quantiles (of log-spaced bins, so a quantile of log r is
-        right within 3 %, or 1e-6); entropy_mean; reference_kl_mean; surrogate, the sample mean of Eq. 5; and
-        linear_penalty_estimate, the sample estimate of Eq. 19.
+        tokens, masked or not); masked_mu_positive and _negative, masked_entropy_positive and _negative (means over the
+        blocked tokens of either sign: Figure 6); ratio_mean, _min, _max and quantiles (of log-spaced bins, so a
+        quantile of log r is right within 3 %, or 1e-6); entropy_mean; reference_kl_mean; surrogate, the sample mean of
+        Eq. 5; and linear_penalty_estimate, the sample estimate of Eq. 19.
         """
         total = dict(zip(_SUMS, self.sums.tolist(), strict=False))
         top = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
@@ -110,7 +119,26 @@ class TokenMetrics:
             metrics["entropy_mean"] = total["entropy"] / total["entropy_tokens"]
         if total["penalty_tokens"]:
             metrics["reference_kl_mean"] = total["penalty"] / total["penalty_tokens"]
-        return metrics | self._ratio_quantiles()
+        return metrics | _of_masked(total) | self._ratio_quantiles()
+
+    def mismatch(self) -> dict[str, float]:
+        """Figure 2's statistics of these tokens, which say how far trainer and engine are apart where both had the same
+        weights: mean_abs_pi_mu and max_abs_pi_mu (the binary TV); ratio percentiles as in `finalize`; and for each of
+        `BANDS` of mu that holds tokens abs_log_ratio_BAND and abs_pi_mu_BAND, the means of |log r| and |pi - mu|. Empty
+        without trainable tokens. Waits for the device.
+        """
+        total = dict(zip(_SUMS, self.sums.tolist(), strict=False))
+        if not total["tokens"]:
+            return {}
+        found = {
+            "mean_abs_pi_mu": total["abs_prob_diff"] / total["tokens"],
+            "max_abs_pi_mu": float(self.maxima[_MAXIMA.index("abs_prob_diff")]),
+        }
+        for band in BANDS:
+            if tokens := total[f"tokens_{band}"]:
+                found[f"abs_log_ratio_{band}"] = total[f"abs_log_ratio_{band}"] / tokens
+                found[f"abs_pi_mu_{band}"] = total[f"abs_prob_diff_{band}"] / tokens
+        return found | self._ratio_quantiles()
 
     def _ratio_quantiles(self) -> dict[str, float]:
         cumulative = self.sums[len(_SUMS) :].cumsum(0)
@@ -121,6 +149,16 @@ class TokenMetrics:
         # Rank 0 would fall into the first bin even if it is empty.
         bins = torch.searchsorted(cumulative, ranks.clamp(min=0.5)).tolist()
         return {f"ratio_p{100 * q:g}": _exp(_bin_centre(b)) for q, b in zip(QUANTILES, bins, strict=True)}
+
+
+def _of_masked(total: dict[str, float]) -> dict[str, float]:
+    found = {}
+    for sign in ("positive", "negative"):
+        if masked := total[f"masked_{sign}"]:
+            found[f"masked_mu_{sign}"] = total[f"masked_mu_{sign}"] / masked
+            if total["entropy_tokens"]:
+                found[f"masked_entropy_{sign}"] = total[f"masked_entropy_{sign}"] / masked
+    return found
 
 
 def token_metrics(
@@ -176,6 +214,15 @@ def token_metrics(
         "penalty_tokens": zero if penalty is None else count,
         "penalty": zero if penalty is None else total(penalty),
     }
+    mu = mu_logp.exp()
+    for sign, rows in (("positive", blocked & positive), ("negative", blocked & negative)):
+        sums[f"masked_mu_{sign}"] = total(mu, rows)
+        sums[f"masked_entropy_{sign}"] = zero if entropy is None else total(entropy, rows)
+    for band, (low, high) in BANDS.items():
+        inside = trainable & (mu >= low) & (mu < high)
+        sums[f"tokens_{band}"] = inside.double().sum()
+        sums[f"abs_log_ratio_{band}"] = total(log_ratio.abs(), inside)
+        sums[f"abs_prob_diff_{band}"] = total(drop.abs(), inside)
     maxima = {
         "abs_prob_diff": maximum(drop.abs()),
         "divergence": zero - torch.inf if divergence is None else maximum(divergence),

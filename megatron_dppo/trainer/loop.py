@@ -243,7 +243,10 @@ class Trainer:
                 for table in profile.tables(flops=flops, peak_flops=peak_flops(device)):
                     self._controller.progress.console.print(table)
                 self._controller.progress.note(f"step {step}: traces of all ranks in {trace.parent}")
-        return replace(report, metrics=report.metrics | measured)
+        metrics = report.metrics | measured
+        if int(experience.handle.versions.min()) < step - 1:  # then it is no mismatch of one set of weights
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("mismatch/")}
+        return replace(report, metrics=metrics)
 
     def _looks_at(self, step: int) -> bool:
         every = self._config.tracking.samples_every

@@ -30,6 +30,32 @@ def grad_modes(rank: int, path: str, layout: dict, batch: Any) -> dict[str, list
     return found
 
 
+def mismatches(rank: int, path: str, layout: dict, batch: Any) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """Of `parity`, and of two updates of two mini-batches and epochs each that follow."""
+    from megatron_dppo.actor.actor import TrainingSignal
+    from megatron_dppo.batch import InMemorySource
+
+    actor = build_actor(path, layout, Case())
+    source = InMemorySource.of(batch)
+    parity = actor.parity(source, replay=True).metrics
+    everything = np.arange(len(advantages()))
+    signals = [TrainingSignal(advantages(), advantages(), parts, 2) for parts in ([everything], [everything[:6]])]
+    return parity, [actor.update(source, signal).metrics for signal in signals]
+
+
+def test_mismatch_is_of_the_weights_that_the_update_began_with(tmp_path) -> None:
+    """Not moved by its own gradient steps, as the drift is: what a pass before the update finds."""
+    from tests.actor.reference import make_rollout
+
+    model = tiny_qwen3_moe(tmp_path, seed=3)
+    batch = make_rollout(model, seed=4, temperature=TEMPERATURE, **SHAPE)
+    parity, (first, second) = run_ranks(mismatches, 1, str(tmp_path), LAYOUTS["1 rank"][1], batch)[0]
+    assert first["mismatch/mean_abs_pi_mu"] == parity["mean_abs_prob_gap"]
+    assert first["policy/mean_abs_pi_mu"] != first["mismatch/mean_abs_pi_mu"]
+    assert second["mismatch/mean_abs_pi_mu"] != first["mismatch/mean_abs_pi_mu"]
+    assert first["mismatch/max_abs_pi_mu"] <= first["policy/abs_prob_diff_max"]
+
+
 def test_only_training_records_a_graph(tmp_path) -> None:
     from tests.actor.reference import make_rollout
 

@@ -74,6 +74,10 @@ def test_metrics_are_what_their_names_say() -> None:
         "ratio_min": ratio.min(),
         "ratio_max": ratio.max(),
         "entropy_mean": rows.entropy[keep].mean(),
+        "masked_mu_positive": mu.exp()[blocked & (a > 0)].mean(),
+        "masked_mu_negative": mu.exp()[blocked & (a < 0)].mean(),
+        "masked_entropy_positive": rows.entropy[keep][blocked & (a > 0)].mean(),
+        "masked_entropy_negative": rows.entropy[keep][blocked & (a < 0)].mean(),
         "surrogate": (rows.returns[keep] * (ratio - 1)).sum() / 20,
         "linear_penalty_estimate": 2 * 1.0 * (ratio - 1).abs().sum() / 20,
     }
@@ -82,6 +86,26 @@ def test_metrics_are_what_their_names_say() -> None:
     for name, value in expected.items():
         assert got[name] == pytest.approx(float(value), rel=1e-12), name
     assert min(got["masked_fraction_positive"], got["masked_fraction_negative"], got["bad_update_fraction"]) > 0
+
+
+def test_mismatch_by_the_probability_of_the_token() -> None:
+    """Figure 2: the ratio and the difference apart, for tokens below 0.1, from 0.9 on, and between."""
+    rows = Rows(2000, seed=3, spread=0.3)
+    got = rows.loss().metrics.mismatch()
+    mu, pi = rows.mu[rows.mask], rows.pi[rows.mask]
+    difference = (pi.exp() - mu.exp()).abs()
+    assert got["mean_abs_pi_mu"] == pytest.approx(difference.mean().item(), rel=1e-12)
+    assert got["max_abs_pi_mu"] == pytest.approx(difference.max().item(), rel=1e-12)
+    low, high = mu.exp() < 0.1, mu.exp() >= 0.9
+    for band, inside in (("low", low), ("high", high), ("middle", ~low & ~high)):
+        assert inside.sum() > 50
+        assert got[f"abs_log_ratio_{band}"] == pytest.approx((pi - mu)[inside].abs().mean().item(), rel=1e-12)
+        assert got[f"abs_pi_mu_{band}"] == pytest.approx(difference[inside].mean().item(), rel=1e-12)
+    assert got["abs_log_ratio_low"] > 0.1
+    assert got["abs_pi_mu_low"] < got["abs_pi_mu_middle"]
+    assert "ratio_p99.9" in got
+    nothing = policy_loss(presets.get("pg-is"), mu[:2], mu[:2], mu[:2], loss_mask=torch.zeros(2)).metrics
+    assert nothing.mismatch() == {}
 
 
 @pytest.mark.parametrize("spread", [1e-4, 0.02, 1.0, 8.0])

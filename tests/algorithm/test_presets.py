@@ -223,11 +223,11 @@ def test_docs_name_every_field_and_metric() -> None:
     text = DOCS.read_text()
     for field in dataclasses.fields(Preset):
         assert f"`{field.name}`" in text, field.name
-    logp = torch.tensor([-1.0])
+    pi, mu, advantages = torch.tensor([[-0.1, -3.0], [-3.0, -0.1], [1.0, -1.0]])  # both are blocked
     everything = policy_loss(
-        presets.get("dppo-binary-tv"), logp, logp, logp, loss_mask=logp, divergence=logp, entropy=logp, penalty=logp
+        presets.get("dppo-binary-tv"), pi, mu, advantages, loss_mask=pi, divergence=-pi - mu, entropy=-pi, penalty=pi
     ).metrics.finalize(1)
-    assert len(everything) == 22
+    assert len(everything) == 26
     for metric in everything:
         assert f"`{metric}`" in text, metric
 

@@ -41,6 +41,7 @@ MODELS = {
     "moe_base_lora": "Qwen3-30B-A3B-Base",
     "sanity_test": "DeepSeek-R1-Distill-Qwen-1.5B",  # Section 5
     "relaxation": "Qwen3-1.7B-Base",  # Section 6
+    "clipped_tokens": "Qwen3-4B-Base",  # Appendix E
     "octothinker_math": "OctoThinker-3B-Hybrid-Base",  # Appendix G.3
     "arc_1d": "Qwen3-1.7B-Base",
     "acre": "Qwen3-1.7B-Base",
@@ -205,6 +206,16 @@ def test_relaxation_study():
     row = baseline.algorithm.resolve()
     assert (row.threshold_negative, row.threshold_positive, row.ratio_cap) == (0.2, 0.28, math.inf)
     assert config("relaxation", "algorithm.overrides.relax_below=0.2").algorithm.resolve().relax_below == 0.2
+
+
+def test_appendix_e():
+    """Qwen3-4B-Base, the DAPO dataset, GRPO; at step 50 what r > 1.28 and r < 0.8 block, the 50 tokens of each."""
+    c = config("clipped_tokens")
+    row = c.algorithm.resolve()
+    assert (row.trust_region, row.anchor) == (TrustRegion.RATIO_CLIP, Anchor.ROLLOUT)
+    assert (1 - row.threshold_negative, 1 + row.threshold_positive) == (0.8, 1.28)
+    assert c.task.data.path == config("relaxation").task.data.path
+    assert (c.trainer.steps, c.tracking.samples_every, c.tracking.masked_tokens) == (50, 50, 50)
 
 
 @pytest.mark.parametrize("name", G3)

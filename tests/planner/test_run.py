@@ -33,6 +33,8 @@ MODELS = {
     "Qwen3-8B-Base": CONFIGS["Qwen3-8B"],
     "DeepSeek-R1-Distill-Qwen-1.5B": CONFIGS["DeepSeek-R1-Distill-Qwen-1.5B"],
     "OctoThinker-3B-Hybrid-Base": CONFIGS["OctoThinker-3B"],
+    "Qwen3-4B-Base": CONFIGS["Qwen3-8B"]
+    | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
     "Qwen3-1.7B-Base": CONFIGS["Qwen3-8B"] | SMALL | {"num_key_value_heads": 8, "tie_word_embeddings": True},
 }
 GPUS_OF = {"moe_base": 32, "moe_base_r3": 32, "moe_thinking": 32}
@@ -244,6 +246,12 @@ def test_what_is_not_planned_is_named(models: Path, run_of: Callable[..., Run]) 
     for override, start in named.items():
         (line,) = _beside(*quiet, override)
         assert line.startswith(start)
+    memory, time = _beside(*quiet, "algorithm.reference_kl.coefficient=0.1")
+    assert memory.startswith("algorithm.reference_kl: ")
+    assert "GiB of the host for each training GPU" in memory
+    assert time.startswith("algorithm.reference_kl: the reference's forward pass")
+    (time,) = _beside(*quiet, "algorithm.reference_kl.coefficient=0.1", "lora.rank=32")
+    assert time.startswith("algorithm.reference_kl: the reference's forward pass")
 
 
 def _beside(*overrides: str) -> tuple[str, ...]:

@@ -104,6 +104,7 @@ def test_every_part_did_its_work(whole):
         assert row["reward/mean"] == pytest.approx(weighted, abs=1e-6)
         assert parts["length"] > 0
         assert 0 < row["policy/mean_abs_pi_mu"] < 0.01
+        assert 0 < row["mismatch/mean_abs_pi_mu"] < 1e-5  # float32 on both sides, and no step since the rollout
     # Linear warm-up from 0 over two gradient steps, then decay to 0 at the tenth; two gradient steps a row.
     assert [row["optimizer/lr"] for row in trained] == pytest.approx([5e-4, 8.75e-4, 6.25e-4, 3.75e-4])
     assert "held-out accuracy" in printed
@@ -126,7 +127,15 @@ def test_every_metric_is_explained(whole):
 
 def _pattern(name: str) -> str:
     pattern = re.escape(name)
-    holes = {r"NAME/\.\.\.": ".+", "NAME": ".+", "NN": r"\d+", "@k": r"@\d+", "pQ": r"p[\d.]+", r"/\*": "/.+"}
+    holes = {
+        r"NAME/\.\.\.": ".+",
+        "NAME": ".+",
+        "NN": r"\d+",
+        "BAND": "(low|middle|high)",
+        "@k": r"@\d+",
+        "pQ": r"p[\d.]+",
+        r"/\*": "/.+",
+    }
     for hole, filled in holes.items():
         pattern = pattern.replace(hole, filled)
     return pattern

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,12 @@ from PIL import Image
 from rich.console import Console
 from scipy.ndimage import gaussian_filter1d
 
+from megatron_dppo.algorithm import presets
+from megatron_dppo.cli import main
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import History, Series
-from megatron_dppo.trainer.plots import PANELS, plot_runs, smooth
+from megatron_dppo.trainer.objective_plot import objective_and_mask
+from megatron_dppo.trainer.plots import MASKED_PANELS, PANELS, plot_runs, smooth
 from megatron_dppo.trainer.summary import parity_table, print_summary
 
 
@@ -32,12 +36,11 @@ def history(seed: int = 0, steps: int = 30) -> History:
 
 
 def ink_per_panel(path: Path) -> np.ndarray:
-    """Share of coloured (not grey) pixels in each cell of the 2 x 3 grid."""
+    """Share of coloured (not grey) pixels in each cell of the 3 x 3 grid, the last of which is empty."""
     pixels = np.asarray(Image.open(path).convert("RGB")).astype(int)
     coloured = pixels.max(axis=2) - pixels.min(axis=2) > 40
-    rows = len(coloured)
-    cells = [coloured[: rows // 2], coloured[rows // 2 :]]
-    return np.array([[part.mean() for part in np.array_split(cell, 3, axis=1)] for cell in cells])
+    cells = np.array_split(coloured, 3)
+    return np.array([part.mean() for cell in cells for part in np.array_split(cell, 3, axis=1)])
 
 
 def test_every_panel_shows_its_curve(tmp_path: Path) -> None:
@@ -45,7 +48,7 @@ def test_every_panel_shows_its_curve(tmp_path: Path) -> None:
     image = Image.open(tmp_path / "new" / "plot.png")
     assert image.format == "PNG"
     assert image.width > 1200
-    assert (ink_per_panel(tmp_path / "new" / "plot.png") > 0.002).all()
+    assert (ink_per_panel(tmp_path / "new" / "plot.png")[: len(PANELS)] > 0.002).all()
 
 
 def test_a_panel_without_data_says_so_and_the_others_are_drawn(tmp_path: Path) -> None:
@@ -53,8 +56,55 @@ def test_a_panel_without_data_says_so_and_the_others_are_drawn(tmp_path: Path) -
     del partial.series["policy/masked_fraction"]
     plot_runs({"a": partial}, tmp_path / "plot.png")
     ink = ink_per_panel(tmp_path / "plot.png")
-    assert ink[1, 2] == 0.0
-    assert (np.delete(ink.ravel(), 5) > 0.002).all()
+    assert ink[7] == 0.0
+    assert (ink[:7] > 0.002).all()
+
+
+def test_figure_6(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = [
+        {"step": step}
+        | {panel.metric: 0.1 * step for panel in MASKED_PANELS if step != 2 or "masked_mu" not in panel.metric}
+        for step in range(1, 6)  # in the second no token was blocked
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    picture = tmp_path / "figure6.png"
+    assert main(["plot", str(run), "--masked", "-o", str(picture)]) == 0
+    pixels = np.asarray(Image.open(picture).convert("RGB")).astype(int)
+    coloured = pixels.max(axis=2) - pixels.min(axis=2) > 40
+    assert min(part.mean() for row in np.array_split(coloured, 2) for part in np.array_split(row, 3, axis=1)) > 0.001
+
+
+def test_figure_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "figure1.png"
+    chosen = ["ppo-clip", "dppo-binary-tv:appendix-d", "dppo-topk-kl", "gspo"]
+    assert main(["plot", "--objective", *chosen, "--mu", "0.1", "0.9", "-o", str(picture)]) == 0
+    assert Image.open(picture).size == (1008, 1776)
+    for arguments, message in (
+        (["--objective", "ppo-clp"], "plot: unknown preset 'ppo-clp', did you mean 'ppo-clip'"),
+        (["--objective", "ppo-clip:appendix-d"], "plot: preset 'ppo-clip' has no constants 'appendix-d'"),
+        (["--objective", "ppo-clip", "--mu", "1"], "plot: --mu 1 must be between 0 and 1"),
+        (["a-run", "--objective", "ppo-clip"], "plot: --objective draws presets, not runs (a-run)"),
+        ([], "plot: name at least one run"),
+    ):
+        assert main(["plot", *arguments, "-o", str(picture)]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "rare", "likely"), [("ppo-clip", (0.8, 1.2), (0.8, 1.2)), ("dppo-binary-tv", (0, 2), (0.6, 1.4))]
+)
+def test_where_the_mask_begins(name: str, rare: tuple[float, float], likely: tuple[float, float]) -> None:
+    """PPO clips a rare token as a likely one; DPPO, delta 0.2, lets the rare one move (Figure 1)."""
+    ratio = np.linspace(0.0, 2.0, 2001)
+    for mu, (low, high) in ((0.01, rare), (0.5, likely)):
+        value, kept = objective_and_mask(presets.get(name), mu, 1.0, ratio)
+        np.testing.assert_allclose(value, ratio, atol=1e-9)
+        assert ratio[kept].max() == pytest.approx(high, abs=2e-3)
+        value, kept = objective_and_mask(presets.get(name), mu, -1.0, ratio)
+        np.testing.assert_allclose(value, -ratio, atol=1e-9)
+        assert ratio[kept].min() == pytest.approx(low, abs=2e-3)
 
 
 def test_two_runs_have_two_colours(tmp_path: Path) -> None:

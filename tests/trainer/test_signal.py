@@ -43,6 +43,16 @@ def test_the_overlong_filter_leaves_cut_answers_out_but_not_out_of_the_baseline(
     np.testing.assert_array_equal(filtered.advantages, everything.advantages)
 
 
+def test_a_penalty_is_part_of_the_reward_before_the_baseline() -> None:
+    """R - penalty, of groups of two: half the difference."""
+    penalties = np.array([0.2, 0, 0, 0, 0.1, 0.3, 0, 0])
+    signal = experience([]).signal(config(False), penalties)
+    np.testing.assert_allclose(signal.advantages, [0.4, -0.4, -0.5, 0.5, 0.1, -0.1, 0, 0], atol=1e-7)
+    np.testing.assert_array_equal(signal.returns, REWARDS)
+    plain = experience([]).signal(config(False))
+    np.testing.assert_array_equal(experience([]).signal(config(False), np.zeros(8)).advantages, plain.advantages)
+
+
 def test_a_mini_batch_of_cut_answers_is_no_gradient_step_and_a_step_of_them_is_refused() -> None:
     assert [b.tolist() for b in experience([4, 5, 6, 7]).signal(config(True)).mini_batches] == [[0, 1, 2, 3]]
     with pytest.raises(UserError, match=r"every answer was cut at rollout.max_response_tokens=16384"):
