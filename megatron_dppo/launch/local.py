@@ -109,7 +109,7 @@ def _run_ranks(command: Sequence[str], processes: int, logs: str, meeting: Meeti
         signals_to_handle=signals,
     )
     try:
-        with meeting.watching():
+        with meeting.with_ranks():
             elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
         # Whichever rank the agent saw first, and whatever it did to the others then: what they wrote counts.

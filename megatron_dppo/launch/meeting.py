@@ -79,6 +79,7 @@ class Meeting(RendezvousHandler):
         self._ranks_store: dist.TCPStore | None = None
         self._port = 0
         self._lost: str | None = None
+        self._over = threading.Event()
         self._seen: dict[int, tuple[bytes, float]] = {}
 
     # Between attempts
@@ -87,12 +88,13 @@ class Meeting(RendezvousHandler):
         """Wait for all nodes. Returns the overrides that the ranks get. Raises JobOver, and UserError for what another
         try would not change."""
         state = self._open() if self.nodes.number == 0 else self._enter()
+        self._watch()
         return ["trainer.resume=true"] if state else []
 
     def again(self, outcome: Outcome) -> tuple[bool, Outcome]:
         """After an attempt, with none of this node's ranks left: is there another one, and how this one or the job
         ended."""
-        self.running = False
+        self._over.set()
         with suppress(RuntimeError):  # a store that is gone says nothing of what it knew
             if self._several and self._said("failed"):
                 outcome = self._read("failed")
@@ -229,32 +231,24 @@ class Meeting(RendezvousHandler):
         self._store = None
         return outcome.status == 1, outcome
 
-    # While ranks run
+    # During an attempt
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Inside, this node gives signs of life and looks for those of the others."""
-        self._lost, self.running = None, True
-        over = threading.Event()
-        if not self._several or self._store is None:
-            yield
-            return
-        # A connection of its own: while the network stands still its calls do not return.
-        watcher = threading.Thread(target=self._watch, args=(self._store.clone(), over), daemon=True, name="nodes")  # type: ignore[attr-defined]  # torch's stubs lack it
-        others = range(1, self.nodes.count) if self.nodes.number == 0 else range(1)
-        self._seen = {i: (b"", time.monotonic()) for i in others}
-        watcher.start()
-        try:
-            yield
-        finally:
-            over.set()
+    def _watch(self) -> None:
+        """From now on this node gives signs of life and looks for those of the others."""
+        self._lost, self._over = None, threading.Event()
+        if self._store is not None and self._several:
+            others = range(1, self.nodes.count) if self.nodes.number == 0 else range(1)
+            self._seen = {i: (b"", time.monotonic()) for i in others}
+            # A connection of its own: while the network stands still its calls do not return.
+            store = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+            threading.Thread(target=self._beat, args=(store, self._over), daemon=True, name="nodes").start()
 
-    def _watch(self, store: dist.TCPStore, over: threading.Event) -> None:
-        mine, count = self.nodes.number, 0
+    def _beat(self, store: dist.TCPStore, over: threading.Event) -> None:
+        count = 0
         try:
             while not over.wait(_BEAT_S):
                 count += 1
-                store.set(self._key(f"beat/{mine}"), str(count))
+                store.set(self._key(f"beat/{self.nodes.number}"), str(count))
                 for i in self._seen:
                     key = self._key(f"beat/{i}")
                     beat = store.get(key) if store.check([key]) else b""
@@ -264,6 +258,15 @@ class Meeting(RendezvousHandler):
                     self._lost = "another node failed"  # `again` reads how
         except RuntimeError as error:
             self._lost = f"node 0 was lost ({str(error).partition(chr(10))[0]})"
+
+    @contextmanager
+    def with_ranks(self) -> Iterator[None]:
+        """Inside, this node has ranks, which may finish a step."""
+        self.running = True
+        try:
+            yield
+        finally:
+            self.running = False
 
     def num_nodes_waiting(self) -> int:
         """torch's agent asks ten times a second. Raises NodeLost."""
@@ -298,7 +301,8 @@ class Meeting(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         assert self._ranks_store is not None
-        store = dist.PrefixStore("agent", self._ranks_store)
+        store = _AgentStore("agent", self._ranks_store)
+        store.meanwhile = self.num_nodes_waiting
         return RendezvousInfo(
             store, self.nodes.number, self.nodes.count, RendezvousStoreInfo(self.nodes.head, self._port)
         )
@@ -321,6 +325,25 @@ class Meeting(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
+
+
+class _AgentStore(dist.PrefixStore):
+    """Where the agents of all nodes wait for each other, at the start, and at the end for those whose ranks take
+    longer: while the attempt lasts, and no longer."""
+
+    meanwhile: Callable[[], object]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        while not self.check(keys):
+            self.meanwhile()
+            time.sleep(_POLL_S)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return bytes(super().get(key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
 
 
 def _failed(why: str) -> Outcome:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -170,6 +171,14 @@ def run():
     import torch.distributed as dist
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     folder, rank = pathlib.Path(os.environ["RUN_DIR"]), dist.get_rank()
+    if os.environ.get("FIRST_ENDS") and not any(folder.glob("done-*")):
+        if rank == 1:
+            (folder / "done-first").touch()
+            os._exit(0)
+        while not (folder / "done-first").exists():
+            time.sleep(0.1)
+        time.sleep(1.0)  # until its agent waits for the other's
+        os.kill(os.getpid(), 9)
     (folder / f"pid-{rank}-{os.getppid()}").touch()
     while not (folder / "go").exists():
         time.sleep(0.1)
@@ -180,37 +189,61 @@ sys.exit(exit_status(run))
 """
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_node_that_is_killed_and_started_again_joins_the_others(lost: int, tmp_path: Path) -> None:
-    """Without Ray. The other node's ranks are ended and started again with the new one's."""
-    program, run = tmp_path / "pair.py", tmp_path / "run"
-    program.write_text(PAIR)
-    run.mkdir()
-    port = 20000 + os.getpid() % 9000
-    environment = os.environ | {"RUN_DIR": str(run), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    environment |= {"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(tmp_path)}
+class Pair:
+    """Two nodes on loopback, without Ray, each with a rank."""
 
-    def node(number: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", NODE, str(number), str(port), str(program)]
-        return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    def __init__(self, tmp_path: Path, **variables: str) -> None:
+        self.run, self._program = tmp_path / "run", tmp_path / "pair.py"
+        self._program.write_text(PAIR)
+        self.run.mkdir()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        self._environment = os.environ | {
+            **{"RUN_DIR": str(self.run), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            **{"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(tmp_path)},
+            **variables,
+        }
 
-    def wait_for_ranks(nodes: list[subprocess.Popen[str]]) -> None:
+    def node(self, number: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", NODE, str(number), str(self._port), str(self._program)]
+        return subprocess.Popen(command, env=self._environment, stderr=subprocess.PIPE, text=True)
+
+    def wait_for_ranks(self, nodes: list[subprocess.Popen[str]]) -> None:
         end = time.monotonic() + PATIENCE_S
-        while not all(any(run.glob(f"pid-{rank}-{one.pid}")) for rank, one in enumerate(nodes)):
+        while not all(any(self.run.glob(f"pid-{rank}-{one.pid}")) for rank, one in enumerate(nodes)):
             assert time.monotonic() < end, [one.poll() for one in nodes]
             time.sleep(0.1)
 
-    nodes = [node(0), node(1)]
-    wait_for_ranks(nodes)
+    def end(self, nodes: list[subprocess.Popen[str]]) -> list[str]:
+        """What they said."""
+        (self.run / "go").touch()
+        said = [one.communicate(timeout=PATIENCE_S)[1] for one in nodes]
+        assert [one.returncode for one in nodes] == [0, 0], said
+        assert all((self.run / f"done-{rank}").exists() for rank in (0, 1))
+        return said
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_node_that_is_killed_and_started_again_joins_the_others(lost: int, tmp_path: Path) -> None:
+    """The other node's ranks are ended and started again with the new one's."""
+    pair = Pair(tmp_path)
+    nodes = [pair.node(0), pair.node(1)]
+    pair.wait_for_ranks(nodes)
     nodes[lost].kill()
     nodes[lost].communicate()
-    for file in run.glob("pid-*"):
+    for file in pair.run.glob("pid-*"):
         file.unlink()
-    nodes[lost] = node(lost)
-    wait_for_ranks(nodes)
-    (run / "go").touch()
-    said = [one.communicate(timeout=PATIENCE_S)[1] for one in nodes]
-    assert [one.returncode for one in nodes] == [0, 0], said
-    assert all((run / f"done-{rank}").exists() for rank in (0, 1))
+    nodes[lost] = pair.node(lost)
+    pair.wait_for_ranks(nodes)
+    said = pair.end(nodes)
     if lost == 1:
         assert "restart 1 of 3 from the beginning" in said[0]
+
+
+def test_a_node_whose_ranks_are_done_starts_them_again_with_the_others(tmp_path: Path) -> None:
+    """It waits at the end for the others, and no longer when they fail."""
+    pair = Pair(tmp_path, FIRST_ENDS="1")
+    said = pair.end([pair.node(0), pair.node(1)])
+    assert "ended with SIGKILL" in said[0]
+    assert "restart 1 of 3" in said[0]
