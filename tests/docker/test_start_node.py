@@ -172,6 +172,7 @@ def run():
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     folder, rank = pathlib.Path(os.environ["RUN_DIR"]), dist.get_rank()
     if os.environ.get("FIRST_ENDS") and not any(folder.glob("done-*")):
+        dist.barrier()
         if rank == 1:
             (folder / "done-first").touch()
             os._exit(0)
