@@ -7,16 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 300
 
@@ -34,34 +25,30 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
-_FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
-    "qwen3_moe": (
-        Qwen3MoeConfig,
-        {
-            "head_dim": 32,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        },
-    ),
-    "qwen3": (Qwen3Config, {"head_dim": 32}),
-    "qwen2": (Qwen2Config, {}),
-    "llama": (LlamaConfig, {"rms_norm_eps": 1e-5}),
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "qwen3": {"head_dim": 32},
+    "qwen2": {},
+    "llama": {"rms_norm_eps": 1e-5},
 }
 
 
 def tiny_model(family: str, path: Path | str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """Write a random fp32 model of `family` (qwen3_moe, qwen3, qwen2, llama) with a tokenizer to `path`; return it.
+    """Write a random fp32 model of `family` (a model type of transformers) with a tokenizer to `path`; return it.
 
     `overrides` are fields of the family's Hugging Face configuration, and `dtype` and `max_shard_size` of the file.
     """
-    config_class, special = _FAMILIES[family]
     dtype = overrides.pop("dtype", torch.float32)
     max_shard_size = overrides.pop("max_shard_size", "50GB")
-    config = config_class(**{**_COMMON, **special, **overrides})
+    config = AutoConfig.for_model(family, **{**_COMMON, **_FAMILIES.get(family, {}), **overrides})
     config._attn_implementation = "sdpa"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)

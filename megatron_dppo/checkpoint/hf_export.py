@@ -15,7 +15,7 @@ from megatron_dppo.checkpoint.weight_buckets import Source, WeightBuckets, by_ma
 from megatron_dppo.checkpoint.weight_layout import extent, unpack
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import Owned, owned_parameters
-from megatron_dppo.models.names import Block, Shape
+from megatron_dppo.models.names import Block, Shape, is_expert
 
 BUCKET_BYTES = 128 * 2**20
 
@@ -61,7 +61,7 @@ class ShardExporter:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         for owned in shards:
             self._device = owned.parameter.device
-            replica = groups.expt_dp if ".mlp.experts." in owned.name else groups.dp_cp
+            replica = groups.expt_dp if is_expert(owned.name) else groups.dp_cp
             if replica.rank() == 0:
                 for piece in owned.pieces:
                     self._local[piece.hf_name, piece.source] = partial(owned.block, piece)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -19,9 +17,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import owned_parameters
-from megatron_dppo.models.names import Piece, Shape
 
-_EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 _LISTED = 5
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _COMPARED_ROWS = 8192
@@ -56,7 +52,7 @@ def load_hf_weights(
     check_tokenizer(folder, model)
     raise_from_any(lambda: files.check_weights((dist.get_rank(), dist.get_world_size())))
 
-    owned = list(owned_parameters(models, model, groups))
+    owned = list(owned_parameters(models, model, groups, stacked=stacked))
     order = sorted(owned, key=lambda o: o.pieces[0].hf_name if o.pieces else "")
 
     @torch.no_grad()
@@ -68,10 +64,9 @@ def load_hf_weights(
             if covered != item.parameter.numel():
                 item.parameter.zero_()  # rows of the padded vocabulary
             for piece in item.pieces:
-                stored = _in_stack(piece, model) if stacked else piece
                 target = item.parameter[tuple(slice(*extent) for extent in piece.local)]
-                block = files.read(stored.hf_name, stored.source).reshape(target.shape)
-                target.copy_(converted(stored.hf_name, block, target.dtype, allow_inf=allow_inf))
+                block = files.read(piece.hf_name, piece.source).reshape(target.shape)
+                target.copy_(converted(piece.hf_name, block, target.dtype, allow_inf=allow_inf))
             if progress:
                 progress(done, len(order))
 
@@ -81,7 +76,7 @@ def load_hf_weights(
 
 def check_tensors(files: HFFiles, model: HFConfig, stacked: bool) -> None:
     """Names and shapes in the files against the model's table: a bijection, or `UserError`."""
-    expected = _stack(model) if stacked else model.tensors
+    expected = model.stacked_tensors if stacked else model.tensors
     stored = dict(files.tensors)
     where = files.folder
     if model.tied and _HEAD in stored:
@@ -145,30 +140,4 @@ def check_tokenizer(folder: Path, model: HFConfig) -> None:
 
 def stores_stacked_experts(files: HFFiles, model: HFConfig) -> bool:
     """All experts of a layer in one tensor, as transformers 5 holds them in memory, in place of one file entry each."""
-    return model.moe is not None and any(name.endswith(".mlp.experts.gate_up_proj") for name in files.tensors)
-
-
-def _stack(model: HFConfig) -> dict[str, Shape]:
-    """The tensors of the model with all experts of a layer in one."""
-    shapes: dict[str, Shape] = {}
-    for name, shape in model.tensors.items():
-        match = _EXPERT.fullmatch(name)
-        if not match:
-            shapes[name] = shape
-        elif match[3] == "gate":
-            shapes[f"{match[1]}.gate_up_proj"] = (model.dims["experts"], 2 * shape[0], shape[1])
-        elif match[3] == "down":
-            shapes[f"{match[1]}.down_proj"] = (model.dims["experts"], *shape)
-    return shapes
-
-
-def _in_stack(piece: Piece, model: HFConfig) -> Piece:
-    """Where transformers 5 stacks the block: `gate_up_proj [E, 2 x ffn, hidden]`, `down_proj [E, hidden, ffn]`."""
-    match = _EXPERT.fullmatch(piece.hf_name)
-    if not match:
-        return piece
-    expert, rows, cols = int(match[2]), *piece.source
-    if match[3] == "up":
-        rows = (rows[0] + model.dims["moe_ffn"], rows[1] + model.dims["moe_ffn"])
-    name = f"{match[1]}.{'down_proj' if match[3] == 'down' else 'gate_up_proj'}"
-    return replace(piece, hf_name=name, source=((expert, expert + 1), rows, cols))
+    return any(name in files.tensors for name in model.stacked_tensors if name not in model.tensors)

@@ -25,16 +25,10 @@ from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import Owned
 from megatron_dppo.models.lora.attach import adapters
 from megatron_dppo.models.lora.config import LoraConfig
-from megatron_dppo.models.lora.sites import adapter_tensors
+from megatron_dppo.models.lora.sites import adapter_tensors, sites
 from megatron_dppo.models.names import Block
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_MODULES = {
-    "qkv": ["q_proj", "k_proj", "v_proj"],
-    "o": ["o_proj"],
-    "mlp": ["gate_proj", "up_proj", "down_proj"],
-    "experts": ["gate_proj", "up_proj", "down_proj"],
-}
 _WITHOUT_EFFECT: dict[str, Any] = {
     "use_rslora": False,
     "use_dora": False,
@@ -108,7 +102,8 @@ def save_peft_adapter(
 
 def _peft_config(model: HFConfig, config: LoraConfig) -> dict[str, Any]:
     alpha = int(config.alpha) if config.alpha == int(config.alpha) else config.alpha
-    modules = {name for target in config.targets for name in _MODULES[target]}
+    tensors = {tensor for site in sites(model, config).values() for tensor in site.sources}
+    modules = {tensor.removesuffix(".weight").rpartition(".")[2] for tensor in tensors}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -159,8 +154,8 @@ class _AdapterFile:
             raise UserError(f"{self._file} is no intact safetensors file ({error}); fetch it again") from None
         expected = adapter_tensors(model, config)
         self._stacked = None
-        if model.moe and StackedExperts.stored(shapes):
-            self._stacked = StackedExperts(self._handle, model.moe.experts, config.rank, str(self._file))
+        if StackedExperts.stored(model, config, shapes):
+            self._stacked = StackedExperts(self._handle, model, config, str(self._file))
             expected = self._stacked.shapes(expected, shapes)
         for what, names in (
             ("lacks", [n for n in expected if n not in shapes]),

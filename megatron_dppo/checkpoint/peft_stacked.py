@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.lora.config import LoraConfig
+from megatron_dppo.models.lora.sites import PEFT_PREFIX, peft_name, sites
 from megatron_dppo.models.names import Shape
 
-_EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.lora_([AB])\.weight")
-_INNER = ".base_layer"  # PEFT wraps gate_up_proj first, then down_proj around it
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the matrix of one projection of one expert is."""
+
+    tensor: str
+    matrix: str
+    """A or B."""
+    expert: int
+    kind: int
+    """0 for gate, 1 for up; 0 for down."""
+    kinds: int
+    """Projections in the tensor: 2 of gate and up, 1 of down."""
 
 
 class StackedExperts:
@@ -26,52 +40,65 @@ class StackedExperts:
     own (then B is block-diagonal), or r where it trained one A for both.
     """
 
-    def __init__(self, handle: Any, experts: int, rank: int, where: str) -> None:
-        self._experts, self._rank, self._where = experts, rank, where
+    def __init__(self, handle: Any, model: HFConfig, config: LoraConfig, where: str) -> None:
+        assert model.moe is not None
+        self._experts, self._rank, self._where = model.moe.experts, config.rank, where
         self._whole = cache(handle.get_tensor)  # one layer at a time would do, but an adapter is small
+        self._places = _places(model, config)
 
     @staticmethod
-    def stored(names: Iterable[str]) -> bool:
-        return any(f".mlp.experts{_INNER}.lora_A" in name for name in names)
+    def stored(model: HFConfig, config: LoraConfig, names: Iterable[str]) -> bool:
+        """Whether a file with tensors of these names holds experts so."""
+        return not {place.tensor for place in _places(model, config).values()}.isdisjoint(names)
 
     def shapes(self, single: dict[str, Shape], stored: dict[str, Shape]) -> dict[str, Shape]:
         """What a file must hold in place of the tensors of `single`, one an expert and projection."""
         result: dict[str, Shape] = {}
         for name, (rows, cols) in single.items():
-            match = _EXPERT.fullmatch(name)
-            if not match:
+            place = self._places.get(name)
+            if place is None:
                 result[name] = (rows, cols)
                 continue
-            both = match[3] != "down"
-            stacked = self._name(match)
-            first = stored.get(f"{match[1]}{_INNER}.lora_A.weight", (0,))[0]
+            first = stored.get(place.tensor.replace("lora_B", "lora_A"), (0,))[0]
             shared = first == self._experts * self._rank
-            width = self._rank * (2 if both and not shared else 1) * self._experts
-            result[stacked] = (width, cols) if match[4] == "A" else (rows * (2 if both else 1), width)
+            width = self._rank * (1 if shared else place.kinds) * self._experts
+            result[place.tensor] = (width, cols) if place.matrix == "A" else (rows * place.kinds, width)
         return result
 
     def find(self, name: str) -> torch.Tensor | None:
         """The tensor of one expert and projection; None for what is stored as it is."""
-        match = _EXPERT.fullmatch(name)
-        if not match:
+        place, rank = self._places.get(name), self._rank
+        if place is None:
             return None
-        whole, expert, kind, rank = self._whole(self._name(match)), int(match[2]), match[3], self._rank
-        if match[4] == "A":
-            mine = whole.view(self._experts, -1, whole.shape[1])[expert]
-            return mine[rank:] if kind == "up" and len(mine) > rank else mine[:rank]
-        mine = whole.view(whole.shape[0], -1, self._experts)[..., expert]
-        if kind == "down":
+        whole = self._whole(place.tensor)
+        if place.matrix == "A":
+            mine = whole.view(self._experts, -1, whole.shape[1])[place.expert]
+            return mine[rank:] if place.kind == 1 and len(mine) > rank else mine[:rank]
+        mine = whole.view(whole.shape[0], -1, self._experts)[..., place.expert]
+        if place.kinds == 1:
             return mine
         gate, up = mine.chunk(2)
         if mine.shape[1] == rank:
-            return gate if kind == "gate" else up
+            return up if place.kind else gate
         if gate[:, rank:].any() or up[:, :rank].any():
             raise UserError(
-                f"{self._where}: {self._name(match)} mixes the adapters of gate and up, which were trained as one of "
+                f"{self._where}: {place.tensor} mixes the adapters of gate and up, which were trained as one of "
                 f"rank {2 * rank}: that is no adapter of each of them of rank {rank}; start from another"
             )
-        return gate[:, :rank] if kind == "gate" else up[:, rank:]
+        return up[:, rank:] if place.kind else gate[:, :rank]
 
-    @staticmethod
-    def _name(match: re.Match[str]) -> str:
-        return f"{match[1]}{'' if match[3] == 'down' else _INNER}.lora_{match[4]}.weight"
+
+def _places(model: HFConfig, config: LoraConfig) -> dict[str, _Place]:
+    """By the name of the single tensor. PEFT wraps the tensor of gate and up first, then that of down around it."""
+    stacked = dict(model.parameters(stacked=True)) if model.family.stacked else {}
+    places = {}
+    for site in sites(model, config).values():
+        if site.expert is None or site.name not in stacked:
+            continue
+        (tensor,) = stacked[site.name].sources(model)
+        module = PEFT_PREFIX + tensor.rpartition(".")[0] + (".base_layer" if len(site.sources) > 1 else "")
+        for kind, single in enumerate(site.sources):
+            for matrix in "AB":
+                place = _Place(f"{module}.lora_{matrix}.weight", matrix, site.expert, kind, len(site.sources))
+                places[peft_name(single, matrix)] = place
+    return places

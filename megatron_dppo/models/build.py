@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pkgutil
+
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -40,7 +42,7 @@ def build_model(
         chunk_of_stage = chunk if chunks > 1 else None
         gpt = GPTModel(
             config=config,
-            transformer_layer_spec=_layer_spec(config, chunk_of_stage, stage),
+            transformer_layer_spec=_layer_spec(model, config, groups, chunk_of_stage),
             vocab_size=model.padded_vocab_size(config.tensor_model_parallel_size),
             max_sequence_length=length,
             pre_process=(stage, chunk) == (0, 0),
@@ -59,11 +61,18 @@ def build_model(
     return built
 
 
-def _layer_spec(config: TransformerConfig, chunk: int | None, stage: int) -> TransformerBlockSubmodules:
+def _layer_spec(
+    model: HFConfig, config: TransformerConfig, groups: ProcessGroupCollection, chunk: int | None
+) -> TransformerBlockSubmodules:
+    stage = groups.pp.rank()
     if torch.cuda.is_available():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk, pp_rank=stage)
-    from megatron_dppo.compat.local_spec import local_block_spec
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk, pp_rank=stage)
+    else:
+        from megatron_dppo.compat.local_spec import local_block_spec
 
-    return local_block_spec(config, vp_stage=chunk, pp_rank=stage)
+        spec = local_block_spec(config, vp_stage=chunk, pp_rank=stage)
+    if model.family.spec:
+        pkgutil.resolve_name(model.family.spec)(spec, model, groups)
+    return spec

@@ -1,44 +1,78 @@
-"""What a model family declares. One file per family in `families/`; nothing else names them."""
+"""What a model family declares. One file per family in `families/`, or in a package of one's own; nothing else names
+them."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.metadata import entry_points
 from typing import Any
 
+from transformers import PreTrainedConfig
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.architecture import Architecture
+from megatron_dppo.models.families import decoder
 from megatron_dppo.models.names import Table
+
+ENTRY_POINTS = "megatron_dppo.families"
+"""Group under which an installed package names its families: `NAME = "package.module:FAMILY"`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A decoder-only transformer: pre-norm RMSNorm, rotary positions, grouped-query attention, gated SiLU MLP."""
+    """A model type of transformers: what its config.json means, and how Megatron-Core's model is made of its tensors.
+
+    What the trainer, the planner, adapters, routes and engines need is derived from `read` and `layer`.
+    """
 
     model_type: str
-    """`model_type` of config.json."""
+    """`model_type` of config.json, which names the class of transformers that is the reference."""
     architecture: str
     """Class that `architectures` of config.json must name."""
-    table: Table
-    """Megatron-Core names to Hugging Face tensors; entries with `{expert}` and the router belong to expert layers."""
-    qkv_bias: bool = False
-    """Query, key and value projections carry a bias, whatever the config says."""
-    qk_norm: bool = False
-    """Queries and keys pass an RMSNorm per head before the rotation."""
-    moe: bool = False
-    """Layers can be mixtures of experts."""
+    read: Callable[[PreTrainedConfig], Architecture]
+    """The architecture, from the configuration that transformers resolved. `UserError` (field, what is wrong) for what
+    is not supported."""
+    layer: Callable[[Architecture, int], Table]
+    """Parameters of decoder layer number `layer` (from 0), with `{layer}` and `{expert}` in their names."""
+    reads: frozenset[str] = frozenset()
+    """Fields that `read` looks at besides `decoder.READS`. Any other that transformers' class reads must be at its
+    default."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Config fields that change the mathematics, with the only value supported; any other is refused by name."""
+    """Config fields that change the mathematics, with the only value supported; any other is refused by name. They come
+    on top of `decoder.FIXED`."""
+    largest: Mapping[str, int] = field(default_factory=dict)
+    """Config fields with the largest size that any model has, besides `decoder.LARGEST`."""
+    ends: Table = field(default_factory=lambda: decoder.ENDS)
+    """Embedding, last norm and output layer."""
+    stacked: Mapping[str, str] = field(default_factory=dict)
+    """Where a checkpoint may hold the experts of a layer in one tensor: that tensor, by the parameter of one expert."""
+    megatron: Callable[[Architecture], dict[str, Any]] = decoder.megatron_fields
+    """Fields of Megatron-Core's `TransformerConfig` that the architecture decides."""
+    aliases: tuple[str, ...] = ()
+    """Other `model_type`s that are this one."""
+    spec: str = ""
+    """`module:function` that changes Megatron-Core's layer specs, called with the block's spec, the architecture and
+    the process groups. A path: families are read where there is no Megatron-Core (engines, the planner)."""
 
 
 @cache
-def families() -> dict[str, Family]:
-    """All families by `model_type`."""
+def families() -> Mapping[str, Family]:
+    """All families by `model_type` and alias: those of `families/`, then those that installed packages name."""
     from megatron_dppo.models import families as package
 
-    found = [
-        importlib.import_module(f"{package.__name__}.{module.name}").FAMILY
-        for module in pkgutil.iter_modules(package.__path__)
-    ]
-    return {family.model_type: family for family in found}
+    modules = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
+    found: list[tuple[str, Any]] = [(m.__name__, m.FAMILY) for m in modules if hasattr(m, "FAMILY")]
+    found += [(point.value, point.load()) for point in entry_points(group=ENTRY_POINTS)]
+    known: dict[str, Family] = {}
+    for where, family in found:
+        if not isinstance(family, Family):
+            raise UserError(f"entry point {where} of {ENTRY_POINTS} is a {type(family).__name__}; it must be a Family")
+        for name in (family.model_type, *family.aliases):
+            if name in known:
+                raise UserError(f"two families are called {name!r}, the second is {where}; uninstall one")
+            known[name] = family
+    return known

@@ -19,22 +19,6 @@ def peak_flops(device_name: str) -> float | None:
     return next((peak for part, peak in _BF16_DENSE.items() if part in device_name), None)
 
 
-def active_matrix_parameters(model: HFConfig) -> int:
-    """Weights that one token meets in matrix products: attention, router, its `topk` experts (or the dense MLP) in
-    every layer, and the output layer. The embedding is looked up, and norms are vectors; neither counts."""
-    hidden = model.hidden_size
-    query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    total = model.vocab_size * hidden
-    for layer in range(model.layers):
-        total += hidden * (2 * query + 2 * key_value)
-        if model.is_moe_layer(layer):
-            assert model.moe is not None
-            total += hidden * (model.moe.experts + 3 * model.moe.topk * model.moe.intermediate_size)
-        else:
-            total += 3 * hidden * model.intermediate_size
-    return total
-
-
 def training_flops(model: HFConfig, lengths: np.ndarray, lora: LoraConfig | None = None) -> float:
     """Forward and backward over whole sequences of `lengths` tokens, one entry for every pass over a sequence:
 
@@ -55,7 +39,7 @@ def training_flops(model: HFConfig, lengths: np.ndarray, lora: LoraConfig | None
     """
     n = np.asarray(lengths, dtype=np.float64)
     attention = 6.0 * model.layers * model.heads * model.head_dim * float((n * n).sum())
-    per_token = 6.0 * active_matrix_parameters(model)
+    per_token = 6.0 * model.active_parameters
     if lora is not None:
-        per_token = 4.0 * active_matrix_parameters(model) + 6.0 * active_adapter_parameters(model, lora)
+        per_token = 4.0 * model.active_parameters + 6.0 * active_adapter_parameters(model, lora)
     return per_token * float(n.sum()) + attention

@@ -1,4 +1,4 @@
-"""A Hugging Face `config.json`, checked field by field and reduced to what the Megatron-Core model is built from."""
+"""The one place that reads a Hugging Face `config.json`: checked field by field, then given to its family."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import copy
 import importlib
 import inspect
 import logging
-import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,117 +19,42 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
+from megatron_dppo.models.architecture import Architecture
 from megatron_dppo.models.engine_fields import refuse_engine_fields
+from megatron_dppo.models.families import decoder
 from megatron_dppo.models.family import Family, families
-from megatron_dppo.models.names import Shape, Transform, Vocabulary
+from megatron_dppo.models.names import Shape, Stacked, Table, Transform, is_expert
 from megatron_dppo.models.rope import check_rope
+from megatron_dppo.router_replay.record import RouteSchema
 
 _log = logging.getLogger(__name__)
 
-VOCAB_MULTIPLE = 128
-"""The vocabulary is padded to a multiple of this (and of the tensor-parallel size, where that is no divisor of it)."""
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_READ = _words(
-    """
-        model_type architectures hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
-        intermediate_size vocab_size tie_word_embeddings rms_norm_eps max_position_embeddings hidden_act
-        rope_theta rope_scaling rope_parameters partial_rotary_factor original_max_position_embeddings
-        use_sliding_window sliding_window max_window_layers layer_types
-    """
-)
-_FIXED: dict[str, Any] = {
-    "hidden_act": "silu",
-    "attention_dropout": 0.0,
-    "is_encoder_decoder": False,
-    "is_causal": True,
-}
 _LOADER = ("quantization_config", "per_layer_config", "text_config")
 """What transformers reads whatever the class: a model with one of them is another model."""
-_READ_MOE = _words(
-    """
-        num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step
-        mlp_only_layers
-    """
-)
 # transformers reads these: names, files, generation and training settings; none of them changes the forward pass
-_WITHOUT_EFFECT = _words(
+_WITHOUT_EFFECT = decoder.words(
     """
-        transformers_version dtype torch_dtype initializer_range use_cache bos_token_id eos_token_id pad_token_id
-        output_router_logits router_aux_loss_coef return_dict output_attentions output_hidden_states id2label label2id
-        problem_type _attn_implementation attn_implementation chunk_size_feed_forward pretraining_tp
+        model_type architectures transformers_version dtype torch_dtype initializer_range use_cache bos_token_id
+        eos_token_id pad_token_id output_router_logits router_aux_loss_coef return_dict output_attentions
+        output_hidden_states id2label label2id problem_type _attn_implementation attn_implementation
+        chunk_size_feed_forward pretraining_tp
     """
 )
-_LARGEST = {
-    "num_hidden_layers": 2**10,
-    "hidden_size": 2**20,
-    "num_attention_heads": 2**14,
-    "num_key_value_heads": 2**14,
-    "head_dim": 2**14,
-    "intermediate_size": 2**24,
-    "vocab_size": 2**26,
-    "num_experts": 2**14,
-    "num_local_experts": 2**14,
-    "moe_intermediate_size": 2**24,
-    "max_position_embeddings": 2**40,
-}
 _MOST_EXPERTS = 2**18
 """In all layers together."""
 
 
-@dataclass(frozen=True)
-class MoE:
-    """Mixture-of-experts layers: softmax over `experts` logits, the `topk` likeliest run."""
-
-    experts: int
-    topk: int
-    intermediate_size: int
-    normalise: bool
-    """The weights of the chosen experts are divided by their sum."""
-    layers: tuple[bool, ...]
-    """Per layer: mixture of experts (True) or one dense MLP."""
-
-
-@dataclass(frozen=True)
-class HFConfig:
-    """The model behind a `config.json`. Sizes are of the whole model, never of a shard."""
+@dataclass(frozen=True, kw_only=True)
+class HFConfig(Architecture):
+    """The architecture behind a `config.json`, and the tensors of its checkpoint."""
 
     family: Family
     path: Path | None
     """Folder of the checkpoint; None for a config without files."""
-    layers: int
-    hidden_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    tied: bool
-    """Output layer and embedding are one matrix."""
-    rms_norm_eps: float
-    max_position_embeddings: int
-    moe: MoE | None
     config: PreTrainedConfig
     """The same as transformers has it (rotary scaling, generation settings, saving)."""
     ignored: tuple[str, ...] = ()
     """Fields of config.json that transformers' class for the model type does not read."""
-
-    @cached_property
-    def dims(self) -> dict[str, int]:
-        """Sizes by the names that tables use."""
-        sizes = {
-            "hidden": self.hidden_size,
-            "head_dim": self.head_dim,
-            "query": self.heads * self.head_dim,
-            "ffn": self.intermediate_size,
-        }
-        if self.moe:
-            sizes |= {"experts": self.moe.experts, "moe_ffn": self.moe.intermediate_size}
-        return sizes
 
     @property
     def positions(self) -> int:
@@ -142,54 +67,71 @@ class HFConfig:
         return int(self.max_position_embeddings * (factor if kind == "linear" else 1.0))
 
     @property
-    def has_dense_layers(self) -> bool:
-        return self.moe is None or not all(self.moe.layers)
+    def routes(self) -> RouteSchema | None:
+        """What an engine records of the model's routers; None for a model without experts."""
+        if self.moe is None:
+            return None
+        routing = tuple(layer for layer in range(self.layers) if self.is_moe_layer(layer))
+        return RouteSchema(self.layers, routing, self.moe.experts, self.moe.topk)
 
-    def is_moe_layer(self, layer: int) -> bool:
-        return self.moe is not None and self.moe.layers[layer]
+    @cached_property
+    def layer_tables(self) -> tuple[Table, ...]:
+        """The family's table of each decoder layer."""
+        return tuple(self.family.layer(self, layer) for layer in range(self.layers))
 
-    def padded_vocab_size(self, tensor_parallel: int) -> int:
-        """Rows of the embedding over all ranks: the least multiple of 128 and of `tensor_parallel`, so that checkpoints
-        of different tensor-parallel sizes agree on it wherever it divides 128."""
-        multiple = math.lcm(VOCAB_MULTIPLE, tensor_parallel)
-        return -(-self.vocab_size // multiple) * multiple
+    @cached_property
+    def active_parameters(self) -> int:
+        """Weights that one token meets in matrix products: attention, router, its `topk` experts (or the dense MLP) in
+        every layer, and the output layer. The embedding is looked up, and norms are vectors; neither counts."""
+        total = self.vocab_size * self.hidden_size
+        for table in self.layer_tables:
+            for name, transform in table.items():
+                if len(shape := transform.shape(self, 1)) > 1:
+                    total += prod(shape) * (self.moe.topk if self.moe and is_expert(name) else 1)
+        return total
 
-    def parameters(self) -> Iterator[tuple[str, Transform]]:
+    def parameters(self, *, stacked: bool = False) -> Iterator[tuple[str, Transform]]:
         """Every parameter of the whole model with its transform, in model order, `{layer}` and `{expert}` filled in.
+        `stacked`: where the checkpoint holds all experts of a layer in one tensor.
 
         A tied output layer is listed too (pipeline parallelism gives the last stage a copy); its source is the
         embedding."""
-        table = self.family.table
-        for name in ("embedding.word_embeddings.weight",):
-            yield name, table[name]
-        for layer in range(self.layers):
+        ends = dict(self.family.ends)
+        if self.tied:
+            ends["output_layer.weight"] = ends["embedding.word_embeddings.weight"]
+        yield "embedding.word_embeddings.weight", ends.pop("embedding.word_embeddings.weight")
+        experts = self.moe.experts if self.moe else 0
+        for layer, single in enumerate(self.layer_tables):
+            table = self._with_stacks(single) if stacked else single
             for name, transform in table.items():
-                if not name.startswith("decoder.layers.") or self._absent(name, layer):
-                    continue
-                if "{expert}" not in name:
+                if not is_expert(name):
                     yield name.format(layer=layer), transform.at(layer=layer)
-            if self.is_moe_layer(layer):
-                assert self.moe is not None
-                for expert in range(self.moe.experts):
-                    for name, transform in table.items():
-                        if "{expert}" in name:
-                            yield name.format(layer=layer, expert=expert), transform.at(layer=layer, expert=expert)
-        yield "decoder.final_layernorm.weight", table["decoder.final_layernorm.weight"]
-        output = table["embedding.word_embeddings.weight"] if self.tied else table["output_layer.weight"]
-        assert isinstance(output, Vocabulary)
-        yield "output_layer.weight", output
+            of_expert = {name: transform for name, transform in table.items() if is_expert(name)}
+            for expert in range(experts) if of_expert else ():
+                for name, transform in of_expert.items():
+                    yield name.format(layer=layer, expert=expert), transform.at(layer=layer, expert=expert)
+        yield from ends.items()
 
-    def _absent(self, name: str, layer: int) -> bool:
-        """Dense MLP entries in expert layers and the reverse."""
-        is_moe_entry = ".mlp.router." in name or ".mlp.experts." in name
-        is_dense_entry = ".mlp.linear_" in name
-        return is_dense_entry if self.is_moe_layer(layer) else is_moe_entry
+    def _with_stacks(self, table: Table) -> Table:
+        result = dict(table)
+        for name, tensor in self.family.stacked.items():
+            if (one := table.get(name)) is not None:
+                result[name] = Stacked(tensor, one) if is_expert(name) else replace(one, name=tensor)  # type: ignore[type-var]
+        return result
 
     @cached_property
     def tensors(self) -> dict[str, Shape]:
         """Every Hugging Face tensor of the model with its shape, in model order."""
+        return self._sources(stacked=False)
+
+    @cached_property
+    def stacked_tensors(self) -> dict[str, Shape]:
+        """The same where all experts of a layer are in one; empty where the family knows no such checkpoint."""
+        return self._sources(stacked=True) if self.moe and self.family.stacked else {}
+
+    def _sources(self, *, stacked: bool) -> dict[str, Shape]:
         shapes: dict[str, Shape] = {}
-        for _, transform in self.parameters():
+        for _, transform in self.parameters(stacked=stacked):
             shapes |= transform.sources(self)
         return shapes
 
@@ -223,20 +165,24 @@ def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig
     is decided by the configuration that transformers resolves: defaults are in force where a field is absent.
     """
     where = f"{path}/config.json" if path else "model config"
-    known = families()
-    kind = raw.get("model_type")
-    family = known.get(kind) if isinstance(kind, str) else None
+    family = family_of(raw)
     if family is None:
-        raise UserError(f"{where}: model_type {kind!r} is not supported; there are {sorted(known)}")
+        raise UserError(
+            f"{where}: model_type {raw.get('model_type')!r} is not supported; there are {sorted(families())}"
+        )
     architectures = raw.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         raise UserError(f"{where}: architectures is {architectures}, only {family.architecture} is supported")
-    refuse_absurd_sizes(raw, where)
+    for name, limit in (decoder.LARGEST | dict(family.largest)).items():
+        # transformers and the table of tensors would take all memory
+        if isinstance(size := raw.get(name), int) and not size <= limit:
+            raise UserError(f"{where}: {name} is {size:,}, more than {limit:,}, which no model has; correct it")
     for name in _LOADER:
         if raw.get(name):
             raise UserError(f"{where}: {name} is set, which is not supported")
     raw = {name: value for name, value in raw.items() if name not in _LOADER}
-    ours = _READ | _WITHOUT_EFFECT | set(_FIXED) | set(family.fixed) | (_READ_MOE if family.moe else set())
+    fixed = decoder.FIXED | dict(family.fixed)
+    ours = _WITHOUT_EFFECT | decoder.READS | family.reads | set(fixed)
     ignored = tuple(name for name in raw if name not in ours and not _transformers_reads(family.model_type, name))
     try:
         # a copy: transformers writes into nested settings
@@ -251,29 +197,29 @@ def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig
                 f"{where}: {name} is {raw[name]!r}, which transformers' {family.architecture} reads and this "
                 "model does not support; remove it if it does not change the mathematics"
             )
-    _check_values(config, family, where)
+    for name, neutral in fixed.items():
+        value = getattr(config, name, neutral)
+        if value is not None if neutral is None else value != neutral and (value or neutral):
+            raise UserError(f"{where}: {name} is {value!r}, only {neutral!r} is supported")
+    try:
+        found = family.read(config)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    check_rope(config, where)
     refuse_engine_fields(raw, config, where)
+    if found.moe and found.layers * found.moe.experts > _MOST_EXPERTS:
+        raise UserError(
+            f"{where}: num_hidden_layers {found.layers:,} of {found.moe.experts:,} experts are more than "
+            f"{_MOST_EXPERTS:,} experts, which no model has; correct one of them"
+        )
+    described = {one.name: getattr(found, one.name) for one in fields(found)}
+    return HFConfig(**described, family=family, path=path, config=config, ignored=ignored)
 
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if heads % kv_heads:
-        raise UserError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    return HFConfig(
-        family=family,
-        path=path,
-        layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        intermediate_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        tied=bool(config.tie_word_embeddings),
-        rms_norm_eps=config.rms_norm_eps,
-        max_position_embeddings=config.max_position_embeddings,
-        moe=_moe(config, where) if family.moe else None,
-        config=config,
-        ignored=ignored,
-    )
+
+def family_of(raw: Mapping[str, Any]) -> Family | None:
+    """The family that owns the content of a config.json."""
+    kind = raw.get("model_type")
+    return families().get(kind) if isinstance(kind, str) else None
 
 
 @cache
@@ -290,74 +236,3 @@ def _transformers_reads(model_type: str, name: str) -> bool:
     """Whether the code names a field, as an attribute or as a string."""
     field = re.escape(name)
     return re.search(rf"""\b(config|self)\.{field}\b|["']{field}["']""", _sources(model_type)) is not None
-
-
-def _check_values(config: PreTrainedConfig, family: Family, where: str) -> None:
-    """What transformers resolved: numbers that are some, no value but the supported one, no sliding window."""
-    for name, neutral in (_FIXED | dict(family.fixed)).items():
-        value = getattr(config, name, neutral)
-        if value != neutral and (value or neutral):
-            raise UserError(f"{where}: {name} is {value!r}, only {neutral!r} is supported")
-    sizes = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"]
-    sizes += ["vocab_size", "max_position_embeddings"]
-    if family.moe and config.num_experts:
-        sizes += ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"]
-    for name in sizes:
-        value = getattr(config, name, None)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UserError(f"{where}: {name} is {value!r}, it must be a whole number above 0")
-    head_dim, eps = getattr(config, "head_dim", None), config.rms_norm_eps
-    if head_dim is not None and (isinstance(head_dim, bool) or not isinstance(head_dim, int) or head_dim < 2):
-        raise UserError(f"{where}: head_dim is {head_dim!r}, it must be a whole number above 1")
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
-        raise UserError(f"{where}: rms_norm_eps is {eps!r}, it must be a number from 0 on")
-    kinds = getattr(config, "layer_types", None)
-    if set(kinds or []) - {"full_attention"}:
-        cause = "use_sliding_window is true and so " if getattr(config, "sliding_window", None) else ""
-        raise UserError(
-            f"{where}: {cause}layer_types has {sorted(set(kinds or []) - {'full_attention'})}, only full_attention is "
-            "supported"
-        )
-    if not kinds and getattr(config, "sliding_window", None) is not None:
-        flag = "use_sliding_window is true" if getattr(config, "use_sliding_window", False) else "sliding_window is set"
-        raise UserError(
-            f"{where}: {flag}: attention would reach back {config.sliding_window} tokens only; sliding-window "
-            "attention is not supported"
-        )
-    check_rope(config, where)
-
-
-def refuse_absurd_sizes(raw: dict[str, Any], where: str) -> None:
-    """Sizes far beyond any model's, for which transformers and the table of tensors would take all memory."""
-    for name, limit in _LARGEST.items():
-        size = raw.get(name)
-        if isinstance(size, int) and not size <= limit:
-            raise UserError(f"{where}: {name} is {size:,}, more than {limit:,}, which no model has; correct it")
-    layers, experts = raw.get("num_hidden_layers"), raw.get("num_experts") or raw.get("num_local_experts")
-    if isinstance(layers, int) and isinstance(experts, int) and layers * experts > _MOST_EXPERTS:
-        raise UserError(
-            f"{where}: num_hidden_layers {layers:,} of {experts:,} experts are more than {_MOST_EXPERTS:,} experts, "
-            "which no model has; correct one of them"
-        )
-
-
-def _moe(config: PreTrainedConfig, where: str) -> MoE | None:
-    if not config.num_experts:
-        return None
-    dense = set(config.mlp_only_layers or [])
-    layers = tuple(
-        i not in dense and (i + 1) % config.decoder_sparse_step == 0 for i in range(config.num_hidden_layers)
-    )
-    if not any(layers):
-        raise UserError(f"{where}: decoder_sparse_step and mlp_only_layers leave no expert layer; set num_experts to 0")
-    if not 0 < config.num_experts_per_tok <= config.num_experts:
-        raise UserError(
-            f"{where}: num_experts_per_tok is {config.num_experts_per_tok}, with {config.num_experts} experts"
-        )
-    return MoE(
-        experts=config.num_experts,
-        topk=config.num_experts_per_tok,
-        intermediate_size=config.moe_intermediate_size,
-        normalise=bool(config.norm_topk_prob),
-        layers=layers,
-    )

@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_dppo.models.hf_config import HFConfig
-from megatron_dppo.models.names import Block, Piece, Shape
+from megatron_dppo.models.names import Block, Piece, Shape, is_expert
 
 ADAPTER = "lora"
 """Attribute of a layer under which its adapter is (`megatron_dppo.models.lora`)."""
@@ -61,14 +61,15 @@ def unwrap(module: torch.nn.Module) -> GPTModel:
 
 
 def owned_parameters(
-    models: Sequence[torch.nn.Module], model: HFConfig, groups: ProcessGroupCollection
+    models: Sequence[torch.nn.Module], model: HFConfig, groups: ProcessGroupCollection, *, stacked: bool = False
 ) -> Iterator[Owned]:
-    """Every parameter of this rank's chunks, in the chunks' order, with their adapters where they have some.
+    """Every parameter of this rank's chunks, in the chunks' order, with their adapters where they have some. `stacked`:
+    pieces are those of a checkpoint that holds all experts of a layer in one tensor.
 
     Raises RuntimeError where the family's table and the layer spec disagree: a parameter the table does not know, or
     one it has for these layers that the chunks lack.
     """
-    transforms = dict(model.parameters())
+    transforms = dict(model.parameters(stacked=stacked))
     experts = model.moe.experts // groups.ep.size() if model.moe else 0
     first_expert = experts * groups.ep.rank() if model.moe else 0
     for chunk in models:
@@ -82,7 +83,7 @@ def owned_parameters(
             if name not in missing:
                 raise RuntimeError(f"{model.family.model_type} has no table entry for {name} ({local_name} here)")
             missing.remove(name)
-            group = groups.expt_tp if ".mlp.experts." in name else groups.tp
+            group = groups.expt_tp if is_expert(name) else groups.tp
             part, parts = group.rank(), group.size()
             pieces = tuple(transforms[name].pieces(model, part, parts))
             layer = gpt.get_submodule(local_name.rpartition(".")[0])

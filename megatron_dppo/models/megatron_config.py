@@ -6,7 +6,6 @@ import importlib.util
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dppo.models.hf_config import HFConfig
@@ -42,20 +41,8 @@ def transformer_config(
     when two stages exchange in both directions, with a loss that is silently wrong.
     """
     gpu = torch.cuda.is_available()
-    fields: dict[str, Any] = {
-        "num_layers": model.layers,
-        "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.intermediate_size,
-        "num_attention_heads": model.heads,
-        "num_query_groups": model.kv_heads,
-        "kv_channels": model.head_dim,
-        "qk_layernorm": model.family.qk_norm,
-        "add_bias_linear": False,
-        "add_qkv_bias": model.family.qkv_bias,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": model.rms_norm_eps,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
+    described = model.family.megatron(model)
+    fields: dict[str, Any] = described | {
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "params_dtype": params_dtype,
@@ -86,15 +73,12 @@ def transformer_config(
         "pipeline_model_parallel_layout": uneven_layout(model.layers, parallel.pipeline, parallel.chunks),
     }
     fields |= _recompute(recompute)
+    pre_softmax = described.get("moe_router_pre_softmax")
     if model.moe:
         fields |= {
-            "num_moe_experts": model.moe.experts,
-            "moe_ffn_hidden_size": model.moe.intermediate_size,
-            "moe_layer_freq": [int(is_moe) for is_moe in model.moe.layers],
-            "moe_router_topk": model.moe.topk,
-            # Renormalised top-k probabilities are the softmax of the top-k logits alone. Megatron-Core's check wants
-            # the other order for one expert a token, whose weight would not be 1: it is put right below.
-            "moe_router_pre_softmax": not model.moe.normalise or model.moe.topk == 1,
+            # Megatron-Core's check wants this for one expert a token, whose weight would not be 1 then: it is put right
+            # below.
+            "moe_router_pre_softmax": pre_softmax or model.moe.topk == 1,
             "moe_router_load_balancing_type": "aux_loss" if load_balancing_loss else "none",
             "moe_aux_loss_coeff": load_balancing_loss,
             "moe_z_loss_coeff": router_z_loss or None,
@@ -105,7 +89,7 @@ def transformer_config(
         }
     config = TransformerConfig(**(fields | overrides))
     if model.moe:
-        config.moe_router_pre_softmax = not model.moe.normalise
+        config.moe_router_pre_softmax = bool(pre_softmax)
     return config
 
 

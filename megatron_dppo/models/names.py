@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Protocol, Self
 
+from megatron_dppo.models.architecture import Architecture
+
 Range = tuple[int, int]
 Block = tuple[Range, ...]
 """(start, stop) per dimension of a tensor."""
@@ -29,40 +31,18 @@ class Piece:
     local: Block
 
 
-class Sizes(Protocol):
-    """What the transforms ask of a model (`HFConfig` has it)."""
-
-    @property
-    def dims(self) -> Mapping[str, int]:
-        """Sizes by the names that tables use."""
-        ...
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-
-    def padded_vocab_size(self, tensor_parallel: int) -> int:
-        """Rows of the embedding over `tensor_parallel` ranks."""
-        ...
-
-
 class Transform(Protocol):
     """How one parameter, divided among `parts` ranks, is made of Hugging Face tensors."""
 
-    def sources(self, model: Sizes) -> dict[str, Shape]:
+    def sources(self, model: Architecture) -> dict[str, Shape]:
         """Hugging Face tensors used, with their full shapes."""
         ...
 
-    def shape(self, model: Sizes, parts: int) -> Shape:
+    def shape(self, model: Architecture, parts: int) -> Shape:
         """Shape of the parameter on each of `parts` ranks."""
         ...
 
-    def pieces(self, model: Sizes, part: int, parts: int) -> list[Piece]:
+    def pieces(self, model: Architecture, part: int, parts: int) -> list[Piece]:
         """The blocks rank `part` of `parts` holds."""
         ...
 
@@ -85,18 +65,18 @@ def _name() -> str:
 
 @dataclass(frozen=True)
 class Whole(_Named):
-    """The same tensor on every rank. `dims` name entries of `Sizes.dims`."""
+    """The same tensor on every rank. `dims` name entries of `Architecture.dims`."""
 
     name: str = _name()
     dims: tuple[str, ...] = ("hidden",)
 
-    def sources(self, model: Sizes) -> dict[str, Shape]:
+    def sources(self, model: Architecture) -> dict[str, Shape]:
         return {self.name: tuple(model.dims[d] for d in self.dims)}
 
-    def shape(self, model: Sizes, parts: int) -> Shape:
+    def shape(self, model: Architecture, parts: int) -> Shape:
         return self.sources(model)[self.name]
 
-    def pieces(self, model: Sizes, part: int, parts: int) -> list[Piece]:
+    def pieces(self, model: Architecture, part: int, parts: int) -> list[Piece]:
         everything = tuple((0, n) for n in self.shape(model, parts))
         return [Piece(self.name, everything, everything)]
 
@@ -109,13 +89,13 @@ class Columns(_Named):
     rows: str = "hidden"
     cols: str = "hidden"
 
-    def sources(self, model: Sizes) -> dict[str, Shape]:
+    def sources(self, model: Architecture) -> dict[str, Shape]:
         return {self.name: (model.dims[self.rows], model.dims[self.cols])}
 
-    def shape(self, model: Sizes, parts: int) -> Shape:
+    def shape(self, model: Architecture, parts: int) -> Shape:
         return model.dims[self.rows], model.dims[self.cols] // parts
 
-    def pieces(self, model: Sizes, part: int, parts: int) -> list[Piece]:
+    def pieces(self, model: Architecture, part: int, parts: int) -> list[Piece]:
         rows, width = self.shape(model, parts)
         return [Piece(self.name, ((0, rows), (part * width, (part + 1) * width)), ((0, rows), (0, width)))]
 
@@ -127,13 +107,13 @@ class Vocabulary(_Named):
 
     name: str = _name()
 
-    def sources(self, model: Sizes) -> dict[str, Shape]:
+    def sources(self, model: Architecture) -> dict[str, Shape]:
         return {self.name: (model.vocab_size, model.dims["hidden"])}
 
-    def shape(self, model: Sizes, parts: int) -> Shape:
+    def shape(self, model: Architecture, parts: int) -> Shape:
         return model.padded_vocab_size(parts) // parts, model.dims["hidden"]
 
-    def pieces(self, model: Sizes, part: int, parts: int) -> list[Piece]:
+    def pieces(self, model: Architecture, part: int, parts: int) -> list[Piece]:
         height, hidden = self.shape(model, parts)
         start, stop = part * height, min((part + 1) * height, model.vocab_size)
         if stop <= start:
@@ -150,14 +130,14 @@ class GateUp(_Named):
     rows: str = "ffn"
     cols: str = "hidden"
 
-    def sources(self, model: Sizes) -> dict[str, Shape]:
+    def sources(self, model: Architecture) -> dict[str, Shape]:
         shape = model.dims[self.rows], model.dims[self.cols]
         return {self.gate: shape, self.up: shape}
 
-    def shape(self, model: Sizes, parts: int) -> Shape:
+    def shape(self, model: Architecture, parts: int) -> Shape:
         return 2 * model.dims[self.rows] // parts, model.dims[self.cols]
 
-    def pieces(self, model: Sizes, part: int, parts: int) -> list[Piece]:
+    def pieces(self, model: Architecture, part: int, parts: int) -> list[Piece]:
         both, cols = self.shape(model, parts)
         height = both // 2
         source = ((part * height, (part + 1) * height), (0, cols))
@@ -181,18 +161,18 @@ class QKV(_Named):
     v: str = _name()
     cols: str | None = "hidden"
 
-    def _tail(self, model: Sizes) -> Shape:
+    def _tail(self, model: Architecture) -> Shape:
         return () if self.cols is None else (model.dims[self.cols],)
 
-    def sources(self, model: Sizes) -> dict[str, Shape]:
+    def sources(self, model: Architecture) -> dict[str, Shape]:
         kv_rows = model.kv_heads * model.head_dim
         rows = {self.q: model.heads * model.head_dim, self.k: kv_rows, self.v: kv_rows}
         return {name: (n, *self._tail(model)) for name, n in rows.items()}
 
-    def shape(self, model: Sizes, parts: int) -> Shape:
+    def shape(self, model: Architecture, parts: int) -> Shape:
         return (model.heads + 2 * model.kv_heads) * model.head_dim // parts, *self._tail(model)
 
-    def pieces(self, model: Sizes, part: int, parts: int) -> list[Piece]:
+    def pieces(self, model: Architecture, part: int, parts: int) -> list[Piece]:
         height = self.shape(model, parts)[0]
         first, last = part * height, (part + 1) * height
         tail = tuple((0, n) for n in self._tail(model))
@@ -204,7 +184,7 @@ class QKV(_Named):
                 result.append(Piece(name, (rows, *tail), ((start - first, stop - first), *tail)))
         return result
 
-    def _interleaved(self, model: Sizes) -> Iterator[tuple[str, Range, int]]:
+    def _interleaved(self, model: Architecture) -> Iterator[tuple[str, Range, int]]:
         """(tensor, its rows, where they begin in the undivided parameter), in order."""
         queries, place = model.heads // model.kv_heads * model.head_dim, 0
         for group in range(model.kv_heads):
@@ -213,43 +193,45 @@ class QKV(_Named):
                 place += height
 
 
+@dataclass(frozen=True)
+class Stacked:
+    """A matrix of one expert where the checkpoint holds those of all experts in one tensor `[experts, rows, cols]`: the
+    tensors of `single`, one below the other."""
+
+    name: str
+    single: Transform
+    expert: int = 0
+
+    def at(self, **indices: int) -> Self:
+        single, expert = self.single.at(**indices), indices.get("expert", self.expert)
+        return replace(self, name=self.name.format(**indices), single=single, expert=expert)
+
+    def sources(self, model: Architecture) -> dict[str, Shape]:
+        shapes = list(self.single.sources(model).values())
+        return {self.name: (model.dims["experts"], sum(rows for rows, _ in shapes), shapes[0][1])}
+
+    def shape(self, model: Architecture, parts: int) -> Shape:
+        return self.single.shape(model, parts)
+
+    def pieces(self, model: Architecture, part: int, parts: int) -> list[Piece]:
+        begins: dict[str, int] = {}
+        height = 0
+        for name, shape in self.single.sources(model).items():
+            begins[name] = height
+            height += shape[0]
+        result = []
+        for piece in self.single.pieces(model, part, parts):
+            (start, stop), columns = piece.source
+            begin = begins[piece.hf_name]
+            source = ((self.expert, self.expert + 1), (begin + start, begin + stop), columns)
+            result.append(Piece(self.name, source, piece.local))
+        return result
+
+
 Table = Mapping[str, Transform]
 """Megatron-Core parameter names, as the local layer spec has them, with `{layer}` and `{expert}` (both global)."""
 
-_L, _H = "decoder.layers.{layer}", "model.layers.{layer}"
 
-EMBEDDINGS: Table = {
-    "embedding.word_embeddings.weight": Vocabulary("model.embed_tokens.weight"),
-    "output_layer.weight": Vocabulary("lm_head.weight"),
-    "decoder.final_layernorm.weight": Whole("model.norm.weight"),
-}
-ATTENTION: Table = {
-    f"{_L}.input_layernorm.weight": Whole(f"{_H}.input_layernorm.weight"),
-    f"{_L}.self_attention.linear_qkv.weight": QKV(
-        f"{_H}.self_attn.q_proj.weight", f"{_H}.self_attn.k_proj.weight", f"{_H}.self_attn.v_proj.weight"
-    ),
-    f"{_L}.self_attention.linear_proj.weight": Columns(f"{_H}.self_attn.o_proj.weight", cols="query"),
-    f"{_L}.pre_mlp_layernorm.weight": Whole(f"{_H}.post_attention_layernorm.weight"),
-}
-QKV_BIAS: Table = {
-    f"{_L}.self_attention.linear_qkv.bias": QKV(
-        f"{_H}.self_attn.q_proj.bias", f"{_H}.self_attn.k_proj.bias", f"{_H}.self_attn.v_proj.bias", cols=None
-    ),
-}
-QK_NORM: Table = {
-    f"{_L}.self_attention.q_layernorm.weight": Whole(f"{_H}.self_attn.q_norm.weight", ("head_dim",)),
-    f"{_L}.self_attention.k_layernorm.weight": Whole(f"{_H}.self_attn.k_norm.weight", ("head_dim",)),
-}
-DENSE_MLP: Table = {
-    f"{_L}.mlp.linear_fc1.weight": GateUp(f"{_H}.mlp.gate_proj.weight", f"{_H}.mlp.up_proj.weight"),
-    f"{_L}.mlp.linear_fc2.weight": Columns(f"{_H}.mlp.down_proj.weight", cols="ffn"),
-}
-EXPERTS: Table = {
-    f"{_L}.mlp.router.weight": Whole(f"{_H}.mlp.gate.weight", ("experts", "hidden")),
-    f"{_L}.mlp.experts.{{expert}}.linear_fc1.weight": GateUp(
-        f"{_H}.mlp.experts.{{expert}}.gate_proj.weight", f"{_H}.mlp.experts.{{expert}}.up_proj.weight", rows="moe_ffn"
-    ),
-    f"{_L}.mlp.experts.{{expert}}.linear_fc2.weight": Columns(
-        f"{_H}.mlp.experts.{{expert}}.down_proj.weight", cols="moe_ffn"
-    ),
-}
+def is_expert(name: str) -> bool:
+    """Whether a parameter (by its name in a table, numbers filled in or not) is one expert's."""
+    return ".mlp.experts." in name

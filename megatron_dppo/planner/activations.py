@@ -103,7 +103,7 @@ def _attention(layout: Layout) -> Sequence[Operator]:
     gathered = _HALF * tokens * hidden if parallel.sequence_parallel else 0
     weights = 0 if layout.weight_gradients_in_place else _HALF * hidden * model.head_dim
     statistics = _FLOAT * tokens * heads
-    norms = (q + k + _FLOAT * tokens * (heads + kv_heads)) if model.family.qk_norm else 0
+    norms = (q + k + _FLOAT * tokens * (heads + kv_heads)) if model.qk_norm != "none" else 0
     # cuDNN sums dq in float32; context parallelism exchanges keys and values around a ring, two buffers and gradients.
     attention_backward = 2 * q + 2 * k + 2 * q + statistics
     lora = layout.adapter_rank("qkv")

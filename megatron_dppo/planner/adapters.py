@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_dppo.models.lora.size import GROUPED_ROW_BYTES
+from megatron_dppo.models.lora.size import GROUPED_ROW_BYTES, adapter_sizes
 from megatron_dppo.planner.parameters import stage_layers
 from megatron_dppo.planner.workload import Layout
 
@@ -87,21 +87,11 @@ def merged_tensors(layout: Layout, stage: int) -> int:
 
 
 def _adapters(layout: Layout, layer: int) -> Iterator[_Adapter]:
-    model, parallel = layout.model, layout.parallel
-    tokens, rows, hidden = layout.tokens_per_rank, layout.rows_per_rank, model.hidden_size
-    query, key_value = (n * model.head_dim // parallel.tensor for n in (model.heads, model.kv_heads))
-    if layout.adapts("qkv"):
-        yield _Adapter(3, rows, hidden, tokens, query + 2 * key_value)
-    if layout.adapts("o"):
-        yield _Adapter(1, tokens, query, rows, hidden)
-    if not model.is_moe_layer(layer):
-        if layout.adapts("mlp"):
-            width = model.intermediate_size // parallel.tensor
-            yield _Adapter(2, rows, hidden, tokens, 2 * width)
-            yield _Adapter(1, tokens, width, rows, hidden)
-    elif layout.adapts("experts"):
-        assert model.moe is not None
-        width, received = model.moe.intermediate_size // parallel.expert_tensor, layout.expert_rows
-        local = model.moe.experts // parallel.expert
-        yield _Adapter(2, received, hidden, received, 2 * width, local)
-        yield _Adapter(1, received, width, received, hidden, local)
+    if layout.lora is None:
+        return
+    for size in adapter_sizes(layout.model, layout.parallel, layer, layout.lora):
+        rows, tokens = layout.rows_per_rank, layout.tokens_per_rank
+        if size.experts:
+            rows = tokens = layout.expert_rows
+        read, written = (tokens, rows) if size.input_sharded else (rows, tokens)
+        yield _Adapter(size.kinds, read, size.cols, written, size.rows, size.experts)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.lora.size import adapter_sizes
+from megatron_dppo.models.names import is_expert
 from megatron_dppo.models.parallel import ParallelConfig, uneven_layout
+
+_PARTS = (("norm", "norms"), (".self_attention.", "attention"), (".router.", "router"), (".mlp.", "mlp"))
+"""Which of `Parameters` a name belongs to: the first that fits."""
 
 
 @dataclass(frozen=True)
@@ -80,19 +86,16 @@ def _stage_layers(layers: int, stages: int, chunks: int) -> tuple[StageLayers, .
 
 
 def layer_parameters(model: HFConfig, parallel: ParallelConfig, layer: int) -> Parameters:
-    """Of one decoder layer on one rank."""
-    hidden, tensor = model.hidden_size, parallel.tensor
-    query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    qkv = (query + 2 * key_value) // tensor
-    common = Parameters(
-        attention=hidden * qkv + query // tensor * hidden + (qkv if model.family.qkv_bias else 0),
-        norms=2 * hidden + (2 * model.head_dim if model.family.qk_norm else 0),
-    )
-    if not model.is_moe_layer(layer):
-        return common + Parameters(mlp=3 * hidden * model.intermediate_size // tensor)
-    assert model.moe is not None
-    expert = 3 * hidden * model.moe.intermediate_size // parallel.expert_tensor
-    return common + Parameters(router=model.moe.experts * hidden, experts=model.moe.experts // parallel.expert * expert)
+    """Of one decoder layer on one rank: what the family's table has for it."""
+    counts: Counter[str] = Counter()
+    for name, transform in model.layer_tables[layer].items():
+        if model.moe is not None and is_expert(name):
+            one = prod(transform.shape(model, parallel.expert_tensor))
+            counts["experts"] += model.moe.experts // parallel.expert * one
+        else:
+            part = next(part for mark, part in _PARTS if mark in name)
+            counts[part] += prod(transform.shape(model, parallel.tensor))
+    return Parameters(**counts)
 
 
 def stage_parameters(model: HFConfig, parallel: ParallelConfig, stage: int) -> Parameters:
@@ -116,13 +119,10 @@ def stage_adapters(model: HFConfig, parallel: ParallelConfig, stage: int, lora: 
     total = Parameters()
     for chunk in stage_layers(model.layers, parallel)[stage].kinds(model):
         for layer, count in chunk:
-            sizes = adapter_sizes(model, parallel, layer, lora)
-            one = Parameters(
-                attention=sizes.get("qkv", 0) + sizes.get("o", 0),
-                experts=sizes.get("experts", 0),
-                mlp=sizes.get("mlp", 0),
-            )
-            total += one * count
+            sizes: Counter[str] = Counter()
+            for size in adapter_sizes(model, parallel, layer, lora):
+                sizes["attention" if size.target in ("qkv", "o") else size.target] += size.parameters(lora.rank)
+            total += Parameters(**sizes) * count
     return total
 
 
@@ -144,11 +144,4 @@ def exported(model: HFConfig) -> int:
 
 def active_per_token(model: HFConfig) -> int:
     """Parameters a token is multiplied with, without embedding and head."""
-    total = 0
-    for layer, count in stage_layers(model.layers, ParallelConfig())[0].kinds(model)[0]:
-        part = layer_parameters(model, ParallelConfig(), layer)
-        experts = 0
-        if model.moe is not None and model.is_moe_layer(layer):
-            experts = part.experts // model.moe.experts * model.moe.topk
-        total += count * (part.attention + part.router + part.mlp + experts)
-    return total
+    return model.active_parameters - model.vocab_size * model.hidden_size

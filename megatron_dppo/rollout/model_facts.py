@@ -7,11 +7,8 @@ from pathlib import Path
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
-from megatron_dppo.models.hf_config import refuse_absurd_sizes
+from megatron_dppo.models.hf_config import family_of, resolve_hf_config
 from megatron_dppo.router_replay.record import RouteSchema
-
-_SIZES = ("vocab_size", "num_hidden_layers", "num_experts", "num_local_experts", "num_experts_per_tok",
-          "decoder_sparse_step")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,29 +28,30 @@ class ModelFacts:
 
     @staticmethod
     def read(folder: Path, *, router_replay: bool) -> ModelFacts:
+        """What a family says of the folder's model. Without routes, an engine may also serve a model of no family (in
+        an evaluation); its experts are then not known."""
         path, generation = folder / "config.json", folder / "generation_config.json"
         if not path.is_file():
             raise UserError(f"{path}: no such file; model.path must be a folder with a Hugging Face checkpoint")
-        config = read_json_object(path)
-        for name in _SIZES:
-            if (size := config.get(name)) is not None and type(size) is not int:
-                raise UserError(f"{path}: {name} is {size!r:.80}; it must be a whole number")
-        refuse_absurd_sizes(config, str(path))
-        if (vocab_size := config.get("vocab_size") or 0) < 1:
-            raise UserError(f"{path}: vocab_size is {vocab_size}; it must be above 0")
+        raw = read_json_object(path)
         stop = {i for file in (path, generation) if file.is_file() for i in _end_ids(file)}
-        try:
-            routes = RouteSchema.from_hf_config(config) if router_replay else None
-        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-            raise UserError(f"{path} does not describe its expert layers: {error!r}; correct it") from None
+        if router_replay or (family_of(raw) is not None and not raw.get("quantization_config")):
+            model = resolve_hf_config(raw, path=folder)
+            vocab_size, tied, moe = model.vocab_size, model.tied, model.moe
+            routes = model.routes if router_replay else None
+        else:
+            size = raw.get("vocab_size")
+            if type(size) is not int or size < 1:
+                raise UserError(f"{path}: vocab_size is {size!r:.80}; it must be a whole number above 0")
+            vocab_size, tied, moe, routes = size, bool(raw.get("tie_word_embeddings")), None, None
         return ModelFacts(
             folder=folder,
             vocab_size=vocab_size,
             stop_token_ids=tuple(sorted(stop)),
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tied_embeddings=tied,
             routes=routes,
-            experts=config.get("num_experts") or config.get("num_local_experts") or 0,
-            experts_per_token=config.get("num_experts_per_tok") or 0,
+            experts=moe.experts if moe else 0,
+            experts_per_token=moe.topk if moe else 0,
         )
 
 

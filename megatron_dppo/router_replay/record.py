@@ -7,13 +7,11 @@ another numbering) keeps the shape and fills in zeros or nonsense, so values are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from megatron_dppo.errors import UserError
 from megatron_dppo.router_replay.routes import Routes, route_dtype
 
 _TOP1_WITNESSES = 64
@@ -38,29 +36,6 @@ class RouteSchema:
     moe_layers: tuple[int, ...]
     num_experts: int
     topk: int
-
-    @staticmethod
-    def from_hf_config(config: Mapping[str, Any]) -> RouteSchema | None:
-        """Read the layer pattern from a Hugging Face config.json; None for a model without experts.
-
-        A layer routes unless it is listed in `mlp_only_layers` or (layer + 1) is no multiple of `decoder_sparse_step`.
-        """
-        num_experts = config.get("num_experts") or config.get("num_local_experts") or 0
-        if num_experts == 0:
-            return None
-        unknown = [
-            k for k in ("first_k_dense_replace", "moe_layer_freq", "n_group", "num_expert_group") if config.get(k)
-        ]
-        if unknown:
-            raise UserError(
-                f"config.json has {unknown}: the layer pattern of this model family is unknown to router replay; "
-                "switch rollout.router_replay off"
-            )
-        layers = int(config["num_hidden_layers"])
-        dense = set(config.get("mlp_only_layers") or ())
-        step = int(config.get("decoder_sparse_step") or 1)
-        routing = tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0)
-        return RouteSchema(layers, routing, int(num_experts), int(config["num_experts_per_tok"]))
 
 
 def record_routes(

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_dppo.actor import fused_adam
 from megatron_dppo.actor.profiling import PHASE, _ancestry, kind_of
-from megatron_dppo.models.flops import active_matrix_parameters, peak_flops, training_flops
+from megatron_dppo.models.flops import peak_flops, training_flops
 from megatron_dppo.models.hf_config import load_hf_config, resolve_hf_config
 from tests.actor.matrix import SHAPE, TEMPERATURE, Case, advantages, build_actor
 from tests.distributed import run_ranks
@@ -106,13 +106,13 @@ def test_flops_of_a_step(tmp_path: Path) -> None:
     tiny_qwen3_moe(tmp_path, seed=0)
     tiny = load_hf_config(tmp_path)
     per_layer = 64 * 128 + 2 * 64 * 64 + 128 * 64 + 64 * 8 + 2 * 3 * 64 * 32  # q, k and v, o, router, two experts
-    assert active_matrix_parameters(tiny) == 4 * per_layer + 300 * 64
+    assert tiny.active_parameters == 4 * per_layer + 300 * 64
     attention = 4 * 3 * (2 * 2 * (5**2 + 3**2) * 4 * 32 / 2)  # layers, forward and twice backward, two causal products
     assert training_flops(tiny, np.array([5, 3])) == 6 * 8 * (4 * per_layer + 300 * 64) + attention
 
     large = resolve_hf_config(CONFIGS["Qwen3-30B-A3B"])
     embedding = large.vocab_size * large.hidden_size
-    assert (active_matrix_parameters(large) + embedding) / 1e9 == pytest.approx(3.3, abs=0.06)
+    assert (large.active_parameters + embedding) / 1e9 == pytest.approx(3.3, abs=0.06)
 
 
 def test_peak_of_a_gpu() -> None:

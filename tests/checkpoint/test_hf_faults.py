@@ -249,7 +249,7 @@ def test_a_command_ends_with_one_line_and_status_2(
 
 
 def test_sizes_of_layers_and_experts_are_bounded_together(folder: Path) -> None:
-    for name, size in (("num_hidden_layers", 1000), ("num_experts", 10_000)):
+    for name, size in (("num_hidden_layers", 1000), ("num_local_experts", 10_000)):
         resized(name, size)(folder)
     with pytest.raises(UserError, match=r"num_hidden_layers 1,000 of 10,000 experts are more than 262,144 experts"):
         check(folder)
@@ -292,22 +292,7 @@ def test_a_snapshot_of_the_hugging_face_cache_is_exported(folder: Path, tmp_path
     ("name", "content", "message"),
     [
         ("config.json", "[]", r"config\.json must hold a JSON object"),
-        ("config.json", '{"vocab_size": "many"}', r"config\.json: vocab_size is 'many'"),
-        (
-            "config.json",
-            '{"num_hidden_layers": 1%s}' % ("0" * 30),
-            r"num_hidden_layers is 1,000,0.*, more",
-        ),
-        ("config.json", "{}", r"config\.json: vocab_size is 0; it must be above 0"),
-        ("config.json", '{"num_hidden_layers": "1%s"}' % ("0" * 9), r"num_hidden_layers is '10.*; it must be a whole"),
-        ("config.json", '{"num_hidden_layers": 1e308}', r"num_hidden_layers is 1e\+308; it must be a whole number"),
-        ("config.json", '{"decoder_sparse_step": [1]}', r"decoder_sparse_step is \[1\]; it must be a whole number"),
-        ("config.json", '{"vocab_size": 9, "num_experts": 4}', r"does not describe its expert layers"),
-        (
-            "config.json",
-            '{"vocab_size": 9, "eos_token_id": ["</s>"]}',
-            r"eos_token_id has '</s>', which is no token id",
-        ),
+        ("config.json", "{}", r"config\.json: model_type None is not supported"),
         ("generation_config.json", "7", r"generation_config\.json must hold a JSON object, found a int"),
         ("generation_config.json", "{", r"generation_config\.json is not valid JSON"),
         ("generation_config.json", '{"eos_token_id": {}}', r"generation_config\.json: eos_token_id has {}"),
@@ -320,6 +305,42 @@ def test_what_an_engine_reads_of_a_folder_is_refused_by_name(
     (folder / name).write_text(content)
     with pytest.raises(UserError, match=message):
         ModelFacts.read(folder, router_replay=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers is 1,000,0.*, more"),
+        ({"num_hidden_layers": "1" + "0" * 9}, "num_hidden_layers"),
+        ({"num_hidden_layers": 1e308}, "num_hidden_layers"),
+        ({"decoder_sparse_step": [1]}, "decoder_sparse_step"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok"),
+        ({"num_local_experts": 2**13, "num_hidden_layers": 2**10}, "8,192 experts are more than 262,144 experts"),
+        ({"eos_token_id": ["</s>"]}, r"eos_token_id has '</s>', which is no token id"),
+    ],
+)
+def test_fields_that_an_engine_cannot_read_are_refused_by_name(
+    folder: Path, change: dict[str, Any], message: str
+) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(UserError, match=rf"config\.json: .*{message}") as refusal:
+        ModelFacts.read(folder, router_replay=True)
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_evaluation_may_serve_a_model_of_no_family(folder: Path) -> None:
+    file = folder / "config.json"
+    file.write_text('{"model_type": "gemma3_text", "vocab_size": 9, "eos_token_id": [1, 7]}')
+    facts = ModelFacts.read(folder, router_replay=False)
+    assert (facts.vocab_size, facts.stop_token_ids, facts.routes) == (9, (1, 7), None)
+    with pytest.raises(UserError, match="model_type 'gemma3_text' is not supported"):
+        ModelFacts.read(folder, router_replay=True)
+    file.write_text('{"model_type": "gemma3_text", "vocab_size": "many"}')
+    with pytest.raises(UserError, match=r"config\.json: vocab_size is 'many'; it must be a whole number above 0"):
+        ModelFacts.read(folder, router_replay=False)
 
 
 @pytest.mark.parametrize("described", [[], {"a": 5}, {"a": {}}, {"a": {"shape": 3}}])

@@ -9,6 +9,7 @@ import pytest
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.family import families
 from megatron_dppo.models.hf_config import load_hf_config, resolve_hf_config
+from megatron_dppo.router_replay.record import RouteSchema
 
 MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -33,13 +34,27 @@ def test_every_family_of_the_paper_is_there() -> None:
     assert set(families()) == {"qwen3_moe", "qwen3", "qwen2", "llama"}
 
 
+@pytest.mark.parametrize(
+    ("change", "routing"),
+    [
+        ({}, (0, 1, 2, 3, 4, 5)),
+        ({"mlp_only_layers": [0, 2]}, (1, 3, 4, 5)),
+        ({"decoder_sparse_step": 2}, (1, 3, 5)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (1, 5)),
+    ],
+)
+def test_an_engine_records_the_layers_that_route(change: dict[str, Any], routing: tuple[int, ...]) -> None:
+    assert resolve_hf_config(MOE | change).routes == RouteSchema(6, routing, num_experts=8, topk=2)
+    assert resolve_hf_config(MOE | {"num_experts": 0}).routes is None
+
+
 def test_sizes_and_layer_kinds() -> None:
     model = resolve_hf_config(MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": True})
     assert model.moe is not None
     assert model.moe.layers == (False, True, False, False, False, True)
     assert model.moe.normalise
     assert model.has_dense_layers
-    assert model.dims == {"hidden": 64, "head_dim": 32, "query": 128, "ffn": 96, "experts": 8, "moe_ffn": 32}
+    assert model.dims == {"hidden": 64, "head_dim": 32, "query": 128, "key": 64, "ffn": 96, "experts": 8, "moe_ffn": 32}
     assert not resolve_hf_config(MOE).has_dense_layers
 
 

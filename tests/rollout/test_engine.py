@@ -221,5 +221,7 @@ def test_folders_that_are_no_model_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not valid JSON"):
         ModelFacts.read(tmp_path, router_replay=True)
     (tmp_path / "config.json").write_text('{"vocab_size": 10}')
+    with pytest.raises(UserError, match="model_type None is not supported"):
+        VllmEngine(tmp_path, RolloutConfig(router_replay=True))
     with pytest.raises(UserError, match="names no eos_token_id"):
-        VllmEngine(tmp_path, RolloutConfig())
+        VllmEngine(tmp_path, RolloutConfig(router_replay=False))

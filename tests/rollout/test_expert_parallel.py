@@ -12,10 +12,12 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.model_facts import ModelFacts
 from megatron_dppo.rollout.vllm.start import check_expert_parallel
+from tests.models.test_hf_config import MOE
 
 
 def facts(folder: Path, **fields: int) -> ModelFacts:
-    (folder / "config.json").write_text(json.dumps({"vocab_size": 10, **fields}))
+    config = {"num_experts": 0, "num_experts_per_tok": 1} | fields
+    (folder / "config.json").write_text(json.dumps(MOE | config))
     return ModelFacts.read(folder, router_replay=False)
 
 
@@ -25,7 +27,7 @@ def facts(folder: Path, **fields: int) -> ModelFacts:
         ({}, 2, "has no experts; set it to false"),
         ({"num_experts": 2, "num_experts_per_tok": 1}, 4, "2 experts, fewer than rollout.tensor_parallel=4"),
         pytest.param(
-            {"num_local_experts": 8, "num_experts_per_tok": 3},
+            {"num_experts": 8, "num_experts_per_tok": 3},
             4,
             "runs 3 experts a token, and on a CPU each of rollout.tensor_parallel=4 workers must have that many",
             marks=pytest.mark.skipif(not on_cpu(), reason="a limit of the CPU's kernels"),

@@ -3,7 +3,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_dppo.errors import UserError
 from megatron_dppo.router_replay.record import RouteError, RouteSchema, record_routes
 from megatron_dppo.router_replay.routes import Routes, route_dtype
 
@@ -34,29 +33,6 @@ def test_rows_land_on_their_tokens_and_dense_layers_are_dropped() -> None:
     np.testing.assert_array_equal(routes.experts[3:7], parts[1][:, [1, 3]])
     assert not routes.experts[[2, 7]].any()
     assert routes.num_experts == 8
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"num_experts": 8, "num_hidden_layers": 4}, (0, 1, 2, 3)),
-        ({"num_local_experts": 8, "num_hidden_layers": 4}, (0, 1, 2, 3)),
-        ({"num_experts": 8, "num_hidden_layers": 4, "mlp_only_layers": [0, 2]}, (1, 3)),
-        ({"num_experts": 8, "num_hidden_layers": 5, "decoder_sparse_step": 2}, (1, 3)),
-        ({"num_experts": 8, "num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}, (1, 5)),
-    ],
-)
-def test_layer_pattern_of_the_model(config: dict, expected: tuple[int, ...]) -> None:
-    schema = RouteSchema.from_hf_config(config | {"num_experts_per_tok": 2})
-    assert schema is not None
-    assert schema.moe_layers == expected
-    assert (schema.num_experts, schema.topk) == (8, 2)
-
-
-def test_a_dense_model_has_no_schema_and_a_foreign_pattern_is_refused() -> None:
-    assert RouteSchema.from_hf_config({"num_hidden_layers": 4}) is None
-    with pytest.raises(UserError, match="first_k_dense_replace"):
-        RouteSchema.from_hf_config({"num_experts": 8, "num_hidden_layers": 4, "first_k_dense_replace": 1})
 
 
 def test_planted_faults_are_each_refused_by_name() -> None:

@@ -1,1 +1,1 @@
-"""One file per model family; each defines `FAMILY`."""
+"""One file per model family; each defines `FAMILY`. `decoder.py` has what they share."""

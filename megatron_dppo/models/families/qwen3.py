@@ -1,12 +1,12 @@
 """Qwen3, dense (Qwen3-8B)."""
 
+from megatron_dppo.models.families.decoder import ATTENTION, DENSE_MLP, decoder, qk_norm
 from megatron_dppo.models.family import Family
-from megatron_dppo.models.names import ATTENTION, DENSE_MLP, EMBEDDINGS, QK_NORM
 
 FAMILY = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    table={**EMBEDDINGS, **ATTENTION, **QK_NORM, **DENSE_MLP},
-    qk_norm=True,
+    read=lambda config: decoder(config, qk_norm="head"),
+    layer=lambda model, layer: {**ATTENTION, **qk_norm(), **DENSE_MLP},
     fixed={"attention_bias": False},
 )

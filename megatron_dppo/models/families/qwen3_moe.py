@@ -1,13 +1,57 @@
 """Qwen3-MoE (Qwen3-30B-A3B, Qwen3-235B-A22B)."""
 
+from transformers import PreTrainedConfig
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.architecture import Architecture, MoE
+from megatron_dppo.models.families.decoder import (
+    ATTENTION,
+    DENSE_MLP,
+    STACKED_EXPERTS,
+    decoder,
+    experts,
+    qk_norm,
+    topk,
+    whole,
+    words,
+)
 from megatron_dppo.models.family import Family
-from megatron_dppo.models.names import ATTENTION, DENSE_MLP, EMBEDDINGS, EXPERTS, QK_NORM
+from megatron_dppo.models.names import Table
+
+
+def _moe(config: PreTrainedConfig) -> MoE | None:
+    if not config.num_experts:
+        return None
+    dense, step = set(config.mlp_only_layers or []), whole(config, "decoder_sparse_step")
+    layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(whole(config, "num_hidden_layers")))
+    if not any(layers):
+        raise UserError("decoder_sparse_step and mlp_only_layers leave no expert layer; set num_experts to 0")
+    number = whole(config, "num_experts")
+    return MoE(
+        experts=number,
+        topk=topk(config, number),
+        intermediate_size=whole(config, "moe_intermediate_size"),
+        normalise=bool(config.norm_topk_prob),
+        layers=layers,
+    )
+
+
+def _layer(model: Architecture, layer: int) -> Table:
+    return {**ATTENTION, **qk_norm(), **(experts() if model.is_moe_layer(layer) else DENSE_MLP)}
+
 
 FAMILY = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    table={**EMBEDDINGS, **ATTENTION, **QK_NORM, **DENSE_MLP, **EXPERTS},
-    qk_norm=True,
-    moe=True,
+    read=lambda config: decoder(config, qk_norm="head", moe=_moe(config)),
+    layer=_layer,
+    reads=words(
+        """
+            num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step
+            mlp_only_layers
+        """
+    ),
     fixed={"attention_bias": False},
+    largest={"num_experts": 2**14, "num_local_experts": 2**14, "moe_intermediate_size": 2**24},
+    stacked=STACKED_EXPERTS,
 )

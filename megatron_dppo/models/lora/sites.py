@@ -8,16 +8,10 @@ from dataclasses import dataclass
 
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import Owned
-from megatron_dppo.models.lora.config import LoraConfig, Target
-from megatron_dppo.models.lora.size import check_targets
+from megatron_dppo.models.lora.config import LoraConfig
+from megatron_dppo.models.lora.size import PARAMETERS, check_targets
 from megatron_dppo.models.names import Columns, Piece, Shape
 
-_PATTERNS: dict[Target, re.Pattern[str]] = {
-    "qkv": re.compile(r".+\.self_attention\.linear_qkv\.weight"),
-    "o": re.compile(r".+\.self_attention\.linear_proj\.weight"),
-    "mlp": re.compile(r".+\.mlp\.linear_fc[12]\.weight"),
-    "experts": re.compile(r".+\.mlp\.experts\.\d+\.linear_fc[12]\.weight"),
-}
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 PEFT_PREFIX = "base_model.model."
 
@@ -59,7 +53,7 @@ def sites(model: HFConfig, config: LoraConfig) -> dict[str, Site]:
     found: dict[str, Site] = {}
     for name, transform in model.parameters():
         for target in config.targets:
-            if _PATTERNS[target].fullmatch(name):
+            if PARAMETERS[target].fullmatch(name):
                 found[name] = Site(name, transform.sources(model), isinstance(transform, Columns))
     return found
 

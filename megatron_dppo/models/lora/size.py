@@ -2,54 +2,67 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.lora.config import LoraConfig, Target
+from megatron_dppo.models.names import Columns, is_expert
 from megatron_dppo.models.parallel import ParallelConfig
 
 GROUPED_ROW_BYTES = 16
 """Rows of `A x` that are a multiple of this many bytes let all experts of a rank share one product."""
 
 
-def adapter_sizes(model: HFConfig, parallel: ParallelConfig, layer: int, config: LoraConfig) -> dict[Target, int]:
-    """Parameters of the adapters of decoder layer `layer` on one rank, by those of `config.targets` that it has.
+PARAMETERS: dict[Target, re.Pattern[str]] = {
+    "qkv": re.compile(r".+\.self_attention\.linear_qkv\.weight"),
+    "o": re.compile(r".+\.self_attention\.linear_proj\.weight"),
+    "mlp": re.compile(r".+\.mlp\.linear_fc[12]\.weight"),
+    "experts": re.compile(r".+\.mlp\.experts\.[^.]+\.linear_fc[12]\.weight"),
+}
+"""Names, in a table, of the weights of each target."""
 
-    With rank r, hidden size h, query and key-value widths q and k, and f the width of the feed-forward layer; what
-    `LoraAdapter` keeps whole on every rank is not divided:
 
-        qkv           A 3 r h             B (q + 2 k) r / TP
-        o             A r q / TP          B h r
-        mlp           A 2 r h + r f / TP  B 2 f r / TP + h r
-        experts       the same with the experts' f and ETP, times experts / EP
-    """
-    rank, hidden, tensor = config.rank, model.hidden_size, parallel.tensor
-    query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
+@dataclass(frozen=True)
+class AdapterSize:
+    """The adapters of one weight of a decoder layer on one rank (or of that weight of each of its experts)."""
 
-    def feed_forward(width: int) -> int:
-        return rank * (3 * hidden + 3 * width)
+    target: Target
+    kinds: int
+    """Projections that the weight stacks; each has an A and a B of its own."""
+    rows: int
+    cols: int
+    """Of the weight on this rank."""
+    input_sharded: bool
+    """Ranks divide the columns; otherwise the rows."""
+    experts: int
+    """Experts on this rank; 0 for a dense weight."""
 
-    found: dict[Target, int] = {}
-    if "qkv" in config.targets:
-        found["qkv"] = rank * (3 * hidden + (query + 2 * key_value) // tensor)
-    if "o" in config.targets:
-        found["o"] = rank * (query // tensor + hidden)
-    if "mlp" in config.targets and not model.is_moe_layer(layer):
-        found["mlp"] = feed_forward(model.intermediate_size // tensor)
-    if "experts" in config.targets and model.is_moe_layer(layer):
-        assert model.moe is not None
-        local = model.moe.experts // parallel.expert
-        found["experts"] = local * feed_forward(model.moe.intermediate_size // parallel.expert_tensor)
-    return found
+    def parameters(self, rank: int) -> int:
+        """Of each A `[rank, cols]` and all B `[rows, rank]`. What `LoraAdapter` keeps whole is not divided."""
+        return rank * (self.kinds * self.cols + self.rows) * max(1, self.experts)
+
+
+def adapter_sizes(model: HFConfig, parallel: ParallelConfig, layer: int, config: LoraConfig) -> Iterator[AdapterSize]:
+    """Every weight of decoder layer `layer` that gets adapters, in the model's order."""
+    for name, transform in model.layer_tables[layer].items():
+        for target in config.targets:
+            if PARAMETERS[target].fullmatch(name):
+                expert = model.moe is not None and is_expert(name)
+                rows, cols = transform.shape(model, parallel.expert_tensor if expert else parallel.tensor)
+                experts = model.moe.experts // parallel.expert if model.moe is not None and expert else 0
+                kinds = len(transform.sources(model))
+                yield AdapterSize(target, kinds, rows, cols, isinstance(transform, Columns), experts)
 
 
 def active_adapter_parameters(model: HFConfig, config: LoraConfig) -> int:
     """Numbers of the whole model's adapters that one token is multiplied with: of the experts' those of its `topk`."""
     total = 0
     for layer in range(model.layers):
-        sizes = adapter_sizes(model, ParallelConfig(), layer, config)
-        if model.moe is not None and "experts" in sizes:
-            sizes["experts"] = sizes["experts"] // model.moe.experts * model.moe.topk
-        total += sum(sizes.values())
+        for size in adapter_sizes(model, ParallelConfig(), layer, config):
+            total += replace(size, experts=model.moe.topk if model.moe and size.experts else 0).parameters(config.rank)
     return total
 
 

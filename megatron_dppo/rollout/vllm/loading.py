@@ -10,13 +10,6 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from megatron_dppo.checkpoint.weight_layout import EXPERT, TensorSlot, unpack
 
-_MATRICES = {
-    "gate_proj.weight": ("w13_weight", "w1"),
-    "up_proj.weight": ("w13_weight", "w3"),
-    "down_proj.weight": ("w2_weight", "w2"),
-}
-"""vLLM's parameter and shard of each matrix of an expert."""
-
 
 class BucketLoader:
     """Loads the slots of one sync into a model, copying what it keeps, so that a bucket's memory may be used again.
@@ -64,7 +57,7 @@ class BucketLoader:
         """vLLM's experts of the slot's layer; None where the layer needs its matrices one by one."""
         prefix, _, matrix = slot.name.partition(f".{EXPERT}.")
         layer = self._experts.get(prefix)
-        if layer is None or matrix not in _MATRICES:
+        if layer is None or matrix not in _matrices(layer):
             return None
         redundant = layer.moe_config.num_experts - layer.moe_config.num_logical_experts
         return None if redundant else layer
@@ -85,7 +78,7 @@ class BucketLoader:
         self._missing[slot.name] -= len(rows)
         if self._missing[slot.name] == 0:
             del self._missing[slot.name]
-            name, shard = _MATRICES[slot.name.partition(f".{EXPERT}.")[2]]
+            name, shard = _matrices(layer)[slot.name.partition(f".{EXPERT}.")[2]]
             parameter = getattr(layer, name)
             parameter.weight_loader(
                 param=parameter,
@@ -95,6 +88,15 @@ class BucketLoader:
                 expert_id=next(number for number, place in enumerate(places) if place >= 0),  # others are ignored
                 return_success=True,
             )
+
+
+def _matrices(layer: RoutedExperts) -> dict[str, tuple[str, str]]:
+    """vLLM's parameter and shard of each matrix of an expert, by the name that its model says a checkpoint has."""
+    return {
+        f"{layer.ckpt_gate_proj_name}.weight": ("w13_weight", "w1"),
+        f"{layer.ckpt_up_proj_name}.weight": ("w13_weight", "w3"),
+        f"{layer.ckpt_down_proj_name}.weight": ("w2_weight", "w2"),
+    }
 
 
 def _places(layer: RoutedExperts) -> list[int]:

@@ -82,10 +82,7 @@ def check_engine(vllm_config: Any, schema: RouteSchema) -> None:
         raise UserError("rollout.router_replay is on, but the engine was started without enable_return_routed_experts")
     model = vllm_config.model_config.hf_text_config
     held = {
-        "experts": (
-            getattr(model, "num_experts", None) or getattr(model, "num_local_experts", None),
-            schema.num_experts,
-        ),
+        "experts": (vllm_config.model_config.get_num_experts(), schema.num_experts),
         "experts per token": (model.num_experts_per_tok, schema.topk),
         "layers": (model.num_hidden_layers, schema.hidden_layers),
     }

@@ -1,0 +1,180 @@
+"""What families share: the fields of a usual config.json, the names of its tensors, and Megatron-Core's fields."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch.nn.functional as F
+from transformers import PreTrainedConfig
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.architecture import Architecture, MoE, QKNorm
+from megatron_dppo.models.names import QKV, Columns, GateUp, Table, Vocabulary, Whole
+
+
+def words(text: str) -> frozenset[str]:
+    """Names of fields, separated by spaces."""
+    return frozenset(text.split())
+
+
+READS = words(
+    """
+        hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size
+        tie_word_embeddings rms_norm_eps max_position_embeddings rope_theta rope_scaling rope_parameters
+        partial_rotary_factor original_max_position_embeddings use_sliding_window sliding_window max_window_layers
+        layer_types
+    """
+)
+FIXED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "is_encoder_decoder": False,
+    "is_causal": True,
+}
+LARGEST = {
+    "num_hidden_layers": 2**10,
+    "hidden_size": 2**20,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+    "intermediate_size": 2**24,
+    "vocab_size": 2**26,
+    "max_position_embeddings": 2**40,
+}
+
+_L, _H = "decoder.layers.{layer}", "model.layers.{layer}"
+
+ENDS: Table = {
+    "embedding.word_embeddings.weight": Vocabulary("model.embed_tokens.weight"),
+    "decoder.final_layernorm.weight": Whole("model.norm.weight"),
+    "output_layer.weight": Vocabulary("lm_head.weight"),
+}
+ATTENTION: Table = {
+    f"{_L}.input_layernorm.weight": Whole(f"{_H}.input_layernorm.weight"),
+    f"{_L}.self_attention.linear_qkv.weight": QKV(
+        f"{_H}.self_attn.q_proj.weight", f"{_H}.self_attn.k_proj.weight", f"{_H}.self_attn.v_proj.weight"
+    ),
+    f"{_L}.self_attention.linear_proj.weight": Columns(f"{_H}.self_attn.o_proj.weight", cols="query"),
+    f"{_L}.pre_mlp_layernorm.weight": Whole(f"{_H}.post_attention_layernorm.weight"),
+}
+QKV_BIAS: Table = {
+    f"{_L}.self_attention.linear_qkv.bias": QKV(
+        f"{_H}.self_attn.q_proj.bias", f"{_H}.self_attn.k_proj.bias", f"{_H}.self_attn.v_proj.bias", cols=None
+    ),
+}
+DENSE_MLP: Table = {
+    f"{_L}.mlp.linear_fc1.weight": GateUp(f"{_H}.mlp.gate_proj.weight", f"{_H}.mlp.up_proj.weight"),
+    f"{_L}.mlp.linear_fc2.weight": Columns(f"{_H}.mlp.down_proj.weight", cols="ffn"),
+}
+_FC1, _FC2 = f"{_L}.mlp.experts.{{expert}}.linear_fc1.weight", f"{_L}.mlp.experts.{{expert}}.linear_fc2.weight"
+STACKED_EXPERTS = {_FC1: f"{_H}.mlp.experts.gate_up_proj", _FC2: f"{_H}.mlp.experts.down_proj"}
+"""How transformers 5 holds the experts of a layer."""
+
+
+def qk_norm(query: str = "head_dim", key: str = "head_dim") -> Table:
+    """Norms of queries and keys, of these sizes."""
+    return {
+        f"{_L}.self_attention.q_layernorm.weight": Whole(f"{_H}.self_attn.q_norm.weight", (query,)),
+        f"{_L}.self_attention.k_layernorm.weight": Whole(f"{_H}.self_attn.k_norm.weight", (key,)),
+    }
+
+
+def experts(
+    block: str = "mlp", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", *, ffn: str = "moe_ffn"
+) -> Table:
+    """Router and experts, by the names that the block and an expert's matrices have."""
+    expert = f"{_H}.{block}.experts.{{expert}}"
+    return {
+        f"{_L}.mlp.router.weight": Whole(f"{_H}.{block}.gate.weight", ("experts", "hidden")),
+        _FC1: GateUp(f"{expert}.{gate}.weight", f"{expert}.{up}.weight", rows=ffn),
+        _FC2: Columns(f"{expert}.{down}.weight", cols=ffn),
+    }
+
+
+def whole(config: PreTrainedConfig, name: str) -> int:
+    """A size; `UserError` where it is none."""
+    value = getattr(config, name, None)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{name} is {value!r}, it must be a whole number above 0")
+    return value
+
+
+def topk(config: PreTrainedConfig, experts: int) -> int:
+    """Experts per token."""
+    chosen = whole(config, "num_experts_per_tok")
+    if chosen > experts:
+        raise UserError(f"num_experts_per_tok is {chosen}, with {experts} experts")
+    return chosen
+
+
+def decoder(
+    config: PreTrainedConfig, *, qkv_bias: bool = False, qk_norm: QKNorm = "none", moe: MoE | None = None
+) -> Architecture:
+    """The architecture of a usual config.json: sizes that are some, and no sliding window."""
+    heads, kv_heads = whole(config, "num_attention_heads"), whole(config, "num_key_value_heads")
+    head_dim, eps = getattr(config, "head_dim", None), config.rms_norm_eps
+    if head_dim is not None and (isinstance(head_dim, bool) or not isinstance(head_dim, int) or head_dim < 2):
+        raise UserError(f"head_dim is {head_dim!r}, it must be a whole number above 1")
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
+        raise UserError(f"rms_norm_eps is {eps!r}, it must be a number from 0 on")
+    if heads % kv_heads:
+        raise UserError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    _no_window(config)
+    return Architecture(
+        layers=whole(config, "num_hidden_layers"),
+        hidden_size=whole(config, "hidden_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim or config.hidden_size // heads,
+        intermediate_size=whole(config, "intermediate_size"),
+        vocab_size=whole(config, "vocab_size"),
+        tied=bool(config.tie_word_embeddings),
+        rms_norm_eps=eps,
+        max_position_embeddings=whole(config, "max_position_embeddings"),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+        moe=moe,
+    )
+
+
+def _no_window(config: PreTrainedConfig) -> None:
+    others = sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention"})
+    window = getattr(config, "sliding_window", None)
+    if others:
+        cause = "use_sliding_window is true and so " if window else ""
+        raise UserError(f"{cause}layer_types has {others}, only full_attention is supported")
+    if not getattr(config, "layer_types", None) and window is not None:
+        flag = "use_sliding_window is true" if getattr(config, "use_sliding_window", False) else "sliding_window is set"
+        raise UserError(
+            f"{flag}: attention would reach back {window} tokens only; sliding-window attention is not supported"
+        )
+
+
+def megatron_fields(model: Architecture) -> dict[str, Any]:
+    """`TransformerConfig`'s fields of an `Architecture`."""
+    fields: dict[str, Any] = {
+        "num_layers": model.layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.intermediate_size,
+        "num_attention_heads": model.heads,
+        "num_query_groups": model.kv_heads,
+        "kv_channels": model.head_dim,
+        "qk_layernorm": model.qk_norm != "none",
+        "add_bias_linear": False,
+        "add_qkv_bias": model.qkv_bias,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": model.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+    }
+    if model.moe:
+        fields |= {
+            "num_moe_experts": model.moe.experts,
+            "moe_ffn_hidden_size": model.moe.intermediate_size,
+            "moe_layer_freq": [int(is_moe) for is_moe in model.moe.layers],
+            "moe_router_topk": model.moe.topk,
+            # Renormalised top-k probabilities are the softmax of the top-k logits alone.
+            "moe_router_pre_softmax": not model.moe.normalise,
+        }
+    return fields
