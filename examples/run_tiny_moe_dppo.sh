@@ -2,12 +2,14 @@
 """:"
 # Train a tiny Qwen3-MoE by DPPO on sums, on two CPU cores: Megatron-Core, vLLM and router replay, all real.
 #
-#   bash examples/run_tiny_moe_dppo.sh [a.b=c ...]
-#   torchrun --nproc-per-node 2 examples/run_tiny_moe_dppo.sh [a.b=c ...]
+#   bash examples/run_tiny_moe_dppo.sh [--family NAME] [a.b=c ...]
+#   torchrun --nproc-per-node 2 examples/run_tiny_moe_dppo.sh [--family NAME] [a.b=c ...]
 #
-# Each a.b=c overrides a key of examples/tiny_moe_dppo/tiny_moe_dppo.yaml. Variables:
+# --family mixtral (or olmoe) trains a tiny model of that family. Each a.b=c overrides a key of
+# examples/tiny_moe_dppo/tiny_moe_dppo.yaml. Variables:
 #   SEED       of the model and of the run's sampling (default 0); the questions and their order stay those of task.seed
-#   MODEL_DIR  folder of the model to train; made when absent (default runs/tiny_moe_model/seed-SEED)
+#   FAMILY     the same as --family (default qwen3_moe)
+#   MODEL_DIR  folder of the model to train; made when absent (default runs/tiny_moe_model/seed-SEED, or FAMILY-SEED)
 #   RUN_DIR    folder of the run: metrics, plots, checkpoints, result (default runs/tiny_moe_dppo/START-TIME)
 #   NPROC      ranks, when started by bash (default 2)
 #   MAX_RESTARTS  how often lost ranks start again without a new state in between, when started by bash (default 3)
@@ -27,6 +29,7 @@ exec "$PYTHON" "${BASH_SOURCE[0]}" "$@"
 """
 
 import os
+import sys
 from pathlib import Path
 
 from megatron_dppo.cli import main
@@ -34,9 +37,15 @@ from megatron_dppo.launch import MadeOnce, job_stamp, run_example
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = os.environ.get("SEED", "0")
-MODEL_DIR = Path(os.environ.get("MODEL_DIR", ROOT / f"runs/tiny_moe_model/seed-{SEED}"))
+if sys.argv[1:2] == ["--family"] and len(sys.argv) > 2:
+    os.environ["FAMILY"] = sys.argv[2]  # for the ranks, which get what follows
+    del sys.argv[1:3]
+FAMILY = os.environ.get("FAMILY", "qwen3_moe")
+NAME = f"seed-{SEED}" if FAMILY == "qwen3_moe" else f"{FAMILY}-{SEED}"
+MODEL_DIR = Path(os.environ.get("MODEL_DIR", ROOT / f"runs/tiny_moe_model/{NAME}"))
 RUN_DIR = Path(os.environ.get("RUN_DIR", ROOT / f"runs/tiny_moe_dppo/{job_stamp()}"))
 CONFIG = ROOT / "examples/tiny_moe_dppo/tiny_moe_dppo.yaml"
+MAKE = [f"{ROOT}/examples/tiny_moe_dppo/make_model.py", "{out}", "--seed", SEED, "--family", FAMILY]
 
 if __name__ == "__main__":  # processes that the run spawns import this file again
     run_example(
@@ -44,7 +53,9 @@ if __name__ == "__main__":  # processes that the run spawns import this file aga
         ["train", str(CONFIG), f"model.path={MODEL_DIR}", f"run.dir={RUN_DIR}", f"run.seed={SEED}"],
         script=__file__,
         processes=os.environ.get("NPROC", "2"),
-        model=MadeOnce(MODEL_DIR, [f"{ROOT}/examples/tiny_moe_dppo/make_model.py", "{out}", "--seed", SEED]),
-        settings={"SEED": SEED, "MODEL_DIR": MODEL_DIR, "RUN_DIR": RUN_DIR},
+        model=MadeOnce(
+            MODEL_DIR, [f"{ROOT}/examples/tiny_moe_dppo/make_model.py", "{out}", "--seed", SEED, "--family", FAMILY]
+        ),
+        settings={"SEED": SEED, "FAMILY": FAMILY, "MODEL_DIR": MODEL_DIR, "RUN_DIR": RUN_DIR},
     )
 # end of Python

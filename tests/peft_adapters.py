@@ -36,13 +36,16 @@ def write_adapter(folder: Path, model: PreTrainedModel, *, dtype: torch.dtype = 
             add(name, *module.weight.shape)
         elif name.endswith(".mlp.experts"):
             experts, both, cols = module.gate_up_proj.shape
+            names = ["gate_proj", "up_proj", "down_proj"]
+            if model.config.model_type == "mixtral":
+                name, names = name.replace(".mlp.", ".block_sparse_moe."), ["w1", "w3", "w2"]
             for expert in range(experts):
-                for kind in ("gate", "up"):
-                    add(f"{name}.{expert}.{kind}_proj", both // 2, cols)
-                add(f"{name}.{expert}.down_proj", *module.down_proj.shape[1:])
+                for kind in names[:2]:
+                    add(f"{name}.{expert}.{kind}", both // 2, cols)
+                add(f"{name}.{expert}.{names[2]}", *module.down_proj.shape[1:])
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
-    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    modules = sorted({tensor.split(".lora_")[0].rpartition(".")[2] for tensor in tensors})
     described = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": modules, "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(described | {"task_type": "CAUSAL_LM"}))
 
@@ -58,7 +61,7 @@ def with_peft(
     from peft import PeftModel  # ranks import this module too, and need not wait for PEFT
 
     base = copy.deepcopy(model).to(dtype)
-    if getattr(base.config, "num_experts", 0):
+    if getattr(base.config, "num_experts", 0) or getattr(base.config, "num_local_experts", 0):
         base.set_experts_implementation("eager")  # the grouped product has no float64
     adapted = PeftModel.from_pretrained(base, folder, is_trainable=trainable, autocast_adapter_dtype=False)
     if trainable:
@@ -77,6 +80,9 @@ def _block_diagonal(gradient: torch.Tensor) -> torch.Tensor:
 def by_projection(state: dict[str, np.ndarray], name: str) -> np.ndarray:
     """The entry behind a folder's tensor name in a PEFT model's state, which has all experts of a layer in one."""
     name = name.removeprefix("base_model.model.")
+    name = name.replace(".block_sparse_moe.", ".mlp.")
+    for stored, kind in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+        name = name.replace(f".{stored}.lora_", f".{kind}.lora_")
     match = re.fullmatch(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.lora_([AB])\.weight", name)
     if not match:
         return state[name.removesuffix(".weight") + ".default.weight"]

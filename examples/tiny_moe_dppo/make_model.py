@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Write a tiny Qwen3-MoE checkpoint in Hugging Face format, warmed up on a task until it is partly right.
+"""Write a tiny mixture-of-experts checkpoint in Hugging Face format, warmed up on a task until it is partly right.
 
-    python examples/tiny_moe_dppo/make_model.py OUT --seed S [--task CONFIG.yaml | --random]
+    python examples/tiny_moe_dppo/make_model.py OUT --seed S [--family NAME] [--task CONFIG.yaml | --random]
 
 The same seed gives the same files on the same machine. See `warm_up.py` for what is learned.
 """
@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.tiny_moe_dppo.model import byte_tokenizer, random_tiny_qwen3_moe, write_checkpoint
+from examples.tiny_moe_dppo.model import FAMILIES, byte_tokenizer, random_tiny_model, write_checkpoint
 from examples.tiny_moe_dppo.warm_up import warm_up
 from megatron_dppo.config.load import load_config
 from megatron_dppo.errors import UserError
@@ -35,6 +35,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist or be empty")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the warm-up (default 0)")
+    parser.add_argument(
+        "--family", choices=FAMILIES, default="qwen3_moe", help="model type of transformers (default qwen3_moe)"
+    )
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument(
         "--task",
@@ -45,10 +48,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     kind.add_argument("--random", action="store_true", help="random weights, no warm-up")
     arguments = parser.parse_args(argv)
-    return exit_status(lambda: make(arguments.out, arguments.seed, None if arguments.random else arguments.task))
+    task = None if arguments.random else arguments.task
+    return exit_status(lambda: make(arguments.out, arguments.seed, arguments.family, task))
 
 
-def make(out: Path, seed: int, config_file: Path | None) -> None:
+def make(out: Path, seed: int, family: str, config_file: Path | None) -> None:
     """Write the model of `seed` to `out`, warmed up on the task of `config_file` (None: not at all)."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already; name another folder or remove it")
@@ -56,7 +60,7 @@ def make(out: Path, seed: int, config_file: Path | None) -> None:
     transformers_logging.disable_progress_bar()
     started = time.monotonic()
     tokenizer = byte_tokenizer()
-    model = random_tiny_qwen3_moe(tokenizer, seed)
+    model = random_tiny_model(tokenizer, seed, family)
     if config_file is not None:
         task = build_task(load_config(config_file).task, tokenizer)
         warm_up(model, tokenizer, task, seed=seed, report=lambda line: print(line, flush=True))

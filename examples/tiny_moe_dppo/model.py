@@ -1,13 +1,21 @@
-"""The demo's model: a Qwen3-MoE of about a million parameters with every feature of the large ones, and a byte-level
-tokenizer that needs no files."""
+"""The demo's model: a Qwen3-MoE (or one of another family) of about a million parameters with every feature of the
+large ones, and a byte-level tokenizer that needs no files."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 PAD, SYSTEM, USER, ASSISTANT, END = "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 
@@ -45,24 +53,29 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_qwen3_moe_config(tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeConfig:
-    """Four MoE layers, eight experts of which two are chosen, grouped-query attention 4:2, QK-norm, untied head.
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "head_dim": 32}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": _EXPERTS
+    | {"num_experts": 8, "moe_intermediate_size": 64, "intermediate_size": 256, "norm_topk_prob": True},
+    "mixtral": _EXPERTS | {"num_local_experts": 8, "intermediate_size": 64},
+    "olmoe": _EXPERTS | {"num_experts": 8, "intermediate_size": 64, "norm_topk_prob": False, "rms_norm_eps": 1e-5},
+}
+"""What each model type's configuration says of its experts."""
+
+
+def tiny_config(tokenizer: PreTrainedTokenizerBase, family: str) -> PreTrainedConfig:
+    """Four MoE layers, eight experts of which two are chosen, grouped-query attention 4:2, untied head.
 
     The vocabulary is the tokenizer's own size, which no tensor-parallel size divides: like the large models' it has to
     be padded for training.
     """
-    return Qwen3MoeConfig(
+    return AutoConfig.for_model(
+        family,
         vocab_size=len(tokenizer),
         hidden_size=128,
-        intermediate_size=256,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        norm_topk_prob=True,
         tie_word_embeddings=False,
         max_position_embeddings=1024,
         initializer_range=0.02,
@@ -70,17 +83,24 @@ def tiny_qwen3_moe_config(tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeConfig:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
+        **FAMILIES[family],
     )
 
 
-def random_tiny_qwen3_moe(tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen3MoeForCausalLM:
+def random_tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int, family: str) -> PreTrainedModel:
     """Freshly initialised in float32 from `seed`; the caller's random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen3MoeForCausalLM(tiny_qwen3_moe_config(tokenizer)).float()
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_config(tokenizer, family), dtype=torch.float32)
+        return model
 
 
-def write_checkpoint(folder: Path, model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+def random_tiny_qwen3_moe(tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """The demo's model before its warm-up."""
+    return random_tiny_model(tokenizer, seed, "qwen3_moe")
+
+
+def write_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Hugging Face format: config.json, generation_config.json, safetensors, tokenizer with its chat template."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

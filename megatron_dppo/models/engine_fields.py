@@ -8,6 +8,7 @@ tables are of vLLM 0.26; `tests/rollout/test_engine_fields.py` compares them wit
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -35,12 +36,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Of every model type: values with which the field changes nothing."""
 
-NEUTRAL_OF_TYPE: dict[str, dict[str, tuple[Any, ...]]] = {
-    "llama": {"bias": (None, False), "qkv_bias": (None, False), "logit_scale": (1.0,)},
-    "qwen2": {"qk_norm": (None, False)},
-    "qwen3_moe": {"shared_expert_intermediate_size": (0,)},
-}
-
 SAME_AS: dict[str, str] = {
     "hidden_size_per_head": "head_dim",
     "n_head_kv": "num_key_value_heads",
@@ -62,13 +57,16 @@ YARN_SCALES = ("attn_factor", "apply_yarn_scaling", "attention_factor", "mscale"
 """Of which some are read by the one and some by the other."""
 
 
-def refuse_engine_fields(raw: dict[str, Any], config: PreTrainedConfig, where: str) -> None:
+def refuse_engine_fields(
+    raw: Mapping[str, Any], config: PreTrainedConfig, of_family: Mapping[str, tuple[Any, ...]], where: str
+) -> None:
     """Raise `UserError` for the first field with which vLLM would not compute what transformers does.
 
-    raw      content of config.json
-    config   what transformers makes of it
+    raw        content of config.json
+    config     what transformers makes of it
+    of_family  neutral values of fields that vLLM reads for this family alone
     """
-    neutral = NEUTRAL | NEUTRAL_OF_TYPE.get(config.model_type, {})
+    neutral = NEUTRAL | dict(of_family)
     for name, value in raw.items():
         if name in neutral and value not in neutral[name]:
             raise _refusal(where, name, value, "vLLM reads and transformers does not")

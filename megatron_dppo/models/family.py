@@ -46,6 +46,9 @@ class Family:
     on top of `decoder.FIXED`."""
     largest: Mapping[str, int] = field(default_factory=dict)
     """Config fields with the largest size that any model has, besides `decoder.LARGEST`."""
+    engine: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Config fields that vLLM reads for this model type and transformers does not, with the values that change nothing;
+    they come on top of `engine_fields.NEUTRAL`."""
     ends: Table = field(default_factory=lambda: decoder.ENDS)
     """Embedding, last norm and output layer."""
     stacked: Mapping[str, str] = field(default_factory=dict)

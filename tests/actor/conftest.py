@@ -1,4 +1,4 @@
-"""One tiny model and one rollout of it, for all tests of the actor."""
+"""One tiny model of a family and one rollout of it, for all tests of the actor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tests.actor.matrix import SHAPE, TEMPERATURE, UPDATES, Lesson, advantages
 from tests.actor.reference import expected_training, make_rollout
-from tests.tiny import tiny_qwen3_moe
+from tests.tiny import tiny_model
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,25 @@ class World:
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    path = tmp_path_factory.mktemp("model")
-    model = tiny_qwen3_moe(path, seed=3)
-    model.model.embed_tokens.padding_idx = None  # transformers would not train the row of the padding token
-    lesson = Lesson(make_rollout(model, seed=4, temperature=TEMPERATURE, **SHAPE), advantages(), UPDATES)
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
+    """The world of a model type."""
 
     @functools.cache
-    def expected(preset: str, replay: bool) -> tuple[list, dict[str, np.ndarray]]:
-        return expected_training(model, lesson, preset, replay)
+    def make(family: str) -> World:
+        path = tmp_path_factory.mktemp(family)
+        model = tiny_model(family, path, seed=3)
+        model.model.embed_tokens.padding_idx = None  # transformers would not train the row of the padding token
+        lesson = Lesson(make_rollout(model, seed=4, temperature=TEMPERATURE, **SHAPE), advantages(), UPDATES)
 
-    return World(path, model, lesson, expected)
+        @functools.cache
+        def expected(preset: str, replay: bool) -> tuple[list, dict[str, np.ndarray]]:
+            return expected_training(model, lesson, preset, replay)
+
+        return World(path, model, lesson, expected)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def world(worlds: Callable[[str], World]) -> World:
+    return worlds("qwen3_moe")

@@ -39,6 +39,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP2 EP2 ETP2": (4, {"tensor": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True}),
 }
 
+FAMILIES = ["mixtral", "olmoe"]
+"""Model types beside Qwen3-MoE that are trained in the layouts of these tests."""
+
 OVERRIDES: dict[str, dict[str, Any]] = {
     "dppo-topk-kl": {"topk": SHAPE["topk"]},
     "gspo": {"threshold_negative": 0.05, "threshold_positive": 0.05},
@@ -99,6 +102,11 @@ def train_cases(rank: int, path: str, layout: dict, lesson: Lesson, cases: list[
         results.append(train(rank, path, layout, lesson, case))
         parallel_state.destroy_model_parallel()
     return results
+
+
+def train_families(rank: int, jobs: list[tuple[str, dict, Lesson, list[Case]]]) -> list[list[Trained]]:
+    """Models, layouts and cases in turn on the same ranks."""
+    return [train_cases(rank, *job) for job in jobs]
 
 
 def build_actor(

@@ -104,7 +104,10 @@ def force_routes(model: PreTrainedModel, routes: Routes | None, rows: np.ndarray
             if routes is not None:
                 record = torch.from_numpy(routes.experts[rows, index].astype(np.int64))
                 chosen = torch.where(torch.from_numpy(routes.valid[rows])[:, None], record, chosen)
-            weights = logits.gather(1, chosen).softmax(-1)
+            if getattr(self, "norm_topk_prob", True):  # a router without the setting always does
+                weights = logits.gather(1, chosen).softmax(-1)
+            else:
+                weights = logits.softmax(-1).gather(1, chosen)
             return logits, weights, chosen
 
         gate.forward = MethodType(forward, gate)
@@ -249,14 +252,15 @@ class Reference:
 
 def by_hf_name(state: dict[str, np.ndarray], name: str) -> np.ndarray:
     """The entry behind a per-expert name of a state whose experts are fused, as transformers keeps them in memory."""
+    name = name.replace(".block_sparse_moe.", ".mlp.")
     if ".experts." not in name:
         return state[name]
     layer, rest = name.split(".experts.")
     expert, matrix, _ = rest.split(".")
-    if matrix == "down_proj":
+    if matrix in ("down_proj", "w2"):
         return state[f"{layer}.experts.down_proj"][int(expert)]
     gate, up = np.split(state[f"{layer}.experts.gate_up_proj"][int(expert)], 2)
-    return gate if matrix == "gate_proj" else up
+    return gate if matrix in ("gate_proj", "w1") else up
 
 
 def compare_metrics(metrics: dict[str, float], steps: Sequence[Step], case: str = "", rel: float = 2e-5) -> None:

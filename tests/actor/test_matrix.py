@@ -4,11 +4,12 @@ random forced routes with gaps, packed sequences, several objectives, recomputat
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 
 from tests.actor.conftest import World
-from tests.actor.matrix import LAYOUTS, SHAPE, UPDATES, Case, Trained, train_cases
+from tests.actor.matrix import FAMILIES, LAYOUTS, SHAPE, UPDATES, Case, Trained, train_cases, train_families
 from tests.actor.reference import compare_training
 from tests.distributed import run_ranks
 
@@ -70,6 +71,40 @@ def check_layout(world: World, layout: str, cases: list[Case]) -> None:
             of_ranks = [result[number] for result in results]
             assert all(other.metrics == of_ranks[0].metrics for other in of_ranks), f"{case}: ranks disagree on metrics"
             compare(world, case, of_ranks[0])
+
+
+FEW = [Case(), Case("grpo-clip-higher", replay=False, recompute="selective")]
+TOGETHER: dict[int, list[str]] = {1: ["1 rank"], 2: ["TP2", "PP2", "CP2", "EP2", "TP2 EP2"], 4: ["TP2 PP2 EP2"]}
+"""Layouts of each number of ranks, for families beside the first."""
+
+
+@pytest.mark.parametrize("ranks", TOGETHER)
+def test_other_families_equal_transformers(worlds: Callable[[str], World], ranks: int) -> None:
+    """All of them in turn in one group of processes; the objectives' own differences are the first family's matter."""
+    todo = [(family, layout) for family in FAMILIES for layout in TOGETHER[ranks]]
+    check_families(worlds, ranks, [(family, layout, [FEW[i % 2]]) for i, (family, layout) in enumerate(todo)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_other_families_equal_transformers_in_every_layout(
+    worlds: Callable[[str], World], layout: str, family: str
+) -> None:
+    cases = [Case(*row) for row in zip(PRESETS, [True, False] * 3, RECOMPUTE * 2, DISPATCHERS * 3, strict=False)]
+    check_families(worlds, LAYOUTS[layout][0], [(family, layout, cases)])
+
+
+def check_families(worlds: Callable[[str], World], ranks: int, todo: list[tuple[str, str, list[Case]]]) -> None:
+    jobs = [(str(worlds(f).path), LAYOUTS[layout][1], worlds(f).lesson, cases) for f, layout, cases in todo]
+    results = run_ranks(train_families, ranks, jobs, timeout=60 + 60 * len(jobs))
+    for number, (family, layout, cases) in enumerate(todo):
+        for index, case in enumerate(cases):
+            of_ranks = [result[number][index] for result in results]
+            assert all(other.metrics == of_ranks[0].metrics for other in of_ranks), (
+                f"{family}, {layout}: ranks disagree"
+            )
+            compare(worlds(family), case, of_ranks[0])
 
 
 def compare(world: World, case: Case, got: Trained) -> None:

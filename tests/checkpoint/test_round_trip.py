@@ -32,6 +32,8 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 MIXED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", {}),
+    "mixtral": ("mixtral", {}),
+    "olmoe": ("olmoe", {}),
     "mixed": ("qwen3_moe", {"mlp_only_layers": [0], "decoder_sparse_step": 2, "norm_topk_prob": False}),
 }
 
@@ -45,11 +47,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, tuple[str, dict[str, Any
     "etp2": (2, {"tensor": 2, "expert_tensor": 2, "sequence_parallel": True}, MIXED),
     "tp2-pp2-ep2": (4, {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True}, MIXED),
     "tp2-ep2-etp2": (4, {"tensor": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True}, MIXED),
-    "tp4-dense": (4, {"tensor": 4, "sequence_parallel": True}, DENSE),
+    "tp4": (4, {"tensor": 4, "sequence_parallel": True}, DENSE | {"olmoe": MIXED["olmoe"]}),
 }
 
 
-IN_EVERY_RUN = {"one", "tp2", "vpp", "tp2-ep2", "etp2", "tp2-pp2-ep2", "tp4-dense"}
+IN_EVERY_RUN = {"one", "tp2", "vpp", "tp2-ep2", "etp2", "tp2-pp2-ep2", "tp4"}
 """Cover every pair of parallel kinds with each other; the rest runs with the whole matrix."""
 
 

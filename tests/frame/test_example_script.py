@@ -90,7 +90,11 @@ def test_bash_makes_the_model_once_and_passes_arguments_to_every_rank(project: P
         f"rank 0: ['train', '{project}/examples/tiny_moe_dppo/tiny_moe_dppo.yaml', 'model.path={model}', "
         "'run.dir=here', 'run.seed=7', 'trainer.steps=3', 'run.name=a b']",
     ]
-    assert (model / "made").read_text() == "--seed 7"
+    assert (model / "made").read_text() == "--seed 7 --family qwen3_moe"
+    result = run(["bash", script, "--family", "olmoe", "trainer.steps=3"], project, RUN_DIR="here", NPROC="1")
+    model = project / "runs/tiny_moe_model/olmoe-0"
+    assert f"'model.path={model}', 'run.dir=here', 'run.seed=0', 'trainer.steps=3']" in result.stdout
+    assert (model / "made").read_text() == "--seed 0 --family olmoe"
 
 
 def test_torchrun_runs_the_file_to_the_letter_and_its_summary_ends_with_the_reason(project: Path) -> None:

@@ -210,6 +210,20 @@ LOADED: dict[str, Config] = {
     "Qwen/Qwen3-Coder-480B-A35B-Instruct": _sized(
         _CODER, 6144, 8192, 62, 96, 8, moe_intermediate_size=2560, num_experts=160, max_window_layers=62
     ),
+    "mistralai/Mixtral-8x7B-v0.1": CONFIGS["Mixtral-8x7B"],
+    "mistralai/Mixtral-8x22B-Instruct-v0.1": CONFIGS["Mixtral-8x7B"]
+    | {
+        "hidden_size": 6144,
+        "intermediate_size": 16384,
+        "max_position_embeddings": 65536,
+        "num_attention_heads": 48,
+        "num_hidden_layers": 56,
+        "router_aux_loss_coef": 0.001,
+        "router_jitter_noise": 0.0,
+        "vocab_size": 32768,
+    },
+    "allenai/OLMoE-1B-7B-0924": CONFIGS["OLMoE-1B-7B"],
+    "OLMoE-1B-7B, its weights normalised": CONFIGS["OLMoE-1B-7B"] | {"norm_topk_prob": True},
     "huggyllama/llama-7b": _sized(
         _LLAMA2, *_7B, max_position_embeddings=2048, rms_norm_eps=1e-06, pad_token_id=0, pretraining_tp=_ABSENT
     ),
@@ -331,6 +345,14 @@ REFUSED: dict[str, tuple[Config, str]] = {
         },
         "rope_parameters.attn_factor",
     ),
+    "Mixtral with its first window": (
+        CONFIGS["Mixtral-8x7B"] | {"sliding_window": 4096},
+        "sliding_window",
+    ),
+    "Mixtral with noise": (CONFIGS["Mixtral-8x7B"] | {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+    "OLMoE with clipped projections": (CONFIGS["OLMoE-1B-7B"] | {"clip_qkv": 8.0}, "clip_qkv"),
+    "OLMoE clipped to nothing": (CONFIGS["OLMoE-1B-7B"] | {"clip_qkv": 0.0}, "clip_qkv"),
+    "OLMoE with an epsilon that vLLM does not read": (CONFIGS["OLMoE-1B-7B"] | {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
     "Qwen/Qwen2-57B-A14B-Instruct": (_QWEN2 | {"model_type": "qwen2_moe"}, "model_type"),
 }
 """And the field that is named."""

@@ -44,6 +44,7 @@ def cut(config: dict[str, Any]) -> dict[str, Any]:
         "vocab_size": VOCAB,
         "head_dim": 32,
         "num_experts": 8,
+        "num_local_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
     }

@@ -70,7 +70,9 @@ def test_the_first_a_is_the_same_in_every_layout(tmp_path: Path) -> None:
         np.testing.assert_array_equal(two[name], tensor, err_msg=name)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("qwen2", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "mixtral", *(pytest.param(f, marks=pytest.mark.full) for f in ("olmoe", "qwen2"))]
+)
 def test_there_and_back_through_peft(tmp_path: Path, family: str) -> None:
     """Our folder, loaded by PEFT, saved by PEFT (experts stacked), loaded here, saved here: the same bits."""
     tiny = tiny_model(family, tmp_path / "model")
@@ -78,7 +80,7 @@ def test_there_and_back_through_peft(tmp_path: Path, family: str) -> None:
     adapted = with_peft(tiny, tmp_path / "ours", dtype=torch.float32)
     adapted.save_pretrained(tmp_path / "peft")
     stored = load_file(tmp_path / "peft" / "adapter_model.safetensors")
-    assert any("experts.base_layer" in name for name in stored) == (family == "qwen3_moe")
+    assert any("experts.base_layer" in name for name in stored) == (family != "qwen2")
     layout = {"tensor": 2, "sequence_parallel": True}
     results = run_ranks(logits_and_folder, 2, tmp_path / "model", layout, tmp_path / "peft", tmp_path / "again")
     original, again = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("ours", "again"))

@@ -33,6 +33,8 @@ LAYOUTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     ],
     "Qwen3-8B": [(1, {}), (8, {"tensor": 4, "pipeline": 2, "sequence_parallel": True})],
     "DeepSeek-R1-Distill-Qwen-1.5B": [(1, {}), (4, {"tensor": 4, "sequence_parallel": True})],
+    "Mixtral-8x7B": [(16, {"tensor": 2, "pipeline": 2, "expert": 4, "sequence_parallel": True})],
+    "OLMoE-1B-7B": [(1, {}), (8, {"tensor": 4, "expert": 8, "sequence_parallel": True})],
     "OctoThinker-3B": [(1, {}), (24, {"tensor": 8, "pipeline": 3, "sequence_parallel": True})],
 }
 LORA = LoraConfig(rank=32)

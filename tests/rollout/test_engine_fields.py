@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.engine_fields import NEUTRAL, NEUTRAL_OF_ROPE, NEUTRAL_OF_TYPE, SAME_AS
+from megatron_dppo.models.engine_fields import NEUTRAL, NEUTRAL_OF_ROPE, SAME_AS
 from megatron_dppo.models.family import families
 from megatron_dppo.models.hf_config import load_hf_config, resolve_hf_config
 from megatron_dppo.models.rope import SUPPORTED, rope_frequencies
@@ -119,7 +119,7 @@ def test_every_field_that_vllm_alone_reads_has_its_place(tmp_path: Path) -> None
     assert set(found) == set(families())
     for model_type, names in found.items():
         assert {"dual_chunk_attention_config", "hidden_size", "rswa_window"} <= set(names)  # the record works
-        placed = set(NEUTRAL) | set(NEUTRAL_OF_TYPE.get(model_type, {})) | set(SAME_AS) | SPARED
+        placed = set(NEUTRAL) | set(families()[model_type].engine) | set(SAME_AS) | SPARED
         read = set(names) | read_by_the_model(model_type)
         assert read - known_to_transformers(model_type) - placed == set(), model_type
 
@@ -215,6 +215,6 @@ def test_a_quantization_beside_the_configuration_is_refused(tmp_path: Path) -> N
 def test_the_tables_have_no_field_that_transformers_reads() -> None:
     """Such a field would be the family's to judge."""
     for model_type in families():
-        fields = set(NEUTRAL) | set(NEUTRAL_OF_TYPE.get(model_type, {})) | set(SAME_AS)
+        fields = set(NEUTRAL) | set(families()[model_type].engine) | set(SAME_AS)
         assert not fields & set(vars(AutoConfig.for_model(model_type)))
     assert "rope_type" not in NEUTRAL_OF_ROPE

@@ -9,4 +9,5 @@ FAMILY = Family(
     read=decoder,
     layer=lambda model, layer: {**ATTENTION, **DENSE_MLP},
     fixed={"attention_bias": False, "mlp_bias": False},
+    engine={"bias": (None, False), "qkv_bias": (None, False), "logit_scale": (1.0,)},
 )

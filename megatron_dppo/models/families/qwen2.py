@@ -8,4 +8,5 @@ FAMILY = Family(
     architecture="Qwen2ForCausalLM",
     read=lambda config: decoder(config, qkv_bias=True),
     layer=lambda model, layer: {**ATTENTION, **QKV_BIAS, **DENSE_MLP},
+    engine={"qk_norm": (None, False)},
 )
