@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.actor.conftest import World
 from tests.actor.lora_ranks import TOKENS, TrainedAdapters, train_adapters
-from tests.actor.matrix import CLIP, EPSILON, LAYOUTS, LR, NORMALISER, TEMPERATURE, UPDATES, Case
+from tests.actor.matrix import CLIP, EPSILON, FAMILIES, LAYOUTS, LR, NORMALISER, TEMPERATURE, UPDATES, Case
 from tests.actor.reference import Reference, compare_metrics
 from tests.distributed import run_ranks
 from tests.peft_adapters import by_projection, with_peft, write_adapter
@@ -32,6 +32,13 @@ CASES = {
     "TP2 EP2 ETP2": Case("grpo-clip-higher", replay=False),
 }
 ONLY_IN_FULL = ("TP2 ETP2", "TP2 PP2 EP2", "PP2 VPP2", "CP2", "DP2", "TP2 EP2 ETP2")
+
+
+@pytest.fixture(
+    scope="module", params=["qwen3_moe", *(pytest.param(family, marks=pytest.mark.full) for family in FAMILIES)]
+)
+def world(request: pytest.FixtureRequest, worlds: Callable[[str], World]) -> World:
+    return worlds(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -65,6 +65,6 @@ class ProjectionRMSNorm(torch.nn.Module):
 def spec(block: TransformerBlockSubmodules, model: Architecture, groups: ProcessGroupCollection) -> None:
     """Put it into the attention of every layer."""
     for layer in block.layer_specs or ():
-        attention = layer.submodules.self_attention.submodules  # type: ignore[union-attr]
+        attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = partial(ProjectionRMSNorm, heads=model.heads, group=groups.tp)
         attention.k_layernorm = partial(ProjectionRMSNorm, heads=model.kv_heads, group=groups.tp)
