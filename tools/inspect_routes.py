@@ -103,12 +103,12 @@ def record(model: Path, folder: Path, *, prompts: int, tokens: int, rollout_dtyp
 
     from megatron_dppo.rollout.config import RolloutConfig
     from megatron_dppo.rollout.engine import GenerationRequest, SamplingConfig
-    from megatron_dppo.rollout.vllm.engine import VllmEngine
+    from megatron_dppo.rollout.vllm.engine import open_engine
 
     config = RolloutConfig(max_prompt_tokens=16, max_response_tokens=tokens, dtype=rollout_dtype)
-    engine = VllmEngine(model, config)
+    engine = open_engine(model, config)
     try:
-        if engine.facts.routes is None:
+        if engine.core.routes is None:
             raise UserError(f"{model}: the model has no experts, so there are no routes to look at")
         rng = np.random.default_rng(0)
         requests = [

@@ -49,6 +49,11 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
         help="of --parity, may be repeated (default: float32 and bfloat16 on both sides)",
     )
     parser.add_argument(
+        "--reference",
+        action="store_true",
+        help="of --parity: compare both with transformers in float32 as well, over the same tokens",
+    )
+    parser.add_argument(
         "-o",
         "--out",
         type=Path,
@@ -85,7 +90,7 @@ def _parity(arguments: argparse.Namespace) -> Iterator[Finding]:
             raise UserError("--layers goes with --random-weights: a checkpoint has its own")
         model = with_layers(model, arguments.layers, out / f"{arguments.layers}-layers")
     config = parity_config(model, file, overrides, out, random_weights=arguments.random_weights)
-    yield from run_parity(config, precisions)
+    yield from run_parity(config, precisions, reference=arguments.reference)
 
 
 def _all(arguments: argparse.Namespace) -> Iterator[Finding]:
@@ -98,8 +103,9 @@ def _all(arguments: argparse.Namespace) -> Iterator[Finding]:
     if arguments.parity is not None:
         yield from _parity(arguments)
         return
-    if arguments.precision or arguments.out or arguments.random_weights or arguments.layers is not None:
-        raise UserError("--precision, --out, --random-weights and --layers belong to --parity MODEL")
+    of_parity = (arguments.precision, arguments.out, arguments.random_weights, arguments.reference)
+    if any(of_parity) or arguments.layers is not None:
+        raise UserError("--precision, --out, --random-weights, --reference and --layers belong to --parity MODEL")
     yield from machine.check_python()
     yield from machine.check_packages(gpu=there or arguments.gpu)
     yield from gpu.check_cuda(expected=arguments.gpu)

@@ -31,7 +31,7 @@ from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.hf_config import load_hf_config
 from megatron_dppo.rollout.engine import RolloutEngine, update_weights
 from megatron_dppo.rollout.seeds import TRAINING
-from megatron_dppo.rollout.start import open_engine
+from megatron_dppo.rollout.start import open_engine, transformers_opinion
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.mismatch import Mismatch
@@ -81,14 +81,23 @@ class Comparison:
     """int64 `[n]`, place of the token in its sequence, prompt included"""
     differing_tokens: float | None
     """Tokens of prompts and responses that live routers sent to other experts in some layer; None without experts."""
+    reference: np.ndarray | None = None
+    """Log-probabilities `[n]` by transformers in float32, where they were asked for."""
+    reference_differing_tokens: float | None = None
+    """Tokens that its routers sent to other experts than the engine's; None without experts."""
 
-    def passes(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(whether R3 is on, log pi `[n]`); a model without experts has one of them."""
+    def passes(self) -> Iterator[tuple[str, np.ndarray, np.ndarray, float | None]]:
+        """(what is compared, log-probabilities `[n]` of one side and of the other, tokens routed otherwise). First the
+        trainer and the engine, by whether R3 is on ("-" without experts), then each and transformers."""
+        mismatch = self.mismatch
         if self.differing_tokens is None:
-            yield "-", self.mismatch.log_pi
-            return
-        yield "on", self.mismatch.log_pi
-        yield "off", self.mismatch.log_pi_live
+            yield "-", mismatch.log_pi, mismatch.log_mu, None
+        else:
+            yield "on", mismatch.log_pi, mismatch.log_mu, None
+            yield "off", mismatch.log_pi_live, mismatch.log_mu, self.differing_tokens
+        if self.reference is not None:
+            yield "engine, transformers", mismatch.log_mu, self.reference, self.reference_differing_tokens
+            yield "trainer, transformers", mismatch.log_pi, self.reference, None
 
 
 def parity_config(
@@ -107,41 +116,51 @@ def parity_config(
 
 
 def measure(
-    config: Config, precisions: Sequence[Precision]
+    config: Config, precisions: Sequence[Precision], *, reference: bool = False
 ) -> tuple[dict[str, Comparison], dict[str, RolloutBatch] | None]:
     """One rollout per precision of the engine, recomputed by the trainer without an update in between: comparisons and,
-    on rank 0, rollouts by precision.
+    on rank 0, rollouts by precision. With `reference` transformers is asked about each rollout as well.
 
     Engines come first, one after another, on rank 0; they are closed before the trainer takes the memory. Started by
     torchrun it is a collective over all ranks, in `config.parallel`'s layout; otherwise this process is the one rank.
     """
     engines = list(dict.fromkeys(precision.engine for precision in precisions))
-    batches = {dtype: _roll_out(config, dtype) for dtype in engines} if actor_runtime.rank() == 0 else None
+    batches = opinions = None
+    if actor_runtime.rank() == 0:
+        batches = {dtype: _roll_out(config, dtype) for dtype in engines}
+        opinions = {dtype: _opinion(config, batch) for dtype, batch in batches.items()} if reference else {}
     with _one_rank():
         runtime = actor_runtime.start(
             config.parallel, seed=config.run.seed, timeout_minutes=config.run.collective_timeout_minutes
         )
         try:
-            shared = runtime.broadcast(batches)
-            found = {str(p): _recompute(runtime, config, p.trainer, shared[p.engine]) for p in precisions}
+            shared, theirs = runtime.broadcast(batches), runtime.broadcast(opinions)
+            found = {
+                str(p): _recompute(runtime, config, p.trainer, shared[p.engine], theirs.get(p.engine))
+                for p in precisions
+            }
             controller = runtime.is_controller
         finally:
             actor_runtime.stop()
     return found, {str(precision): shared[precision.engine] for precision in precisions} if controller else None
 
 
-def compare(actor: MegatronActor, batch: RolloutBatch) -> Comparison:
-    """Two forward passes of the trainer over the engine's tokens. Collective."""
+def compare(actor: MegatronActor, batch: RolloutBatch, opinion: RolloutBatch | None = None) -> Comparison:
+    """Two forward passes of the trainer over the engine's tokens; `opinion` is what transformers says of the same.
+    Collective."""
     source = InMemorySource.of(batch)
     tokens = int(source.trained.sum())
     replayed = actor.parity(source, replay=True, keep=tokens).tokens
     live = actor.parity(source, replay=False, keep=tokens)
+    sequence, position = replayed[:, 3].astype(np.int64), replayed[:, 4].astype(np.int64) + 1  # t predicts token t + 1
     return Comparison(
         mismatch=Mismatch.of(replayed, live.tokens),
         token_ids=replayed[:, 2].astype(np.int64),
-        sequence=replayed[:, 3].astype(np.int64),
-        position=replayed[:, 4].astype(np.int64) + 1,  # row t predicts token t + 1
+        sequence=sequence,
+        position=position,
         differing_tokens=live.metrics.get("differing_tokens"),
+        reference=None if opinion is None else opinion.mu_logp[batch.offsets[sequence] + position],
+        reference_differing_tokens=None if opinion is None else _routed_otherwise(batch, opinion),
     )
 
 
@@ -176,6 +195,23 @@ def _roll_out(config: Config, dtype: str) -> RolloutBatch:
             engine.close()
 
 
+def _opinion(config: Config, batch: RolloutBatch) -> RolloutBatch:
+    rollout, prepare = config.rollout, []
+    if config.model.random_weights:
+        rollout = rollout.model_copy(update={"load_format": "dummy"})
+        prepare.append(lambda engine: _give_random_weights(engine, config))
+    with _no_rank():
+        return transformers_opinion(config.model.path, rollout, batch, *prepare)
+
+
+def _routed_otherwise(batch: RolloutBatch, other: RolloutBatch) -> float | None:
+    """Tokens that went to other experts in some layer."""
+    if batch.routes is None or other.routes is None:
+        return None
+    mine, theirs = (np.sort(one.experts[batch.routes.valid], axis=-1) for one in (batch.routes, other.routes))
+    return float((mine != theirs).any(axis=(1, 2)).sum())
+
+
 def _give_random_weights(engine: RolloutEngine, config: Config) -> None:
     """Those that `build_actor` draws."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -185,13 +221,15 @@ def _give_random_weights(engine: RolloutEngine, config: Config) -> None:
         torch.cuda.empty_cache()  # the next engine wants its share of the GPU
 
 
-def _recompute(runtime: Runtime, config: Config, dtype: str, batch: RolloutBatch) -> Comparison:
+def _recompute(
+    runtime: Runtime, config: Config, dtype: str, batch: RolloutBatch, opinion: RolloutBatch | None
+) -> Comparison:
     actor = build_actor(
         runtime,
         config.model_copy(update={"actor": config.actor.model_copy(update={"dtype": dtype})}),
         load_hf_config(config.model.path),
     )
-    found = compare(actor, batch)
+    found = compare(actor, batch, opinion)
     del actor
     gc.collect()
     if torch.cuda.is_available():

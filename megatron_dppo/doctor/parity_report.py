@@ -23,11 +23,11 @@ WORST = 8
 STATISTICS = ("mean", "p99", "max")
 
 
-def run_parity(config: Config, precisions: list[Precision]) -> Iterator[Finding]:
+def run_parity(config: Config, precisions: list[Precision], *, reference: bool = False) -> Iterator[Finding]:
     """Measure, print two tables, write `run.dir`/parity.json and parity.png; findings where float32 does not agree.
 
     Only rank 0 prints, writes and finds."""
-    found, batches = measure(config, precisions)
+    found, batches = measure(config, precisions, reference=reference)
     if batches is None:
         return
     folder = config.run.dir
@@ -51,33 +51,33 @@ def run_parity(config: Config, precisions: list[Precision]) -> Iterator[Finding]
 
 
 def summarise(one: Comparison) -> dict[str, dict[str, float]]:
-    """Per pass (R3 on, off, or "-"): tokens, and mean, 99th percentile and maximum of |log pi - log mu| in nats
-    (`logp_*`) and of |pi - mu| (`prob_*`)."""
+    """Per pass (R3 on, off, or "-", then the engine and the trainer beside transformers): tokens, and mean, 99th
+    percentile and maximum of |log pi - log mu| in nats (`logp_*`) and of |pi - mu| (`prob_*`)."""
     result: dict[str, dict[str, float]] = {}
-    for replay, log_pi in one.passes():
-        row = {"tokens": float(len(log_pi))}
-        for name, gaps in (("logp", _logp_gaps(one, log_pi)), ("prob", _prob_gaps(one, log_pi))):
+    for compared, mine, theirs, routed in one.passes():
+        row = {"tokens": float(len(mine))}
+        for name, gaps in (("logp", _logp_gaps(mine, theirs)), ("prob", _prob_gaps(mine, theirs))):
             values = (gaps.mean(), np.quantile(gaps, 0.99), gaps.max())
             row |= {f"{name}_{statistic}": float(value) for statistic, value in zip(STATISTICS, values, strict=True)}
-        if replay == "off":
-            row["routed_otherwise"] = float(one.differing_tokens or 0)
-        result[replay] = row
+        if routed is not None:
+            row["routed_otherwise"] = routed
+        result[compared] = row
     return result
 
 
-def _logp_gaps(one: Comparison, log_pi: np.ndarray) -> np.ndarray:
-    return np.abs(log_pi.astype(np.float64) - one.mismatch.log_mu)
+def _logp_gaps(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    return np.abs(mine.astype(np.float64) - theirs)
 
 
-def _prob_gaps(one: Comparison, log_pi: np.ndarray) -> np.ndarray:
-    return np.abs(np.exp(log_pi.astype(np.float64)) - np.exp(one.mismatch.log_mu.astype(np.float64)))
+def _prob_gaps(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    return np.abs(np.exp(mine.astype(np.float64)) - np.exp(theirs.astype(np.float64)))
 
 
 def _summary(model: str, numbers: dict[str, dict[str, dict[str, float]]]) -> Table:
     table = Table(
         title=f"{model}: trainer (pi) against engine (mu), same weights",
         title_justify="left",
-        caption="precision is ENGINE/TRAINER where they differ; log-probabilities in nats",
+        caption="precision is ENGINE/TRAINER where they differ, transformers' is float32; log-probabilities in nats",
     )
     for header in ("precision", "R3", "tokens", *(f"|log pi - log mu| {s}" for s in STATISTICS)):
         table.add_column(header, justify="left" if header in ("precision", "R3") else "right")
@@ -103,7 +103,7 @@ def _worst(config: Config, found: dict[str, Comparison], batches: dict[str, Roll
         table.add_column(header, overflow="fold")
     tokenizer = load_tokenizer(config.model.path)
     for name, one in found.items():
-        order = np.argsort(-_prob_gaps(one, one.mismatch.log_pi), kind="stable")[:WORST]
+        order = np.argsort(-_prob_gaps(one.mismatch.log_pi, one.mismatch.log_mu), kind="stable")[:WORST]
         for i in order:
             before, token = spell(tokenizer, batches[name], int(one.sequence[i]), int(one.position[i]))
             logps = [one.mismatch.log_mu[i], one.mismatch.log_pi[i], *([one.mismatch.log_pi_live[i]] if live else [])]

@@ -156,6 +156,8 @@ def _time(config: Config, plan: Plan) -> Iterator[str]:
         yield "rollout.schedule=one_step_off: rollout and training are added, though they overlap; the step is shorter"
     if rollout.oversample:
         yield f"rollout.oversample={rollout.oversample:g}: the prompts that are sampled and dropped; more time"
+    if rollout.engine != "vllm":
+        yield f"rollout.engine={rollout.engine}: planned as vLLM, in memory and time; transformers is far slower"
     if rollout.enforce_eager:
         yield "rollout.enforce_eager=true: planned with CUDA graphs; generation takes longer"
     if plan.layout.model.moe is None or not rollout.router_replay:

@@ -11,9 +11,15 @@ from collections.abc import Callable, Iterator
 from megatron_dppo.algorithm import KLEstimator, KLPlace, PresetError, try_own_code
 from megatron_dppo.algorithm.advantage import Baseline
 from megatron_dppo.config.schema import Config
+from megatron_dppo.launch.imports import load_callable
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.lora.size import check_targets
 from megatron_dppo.preflight.finding import Finding, attempt, error, warning
+from megatron_dppo.rollout.config import ENGINES
+
+VLLM_ONLY = ("enforce_eager", "gpu_memory_utilization", "kv_cache_mib", "enable_prefix_caching")
+"""Settings in `rollout` that change what vLLM costs and nothing that is sampled; `rollout.engine=reference` ignores
+them."""
 
 
 def check_sections(config: Config) -> Iterator[Finding]:
@@ -142,6 +148,39 @@ def _sync_timeout(config: Config) -> Finding | None:
     )
 
 
+def _engine(config: Config) -> Finding | None:
+    """The engine is there, and does what it is asked for."""
+    rollout = config.rollout
+    if rollout.engine not in ENGINES:
+        found = attempt(
+            "engines", "see docs/rollouts.md", lambda: load_callable(rollout.engine, named="rollout.engine: ")
+        )
+        return next(iter(found[1]), None)
+    if rollout.engine == "reference" and rollout.tensor_parallel > 1:
+        return error(
+            "engines",
+            f"rollout.tensor_parallel={rollout.tensor_parallel} with rollout.engine=reference, which has one device",
+            "set it to 1 and rollout.expert_parallel=false, or rollout.engine=vllm",
+        )
+    return None
+
+
+def _unused(config: Config) -> Finding | None:
+    """Settings of vLLM's memory and speed, beside an engine that has neither its cache nor its graphs."""
+    rollout = config.rollout
+    given = [
+        f"rollout.{name}" for name in VLLM_ONLY if getattr(rollout, name) != type(rollout).model_fields[name].default
+    ]
+    if rollout.engine != "reference" or not given:
+        return None
+    return warning(
+        "engines",
+        f"rollout.engine=reference makes no use of {', '.join(given)}: keys and values take what rollout.max_num_seqs "
+        "sequences need, and nothing is compiled",
+        "remove them",
+    )
+
+
 def _hang(config: Config) -> Finding | None:
     run = config.run
     if run.hang_minutes <= run.collective_timeout_minutes:
@@ -258,6 +297,8 @@ SECTIONS: tuple[Callable[[Config], Finding | None], ...] = (
     _topk,
     _own_code,
     _reference_kl,
+    _engine,
+    _unused,
     _profile,
     _sync_timeout,
     _hang,

@@ -5,8 +5,9 @@ trainer (rank 0) ── RolloutFleet ──┬─ EngineClient ──► Rollout
   generate, weights, counts        └─ EngineClient ──► RolloutEngine
 evaluate, doctor ────────────────────────────────────► RolloutEngine (this process)
 ```
-Another engine is one class with `RolloutEngine`'s methods in a folder of its own beside `rollout/vllm`, and a line in
-`rollout/start.py`. It blocks, and knows nothing of fleets, Ray or training ranks.
+Another engine is a function of a model's folder and the configuration that makes something with `RolloutEngine`'s
+methods, named by `rollout.engine`. It blocks, and knows nothing of fleets, Ray or training ranks. What has a `Core`
+gets the rest from `rollout/serving`: the gate, parts of cut responses, batches, the checks of a sync.
 """
 
 from __future__ import annotations

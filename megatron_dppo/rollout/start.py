@@ -11,27 +11,48 @@ from typing import Protocol
 
 import torch
 
+from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.imports import load_callable
 from megatron_dppo.launch.nodes import ranks_in_all_and_here
-from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.config import ENGINES, RolloutConfig
 from megatron_dppo.rollout.engine import RolloutEngine, RolloutFleet
 from megatron_dppo.rollout.fleet.fleet import EngineFleet
 from megatron_dppo.rollout.fleet.object_store import Change, ObjectStoreSender
 from megatron_dppo.rollout.fleet.placement import find_places
 from megatron_dppo.rollout.fleet.store import RolloutSource
 from megatron_dppo.rollout.ray_session import RaySession
+from megatron_dppo.rollout.reference.engine import ReferenceEngine
 from megatron_dppo.rollout.stored import RolloutHandle
-from megatron_dppo.rollout.vllm.engine import VllmEngine
 from megatron_dppo.rollout.weight_transfer.broadcast import BroadcastSender
 from megatron_dppo.rollout.weight_transfer.checksum import Packed
 from megatron_dppo.rollout.weight_transfer.ipc import IpcSender
 from megatron_dppo.rollout.weight_transfer.recipients import Recipients
 
 
-def open_engine(model: Path, config: RolloutConfig) -> RolloutEngine:
-    """An engine on this machine, its processes below this one. Blocks until it can generate."""
-    return VllmEngine(model, config)
+def open_engine(model: Path, config: RolloutConfig, folder: str | None = None) -> RolloutEngine:
+    """The engine that `rollout.engine` names, on this machine, its processes below this one. Blocks until it can
+    generate. A user's own is looked for in `folder`, or the working folder; `UserError` where it is not there."""
+    make = load_callable(ENGINES.get(config.engine, config.engine), named="rollout.engine: ", folder=folder)
+    return make(model, config)
+
+
+def transformers_opinion(
+    model: Path,
+    config: RolloutConfig,
+    batch: RolloutBatch,
+    prepare: Callable[[RolloutEngine], None] = lambda engine: None,
+) -> RolloutBatch:
+    """`batch` with what transformers says in float32 of the same tokens: log-probabilities and routes. `prepare` gets
+    the engine before it is asked."""
+    options = {"engine": "reference", "dtype": "float32", "tensor_parallel": 1, "expert_parallel": False}
+    engine = ReferenceEngine(model, config.model_copy(update=options))
+    try:
+        prepare(engine)
+        return engine.score(batch, config.temperature)
+    finally:
+        engine.close()
 
 
 class Ranks(Protocol):
@@ -82,7 +103,9 @@ def open_fleet(
         fleet = None
         if places is not None:
             stack.callback(places.close)
-            fleet = EngineFleet(partial(open_engine, model, config), config, options=places.options, logs=logs)
+            fleet = EngineFleet(
+                partial(open_engine, model, config, os.getcwd()), config, options=places.options, logs=logs
+            )
             stack.callback(fleet.close)
             made(fleet)
         if config.placement == "colocated":

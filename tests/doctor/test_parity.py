@@ -48,19 +48,24 @@ def compared(
 def test_replay_cuts_the_worst_gap_of_a_bf16_engine(model: Path, tmp_path: Path) -> None:
     """A bf16 engine and a float32 trainer."""
     out = tmp_path / "parity"
-    numbers, printed = compared(model, out, "--precision", "bfloat16/float32", prompts=32)
+    numbers, printed = compared(model, out, "--precision", "bfloat16/float32", "--reference", prompts=32)
     passes = numbers["bfloat16/float32"]
     on, off = passes["on"], passes["off"]
     assert on["tokens"] == off["tokens"] > 1000
     assert off["routed_otherwise"] > 20, "bf16 changed no routes: the case is too easy"
     assert off["logp_max"] > 3 * on["logp_max"]
-    for row in (on, off):
+    engine, trainer = passes["engine, transformers"], passes["trainer, transformers"]
+    assert engine["routed_otherwise"] == pytest.approx(off["routed_otherwise"], abs=2)  # both are float32 and live
+    assert trainer["logp_max"] > 0.01, "R3 holds the trainer to experts that float32 would not have chosen"
+    for row in (on, off, engine, trainer):
         assert 0 < row["logp_mean"] < row["logp_p99"] < row["logp_max"]
         assert 0 < row["prob_mean"] < row["prob_p99"] < row["prob_max"] < 1
     pixels = np.asarray(Image.open(out / "parity.png").convert("RGB")).astype(int)
     assert (pixels.max(axis=2) - pixels.min(axis=2) > 40).mean() > 0.005
     lines = printed.splitlines()
-    assert sum(line.count("bfloat16/float32") for line in lines) == 2 + 8  # two passes, eight tokens that differ most
+    assert (
+        sum(line.count("bfloat16/float32") for line in lines) == 4 + 8
+    )  # two passes, two beside transformers, eight tokens that differ most
     worst = [line for line in lines if line.count('"') >= 4]
     assert len(worst) == 8
     mu, pi = (float(part) for part in worst[0].replace("│", " ").split()[1:3])
@@ -75,10 +80,11 @@ def test_both_sides_draw_the_same_weights_for_shapes_alone(model: Path, tmp_path
     described = json.loads((shapes / "config.json").read_text())
     # Logits of random weights are all alike unless these are large.
     (shapes / "config.json").write_text(json.dumps(described | {"dtype": "bfloat16", "initializer_range": 0.2}))
-    arguments = ("--random-weights", "--layers", "2", "--precision", "float32", "run.seed=3")
+    arguments = ("--random-weights", "--layers", "2", "--precision", "float32", "--reference", "run.seed=3")
     numbers, _ = compared(shapes, out, *arguments, prompts=4)
     made = json.loads((out / "2-layers" / "config.json").read_text())
     assert (made["num_hidden_layers"], described["num_hidden_layers"]) == (2, 4)
+    assert len(numbers["float32"]) == 4
     for row in numbers["float32"].values():
         assert row["tokens"] > 100
         assert 0 < row["logp_max"] < 1e-4
@@ -144,6 +150,6 @@ def test_shapes_with_fewer_layers(model: Path, tmp_path: Path) -> None:
 
 
 def test_options_without_the_model(capsys: pytest.CaptureFixture[str]) -> None:
-    for option in (["--precision", "float32"], ["--random-weights"], ["--layers", "2"]):
+    for option in (["--precision", "float32"], ["--random-weights"], ["--layers", "2"], ["--reference"]):
         assert main(["doctor", *option]) == 2
         assert "belong to --parity MODEL" in capsys.readouterr().err

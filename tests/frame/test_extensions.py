@@ -1,4 +1,5 @@
-"""What users bring from a package of their own touches no file of the product: a divergence, a loss and a reward."""
+"""What users bring from a package of their own touches no file of the product: a divergence, a loss, a reward and an
+engine."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ from examples.tiny_moe_dppo.model import byte_tokenizer, random_tiny_qwen3_moe, 
 from megatron_dppo.algorithm import divergence_for, policy_loss
 from megatron_dppo.config.load import load_config
 from megatron_dppo.preflight.rules import check_sections
+from megatron_dppo.rollout.engine import GenerationRequest, SamplingConfig
+from megatron_dppo.rollout.start import open_engine
 from megatron_dppo.tasks.rewards.grader import build_grader
 from megatron_dppo.tasks.task import Prompt
 
@@ -43,6 +46,7 @@ def config(tmp_path, monkeypatch) -> Path:
     package = tmp_path / "toys"
     package.mkdir()
     (package / "__init__.py").touch()
+    (package / "engine.py").write_text((ROOT / "tests/rollout/uniform_engine.py").read_text())
     for name, code in TOYS.items():
         (package / name).write_text("\n".join(line.removeprefix(" " * 8) for line in code.splitlines()))
     tokenizer = byte_tokenizer()
@@ -80,7 +84,7 @@ def product() -> dict[str, str]:
 
 def test_a_file_each_and_none_of_the_product(config):
     before = product()
-    run = load_config(config)
+    run = load_config(config, ["rollout.engine=toys.engine:make"])
     assert list(check_sections(run)) == []
     preset = run.algorithm.resolve()
     mu = torch.tensor([0.5, 0.5]).log()
@@ -98,6 +102,11 @@ def test_a_file_each_and_none_of_the_product(config):
         assert made.score([prompt] * 2, ["ab", "abc"], lengths=[2, 3]).reward.tolist() == [1.0, 0.0]
     finally:
         made.close()
+    engine = open_engine(run.model.path, run.rollout)
+    asked = [GenerationRequest(request_id="0/0/0", prompt_ids=np.arange(3, dtype=np.int32), seed=3)]
+    answer = engine.generate(asked, SamplingConfig(max_tokens=8), training=True)
+    assert type(engine).__module__ == "toys.engine"
+    assert (len(answer.token_ids), answer.request_ids) == (11, ("0/0/0",))
     assert product() == before
     assert not [file for file in before if file.endswith(".py") and "toys." in Path(file).read_text()]
 

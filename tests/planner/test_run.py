@@ -238,6 +238,7 @@ def test_what_is_not_planned_is_named(models: Path, run_of: Callable[..., Run]) 
         "algorithm.preset=dppo-binary-kl-decoupled": "algorithm.preset=dppo-binary-kl-decoupled",
         "rollout.oversample=0.5": "rollout.oversample=0.5",
         "rollout.enforce_eager=true": "rollout.enforce_eager=true",
+        "rollout.engine=reference": "rollout.engine=reference",
         "evaluation.every=5": "evaluation and checkpoints",
     }
     quiet = ["algorithm.constants=null", "rollout.object_store_mib=65536", "evaluation.every=0"]

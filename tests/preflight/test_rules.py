@@ -89,6 +89,18 @@ FAULTS: dict[str, tuple[list[str], str, str]] = {
         "ranks give up after 5 min, but a weight sync may wait 10 min for an engine that hangs; raise "
         "run.collective_timeout_minutes",
     ),
+    "an engine that is not there": (
+        ["rollout.engine=no_such_package.engine:make"],
+        "engines",
+        "rollout.engine: no_such_package.engine:make cannot be imported: ModuleNotFoundError: No module named "
+        "'no_such_package'; see docs/rollouts.md",
+    ),
+    "several devices of a reference engine": (
+        ["rollout.engine=reference", "rollout.tensor_parallel=2"],
+        "engines",
+        "rollout.tensor_parallel=2 with rollout.engine=reference, which has one device; set it to 1 and "
+        "rollout.expert_parallel=false, or rollout.engine=vllm",
+    ),
     "world": (
         ["parallel.pipeline=3"],
         "layout",
@@ -211,7 +223,7 @@ def test_every_rule_is_broken_above_or_is_a_warning(config: Path, model: Path) -
         found += [rule for rule in MODEL if rule(run, load_hf_config(model), RANKS) is not None]
         assert len(found) == 1, overrides
         broken |= {rule.__name__ for rule in found}
-    assert {rule.__name__ for rule in (*SECTIONS, *MODEL)} - broken == {"_hang", "_adapters"}
+    assert {rule.__name__ for rule in (*SECTIONS, *MODEL)} - broken == {"_hang", "_adapters", "_unused"}
 
 
 def test_all_faults_are_told_at_once(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,6 +245,14 @@ def test_what_is_right_is_not_complained_of(config: Path, model: Path, tmp_path:
     assert [*check_sections(run), *check_model(run, tiny, RANKS)] == []
     alone = load_config(config, ["actor.max_tokens_per_microbatch=9", "actor.long_sequences=alone"])
     assert [*check_model(alone, tiny, RANKS)] == []
+    reference = load_config(
+        config, ["rollout.engine=reference", "rollout.kv_cache_mib=64", "rollout.enforce_eager=true"]
+    )
+    (found,) = check_sections(reference)
+    assert str(found) == (
+        "warning: engines: rollout.engine=reference makes no use of rollout.enforce_eager, rollout.kv_cache_mib: keys "
+        "and values take what rollout.max_num_seqs sequences need, and nothing is compiled; remove them"
+    )
     waits = load_config(config, ["run.hang_minutes=200"])
     (found,) = check_sections(waits)
     assert str(found) == (

@@ -1,4 +1,7 @@
-"""One engine per kind for the whole folder, and none beyond it: each start-up takes tens of seconds."""
+"""One engine per kind and purpose for the whole folder, and none beyond it: each start-up takes tens of seconds.
+
+What asks for `served` or `served_mixed` is the contract that every engine passes: it runs once for each of `KINDS`.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ from megatron_dppo.rollout.engine import GenerationRequest, RolloutEngine, Sampl
 from megatron_dppo.rollout.fleet.fleet import EngineFleet
 from megatron_dppo.rollout.fleet.host import RemoteEngine
 from megatron_dppo.rollout.ray_session import RaySession
+from megatron_dppo.rollout.serving.engine import ServedEngine
 from megatron_dppo.rollout.start import open_engine
-from megatron_dppo.rollout.vllm.engine import VllmEngine
 from tests.tiny import VOCAB_SIZE, tiny_qwen3_moe
 
 CONFIG = RolloutConfig(
@@ -35,6 +38,9 @@ CONFIG = RolloutConfig(
     object_store_mib=100,
     kv_cache_mib=64,
 )
+KINDS = ("vllm", "reference")
+only_vllm = pytest.mark.parametrize("kind", ["vllm"], indirect=True)
+"""For what is vLLM's alone, or the same for every engine and slow."""
 SAMPLING = SamplingConfig(max_tokens=12, top_k_logprobs=20)
 
 
@@ -52,7 +58,7 @@ def requests(count: int, name: str, seed: int = 0) -> list[GenerationRequest]:
     ]
 
 
-def vllm(model: Path, config: RolloutConfig = CONFIG) -> Callable[[], RolloutEngine]:
+def making(model: Path, config: RolloutConfig = CONFIG) -> Callable[[], RolloutEngine]:
     """What a fleet makes its engines with."""
     return partial(open_engine, model, config)
 
@@ -89,7 +95,7 @@ class Asked:
 class Served:
     """An engine, the folder of its model, and the version of its weights that a test may raise."""
 
-    engine: Asked | VllmEngine
+    engine: Asked | ServedEngine[Any]
     model: Path
     first: RolloutBatch
     """Sampled from the checkpoint that the engine loaded, before any sync."""
@@ -117,12 +123,19 @@ def ray_session() -> Iterator[RaySession]:
     assert not [c for c in left if c.status() != psutil.STATUS_ZOMBIE], f"processes left behind: {left}"
 
 
+@pytest.fixture(scope="package", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """`rollout.engine`."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="package")
-def served(ray_session: RaySession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(kind: str, ray_session: RaySession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The controller's engine in a Ray actor; every layer is a mixture of experts."""
     model = tmp_path_factory.mktemp("moe")
     tiny_qwen3_moe(model, seed=1)
-    fleet = EngineFleet(vllm(model), CONFIG)
+    config = CONFIG.model_copy(update={"engine": kind})
+    fleet = EngineFleet(making(model, config), config, name=f"served-{kind}")
     try:
         (engine,) = fleet.ready_members()
         yield Served(Asked(engine), model, fleet.generate(requests(200, "first"), SAMPLING, training=True), fleet=fleet)
@@ -131,13 +144,14 @@ def served(ray_session: RaySession, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="package")
-def served_mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served_mixed(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """An engine without Ray; layers 0 and 2 are dense, embeddings are tied, no renormalisation of expert weights."""
     model = tmp_path_factory.mktemp("mixed")
     tiny_qwen3_moe(
         model, seed=2, mlp_only_layers=[0, 2], tie_word_embeddings=True, norm_topk_prob=False, num_hidden_layers=5
     )
-    engine = VllmEngine(model, CONFIG)
+    engine = open_engine(model, CONFIG.model_copy(update={"engine": kind}))
+    assert isinstance(engine, ServedEngine)
     try:
         yield Served(engine, model, engine.generate(requests(30, "first"), SAMPLING, training=True))
     finally:

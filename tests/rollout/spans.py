@@ -9,25 +9,26 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from megatron_dppo.batch import RolloutBatch
+from megatron_dppo.rollout.engine import SamplingConfig
 from megatron_dppo.router_replay.routes import Routes
 from tests.rollout.reference import compare_law, compare_routes, reference
 
 EOS = 1
 
 
-def check_spans(batch: RolloutBatch, max_tokens: int) -> np.ndarray:
+def check_spans(batch: RolloutBatch, sampling: SamplingConfig) -> np.ndarray:
     """Each sampled token, route and prompt has the version of the forward it comes from. Returns the numbers of the
     sequences whose tokens come from more than one."""
     assert batch.routes is not None
-    cut = []
+    cut, ends = [], {EOS, *sampling.stop_token_ids}
     for b in range(len(batch)):
         rows = slice(int(batch.offsets[b]), int(batch.offsets[b + 1]))
         prompt, sampled = int(batch.prompt_lengths[b]), batch.loss_mask[rows]
         assert not sampled[:prompt].any()
         assert sampled[prompt:].all()
-        assert 1 <= sampled.sum() <= max_tokens
+        assert 1 <= sampled.sum() <= sampling.max_tokens
         assert (batch.finish_reasons[b] == "length") == (
-            sampled.sum() == max_tokens and int(batch.token_ids[rows.stop - 1]) != EOS
+            sampled.sum() == sampling.max_tokens and int(batch.token_ids[rows.stop - 1]) not in ends
         )
         versions = batch.weight_versions[rows]
         assert (np.diff(versions[prompt:]) >= 0).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +18,11 @@ from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import EngineClosed, GenerationRequest, GenerationTimeout, SamplingConfig
 from megatron_dppo.rollout.fleet.store import RolloutSource
 from megatron_dppo.rollout.model_facts import ModelFacts
-from megatron_dppo.rollout.vllm.engine import VllmEngine
+from megatron_dppo.rollout.serving.engine import ServedEngine
+from megatron_dppo.rollout.start import open_engine
 from megatron_dppo.rollout.weight_transfer.manifest import IncompleteSync
 from tests.batch.test_align import assert_same
-from tests.rollout.conftest import SAMPLING, Served, requests
+from tests.rollout.conftest import KINDS, SAMPLING, Served, requests
 from tests.rollout.reference import compare_law, model_with, other_weights, reference
 
 
@@ -112,7 +114,7 @@ def test_ranks_pull_just_the_sequences_they_want(served: Served) -> None:
 
 
 def test_a_sync_that_dies_shuts_the_gate_until_a_full_one(served: Served, tmp_path: Path) -> None:
-    """Faults at the source, in names, in shapes and inside vLLM; each leaves no garbage behind once a sync succeeds."""
+    """Faults at the source, in names and in shapes; each leaves no garbage behind once a sync succeeds."""
     weights = other_weights(served.model, seed=11)
     names = list(weights)
 
@@ -145,17 +147,17 @@ def test_a_sync_that_dies_shuts_the_gate_until_a_full_one(served: Served, tmp_pa
     assert (batch.weight_versions == served.version).all()
 
 
-def load_buckets(engine: VllmEngine, version: int, buckets: Sequence[Bucket]) -> None:
+def load_buckets(engine: ServedEngine[Any], version: int, buckets: Sequence[Bucket]) -> None:
     engine.begin_update(version)
     for bucket in buckets:
         engine.receive_bucket(version, bucket)
     engine.end_update(version)
 
 
-def test_an_error_inside_vllm_shuts_the_gate_too(served_mixed: Served, tmp_path: Path) -> None:
+def test_an_error_inside_the_core_shuts_the_gate_too(served_mixed: Served, tmp_path: Path) -> None:
     """A bucket whose payload ends early: the worker raises half-way through a session."""
     engine = served_mixed.engine
-    assert isinstance(engine, VllmEngine)
+    assert isinstance(engine, ServedEngine)
     weights = other_weights(served_mixed.model, seed=12)
     whole = list(pack(weights.items(), 1 << 16))
     assert len(whole) > 4
@@ -191,7 +193,7 @@ def test_generation_pauses_and_resumes(served_mixed: Served) -> None:
 
 def test_a_call_that_takes_too_long_is_given_up_and_leaves_the_engine_usable(served_mixed: Served) -> None:
     engine = served_mixed.engine
-    assert isinstance(engine, VllmEngine)
+    assert isinstance(engine, ServedEngine)
     kept = engine._sampler._timeout
     engine.pause()
     try:
@@ -214,14 +216,17 @@ def test_sleep_is_harmless_on_a_cpu(served_mixed: Served) -> None:
     assert len(served_mixed.engine.generate(requests(1, "awake"), SAMPLING, training=True)) == 1
 
 
-def test_folders_that_are_no_model_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_folders_that_are_no_model_are_named(kind: str, tmp_path: Path) -> None:
+    config = RolloutConfig(engine=kind)
     with pytest.raises(UserError, match=r"config.json: no such file"):
-        VllmEngine(tmp_path, RolloutConfig())
+        open_engine(tmp_path, config)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
         ModelFacts.read(tmp_path, router_replay=True)
     (tmp_path / "config.json").write_text('{"vocab_size": 10}')
-    with pytest.raises(UserError, match="model_type None is not supported"):
-        VllmEngine(tmp_path, RolloutConfig(router_replay=True))
+    if kind == "vllm":  # transformers' own model says what routes
+        with pytest.raises(UserError, match="model_type None is not supported"):
+            open_engine(tmp_path, config)
     with pytest.raises(UserError, match="names no eos_token_id"):
-        VllmEngine(tmp_path, RolloutConfig(router_replay=False))
+        open_engine(tmp_path, config.model_copy(update={"router_replay": False}))

@@ -15,7 +15,7 @@ from megatron_dppo.rollout.engine import EngineDead
 from megatron_dppo.rollout.fleet.host import RemoteEngine
 from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.rollout.vllm.start import check_plugin, shorten_socket_paths
-from tests.rollout.conftest import vllm
+from tests.rollout.conftest import making
 from tests.tiny import tiny_qwen3_moe
 
 
@@ -60,7 +60,7 @@ def test_the_reason_of_a_failed_start_is_in_the_file_that_the_error_names(
     with weights.open("r+b") as file:
         file.truncate(weights.stat().st_size - 1000)
     log = tmp_path / "engine.log"
-    engine = RemoteEngine(vllm(tmp_path / "model"), name="broken", log=log)
+    engine = RemoteEngine(making(tmp_path / "model"), name="broken", log=log)
     try:
         with pytest.raises(EngineDead, match=f"what it printed is in {log}"):
             engine.started.result(300)

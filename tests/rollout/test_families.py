@@ -10,7 +10,7 @@ from megatron_dppo.rollout.fleet.host import RemoteEngine
 from megatron_dppo.rollout.ray_session import RaySession
 from tests.actor.matrix import FAMILIES
 from tests.distributed import run_ranks
-from tests.rollout.conftest import SAMPLING, Asked, requests, vllm
+from tests.rollout.conftest import CONFIG, KINDS, SAMPLING, Asked, making, requests
 from tests.rollout.reference import load
 from tests.rollout.sync_ranks import sync
 from tests.rollout.test_parity import check
@@ -20,13 +20,16 @@ from tests.tiny import tiny_model
 TP2_EP2 = {"tensor": 2, "expert": 2, "sequence_parallel": True}
 
 
+@pytest.mark.parametrize("engine_kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_engine_of_the_family(ray_session: RaySession, tmp_path: Path, family: str) -> None:
+def test_an_engine_of_the_family(ray_session: RaySession, tmp_path: Path, family: str, engine_kind: str) -> None:
     """log mu, top-K and routes of what was loaded; the same of what two ranks sent; and the trainer's with R3."""
     folders = [tmp_path / "loaded", tmp_path / "synced"]
     for seed, folder in enumerate(folders, start=50):
         tiny_model(family, folder, seed)
-    remote = RemoteEngine(vllm(folders[0]), name=family)
+    remote = RemoteEngine(
+        making(folders[0], CONFIG.model_copy(update={"engine": engine_kind})), name=f"{family}-{engine_kind}"
+    )
     try:
         engine = Asked(remote)
         check(engine.generate(requests(40, "loaded"), SAMPLING, training=True), load(folders[0]), version=0)

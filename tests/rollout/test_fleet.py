@@ -26,7 +26,7 @@ from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.rollout.stored import RolloutHandle
 from megatron_dppo.rollout.weight_transfer.recipients import Recipients
 from tests.distributed import PATIENCE_S
-from tests.rollout.conftest import CONFIG, SAMPLING, vllm
+from tests.rollout.conftest import CONFIG, SAMPLING, making
 from tests.rollout.reference import model_with, other_weights
 from tests.rollout.spans import check_spans, check_tokens
 from tests.tiny import VOCAB_SIZE, tiny_qwen3_moe
@@ -43,7 +43,8 @@ FLEET = CONFIG.model_copy(
         "max_tokens_in_flight": 8 * 64 * 3,  # three pieces of work at once
     }
 )
-LONG = replace(SAMPLING, max_tokens=24, top_k_logprobs=4)
+LONG = replace(SAMPLING, max_tokens=24, top_k_logprobs=4, stop_token_ids=tuple(range(2, 16)))
+"""One token in twenty ends an answer, so that some have ended while others of the same call go on."""
 
 
 def groups(name: str, count: int = GROUPS, seed: int = 0) -> list[GenerationRequest]:
@@ -148,10 +149,11 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def two(ray_session: RaySession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def two(kind: str, ray_session: RaySession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     model = tmp_path_factory.mktemp("fleet")
     tiny_qwen3_moe(model, seed=1, num_hidden_layers=1)
-    fleet = EngineFleet(vllm(model, FLEET), FLEET, name="two")
+    config = FLEET.model_copy(update={"engine": kind})
+    fleet = EngineFleet(making(model, config), config, name=f"two-{kind}")
     try:
         served = Fleet(fleet, model, {})
         served.sync(other_weights(model, seed=5))
@@ -176,7 +178,7 @@ def test_a_sync_cuts_what_is_under_way_on_both_engines(two: Fleet, tmp_path: Pat
     batch = two.disturbed(
         lambda: fleet.generate(asked, LONG, training=True), asked := groups("cut", 48), other_weights_come
     )
-    cut = {batch.request_ids[b] for b in check_spans(batch, LONG.max_tokens)}
+    cut = {batch.request_ids[b] for b in check_spans(batch, LONG)}
     assert len(given) == 2
     for name, held in given.items():
         assert 1 <= len(cut & held) <= FLEET.max_num_seqs, name
@@ -225,7 +227,8 @@ def test_engines_that_die_hang_or_answer_nonsense_lose_no_request_and_double_non
     two.whole()
 
     def a_core_is_stopped() -> None:
-        for process in fleet.members[1].processes()[1:]:
+        host, *core = fleet.members[1].processes()
+        for process in core or [host]:
             os.kill(process, signal.SIGSTOP)
 
     hung = two.rolled_out("c", a_core_is_stopped)

@@ -9,11 +9,12 @@ from safetensors.torch import load_file
 
 from tests.distributed import run_ranks
 from tests.peft_adapters import with_peft, write_adapter
-from tests.rollout.conftest import SAMPLING, Served, requests
+from tests.rollout.conftest import SAMPLING, Served, only_vllm, requests
 from tests.rollout.lora_ranks import export_merged
 from tests.rollout.reference import compare_law, compare_routes, load, reference
 
 
+@only_vllm
 def test_synced_adapters_equal_peft(served: Served, tmp_path: Path) -> None:
     base = load(served.model)
     write_adapter(tmp_path / "adapter", base)

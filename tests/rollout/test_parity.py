@@ -1,4 +1,4 @@
-"""Real vLLM against transformers, before and after weight syncs."""
+"""Every engine against transformers' forward of whole sequences, before and after weight syncs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 from transformers import PreTrainedModel
 
 from megatron_dppo.batch import RolloutBatch
-from tests.rollout.conftest import SAMPLING, Served, requests
+from megatron_dppo.rollout.engine import update_weights
+from megatron_dppo.rollout.reference.engine import ReferenceEngine
+from tests.rollout.conftest import CONFIG, SAMPLING, Served, only_vllm, requests
 from tests.rollout.reference import compare_law, compare_routes, load, model_with, other_weights, reference
 
 
@@ -45,6 +47,54 @@ def sync_and_check(served: Served, folder: Path, seed: int, temperature: float) 
 def test_the_loaded_checkpoint_equals_transformers(served: Served) -> None:
     """200 sequences with prefix-cache hits: log mu, top-K and routes."""
     check(served.first, load(served.model), version=0)
+
+
+@only_vllm
+def test_two_engines_say_the_same_of_200_prompts(served: Served, tmp_path: Path) -> None:
+    """vLLM's sampled answers scored by transformers, and greedy answers of both with cached keys, in float32."""
+    weights = other_weights(served.model, seed=8)
+    served.update(served.next_version(), weights.items())
+    asked, greedy = requests(200, "both", seed=7), replace(SAMPLING, temperature=0.0)
+    batch = served.engine.generate(asked, SAMPLING, training=True)
+    ours = served.engine.generate(asked, greedy, training=False)
+    engine = ReferenceEngine(served.model, CONFIG)
+    try:
+        update_weights(engine, 1, weights.items(), bucket_mib=1)
+        said = engine.score(batch, SAMPLING.temperature)
+        drawn = engine.generate(asked, SAMPLING, training=True)
+        theirs = engine.generate(asked, greedy, training=False)
+    finally:
+        engine.close()
+
+    rows = batch.loss_mask
+    sampled = np.abs(said.mu_logp - batch.mu_logp)[rows].max()
+    likeliest = np.abs(said.topk_logp - batch.topk_logp)[rows].max()
+    assert said.routes is not None
+    assert batch.routes is not None
+    mine, other = (np.sort(one.experts, axis=-1) for one in (batch.routes, said.routes))
+    differ = (mine != other).any(axis=-1) & batch.routes.valid[:, None]
+    margin = reference(model_with(served.model, weights, tmp_path / "w"), batch).margin
+    print(f"{rows.sum()} sampled tokens: log mu {sampled:.1e}, top-20 {likeliest:.1e} nats apart")
+    print(f"{differ.sum()} of {batch.routes.valid.sum() * batch.routes.moe_layers} routes differ")
+    assert max(sampled, likeliest) <= 2e-5
+    assert (margin[differ] < 1e-6).all()
+
+    # Both take torch's exponential noise from a generator with the request's seed (`test_drawing.py`).
+    alike = [np.array_equal(batch.response_ids(b), drawn.response_ids(b)) for b in range(len(asked))]
+    print(f"{sum(alike)} of {len(asked)} sampled answers are the same")
+
+    worst, tokens = 0.0, 0
+    for b in range(len(asked)):
+        pair = [one.response_ids(b) for one in (ours, theirs)]
+        count = min(map(len, pair))
+        unlike = np.flatnonzero(pair[0][:count] != pair[1][:count])
+        same = int(unlike[0]) if len(unlike) else count  # after that they answer something else
+        starts = [int(one.offsets[b] + one.prompt_lengths[b]) for one in (ours, theirs)]
+        one, two = (side.mu_logp[at : at + same] for side, at in zip((ours, theirs), starts, strict=True))
+        worst, tokens = max(worst, float(np.abs(one - two).max(initial=0.0))), tokens + same
+    print(f"{tokens} of {ours.loss_mask.sum()} greedy tokens alike: {worst:.1e} nats apart")
+    assert worst <= 2e-5
+    assert tokens > 0.95 * ours.loss_mask.sum()  # another one where two are equally likely
 
 
 @pytest.mark.parametrize(("seed", "temperature"), [(1, 1.0), (2, 0.7)])

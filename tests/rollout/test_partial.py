@@ -11,9 +11,9 @@ import numpy as np
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.engine import GenerationRequest
+from megatron_dppo.rollout.serving.convert import join_parts
+from megatron_dppo.rollout.serving.engine import ServedEngine
 from megatron_dppo.rollout.stored import columns_of
-from megatron_dppo.rollout.vllm.convert import join_parts
-from megatron_dppo.rollout.vllm.engine import VllmEngine
 from tests.distributed import PATIENCE_S
 from tests.rollout.conftest import SAMPLING, Served, requests
 from tests.rollout.reference import model_with, other_weights
@@ -36,7 +36,7 @@ def test_parts_are_joined_under_the_name_of_their_request(served_mixed: Served) 
 
 def test_a_cut_response_goes_on_under_the_new_weights(served_mixed: Served, tmp_path: Path) -> None:
     engine = served_mixed.engine
-    assert isinstance(engine, VllmEngine)
+    assert isinstance(engine, ServedEngine)
     weights = [other_weights(served_mixed.model, seed) for seed in (21, 22)]
     served_mixed.update(old := served_mixed.next_version(), weights[0].items())
     engine.cut = True
@@ -61,7 +61,7 @@ def test_a_cut_response_goes_on_under_the_new_weights(served_mixed: Served, tmp_
 
     handle, _ = columns_of(batch, store="none", key="none", layer_groups=None)
     assert set(handle.versions.ravel().tolist()) == {old, new}
-    cut = check_spans(batch, LONG.max_tokens)
+    cut = check_spans(batch, LONG)
     assert cut.tolist() == [b for b, (oldest, newest) in enumerate(handle.versions) if oldest < newest]
     # At most as many as are decoded together. Those that had no token yet began again, those at their last one ended.
     assert 1 <= len(cut) <= engine.config.max_num_seqs

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from megatron_dppo.rollout.engine import GenerationRequest, MalformedOutput
-from megatron_dppo.rollout.vllm.convert import to_batch
+from megatron_dppo.rollout.serving.convert import to_batch
+from megatron_dppo.rollout.serving.core import Answer
+from megatron_dppo.rollout.vllm.core import answer_of
 from megatron_dppo.rollout.vllm.record_frame import ResponseRecord
 from megatron_dppo.router_replay.record import RouteError, RouteSchema
 
@@ -31,28 +33,30 @@ def record(prompt: list[int], tokens: list[int]) -> ResponseRecord:
     return ResponseRecord(ids.astype(np.int32), -np.sort(rng.random(ids.shape)).astype(np.float32), experts)
 
 
-def outputs(frames: list[Any]) -> list[Any]:
+def answers(frames: list[Any]) -> list[Answer]:
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput
 
     return [
-        RequestOutput(
-            request_id=request.request_id,
-            prompt=None,
-            prompt_token_ids=prompt,
-            prompt_logprobs=None,
-            outputs=[
-                CompletionOutput(
-                    index=0,
-                    text="",
-                    token_ids=tokens,
-                    cumulative_logprob=0.0,
-                    logprobs=FlatLogprobs(),
-                    routed_experts=frame,
-                    finish_reason="length",
-                )
-            ],
-            finished=True,
+        answer_of(
+            RequestOutput(
+                request_id=request.request_id,
+                prompt=None,
+                prompt_token_ids=prompt,
+                prompt_logprobs=None,
+                outputs=[
+                    CompletionOutput(
+                        index=0,
+                        text="",
+                        token_ids=tokens,
+                        cumulative_logprob=0.0,
+                        logprobs=FlatLogprobs(),
+                        routed_experts=frame,
+                        finish_reason="length",
+                    )
+                ],
+                finished=True,
+            )
         )
         for request, prompt, tokens, frame in zip(requests(), PROMPTS, TOKENS, frames, strict=True)
     ]
@@ -60,7 +64,7 @@ def outputs(frames: list[Any]) -> list[Any]:
 
 def convert(records: list[ResponseRecord | None]) -> Any:
     frames = [None if r is None else r.to_frame() for r in records]
-    return to_batch(requests(), outputs(frames), recorded=K, top_k=K, schema=SCHEMA, weight_versions=[6, 6])
+    return to_batch(requests(), answers(frames), recorded=K, top_k=K, schema=SCHEMA, weight_versions=[6, 6])
 
 
 def honest() -> list[ResponseRecord]:
@@ -125,8 +129,8 @@ def test_records_that_are_missing_or_of_other_tokens_are_refused() -> None:
     with pytest.raises(MalformedOutput, match="do not belong to the tokens"):
         convert([first, ResponseRecord(second.ids[::-1].copy(), second.logp, second.experts)])
     with pytest.raises(MalformedOutput, match="0/0/0: a record is uint8"):
-        to_batch(requests(), outputs([first.experts, None]), recorded=K, top_k=K, schema=SCHEMA, weight_versions=[0, 0])
-    swapped = outputs([first.to_frame(), second.to_frame()])[::-1]
+        to_batch(requests(), answers([first.experts, None]), recorded=K, top_k=K, schema=SCHEMA, weight_versions=[0, 0])
+    swapped = answers([first.to_frame(), second.to_frame()])[::-1]
     with pytest.raises(MalformedOutput, match="asked for 0/0/0, the engine answered 0/1/0"):
         to_batch(requests(), swapped, recorded=K, top_k=K, schema=SCHEMA, weight_versions=[0, 0])
 
@@ -134,5 +138,5 @@ def test_records_that_are_missing_or_of_other_tokens_are_refused() -> None:
 def test_routes_of_a_dense_model_are_dropped_with_none_recorded() -> None:
     records = [ResponseRecord(r.ids, r.logp, None) for r in honest()]
     frames = [r.to_frame() for r in records]
-    batch = to_batch(requests(), outputs(frames), recorded=K, top_k=K, schema=None, weight_versions=[0, 0])
+    batch = to_batch(requests(), answers(frames), recorded=K, top_k=K, schema=None, weight_versions=[0, 0])
     assert batch.routes is None

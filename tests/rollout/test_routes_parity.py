@@ -1,4 +1,4 @@
-"""vLLM's log-probabilities against Megatron-Core's, with the engine's routes replayed and without."""
+"""The engine's log-probabilities against Megatron-Core's, with the engine's routes replayed and without."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.doctor.parity import Comparison, compare, spell
 from megatron_dppo.doctor.parity_report import summarise
 from tests.distributed import run_ranks
-from tests.rollout.conftest import Served
+from tests.rollout.conftest import Served, only_vllm
 
 
 def parity_on_rank(rank: int, path: str, batch: RolloutBatch) -> tuple[dict[str, float], dict[str, float]]:
@@ -28,7 +28,7 @@ def comparison_on_rank(rank: int, path: str, batch: RolloutBatch) -> Comparison:
     return compare(build_actor(path, {}, preset="dppo-binary-tv", mode="r3", budget=512, temperature=1.0), batch)
 
 
-def test_replayed_log_probabilities_are_vllms(served: Served) -> None:
+def test_replayed_log_probabilities_are_the_engines(served: Served) -> None:
     ((replayed, live),) = run_ranks(parity_on_rank, 1, str(served.model), served.first)
     print(f"fp32 engine: worst gap {replayed['max_abs_logp_gap']:.2e} with R3, {live['max_abs_logp_gap']:.2e} without")
     assert replayed["max_abs_logp_gap"] <= 1e-4
@@ -36,6 +36,7 @@ def test_replayed_log_probabilities_are_vllms(served: Served) -> None:
     assert replayed["compared_routings"] == served.first.routes.valid.sum() * 4
 
 
+@only_vllm
 def test_a_comparison_says_which_token_is_which(served: Served) -> None:
     """What `doctor --parity` shows of an engine in float32."""
     batch = served.first

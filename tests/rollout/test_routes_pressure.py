@@ -12,9 +12,11 @@ import pytest
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.engine import GenerationRequest
-from megatron_dppo.rollout.vllm import engine as vllm_engine
+from megatron_dppo.rollout.serving.engine import ServedEngine
+from megatron_dppo.rollout.vllm import core as vllm_core
 from megatron_dppo.rollout.vllm import start as vllm_start
-from megatron_dppo.rollout.vllm.engine import VllmEngine
+from megatron_dppo.rollout.vllm.core import VllmCore
+from megatron_dppo.rollout.vllm.engine import open_engine
 from tests.rollout.conftest import CONFIG, SAMPLING
 from tests.rollout.reference import compare_law, compare_routes, load, reference
 from tests.tiny import VOCAB_SIZE, tiny_qwen3_moe
@@ -52,7 +54,7 @@ class Pressure:
 
 
 @pytest.fixture(scope="module")
-def pressed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VllmEngine, Path, Pressure]]:
+def pressed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServedEngine[VllmCore], Path, Pressure]]:
     """16 sequences grow from 2 to 3 blocks of a key-value cache that has 16 of them.
 
     Requests carry no seeds of their own: on a CPU vLLM 0.26 cannot prefill seeded requests in chunks.
@@ -63,7 +65,7 @@ def pressed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VllmEngi
     tiny_qwen3_moe(model, seed=1, num_hidden_layers=5, mlp_only_layers=[2])
     pressure = Pressure()
     with pytest.MonkeyPatch.context() as patch:
-        options, params_of, start = vllm_start.engine_options, vllm_engine.sampling_params, AsyncLLM.from_vllm_config
+        options, params_of, start = vllm_start.engine_options, vllm_core.sampling_params, AsyncLLM.from_vllm_config
         chunked = {"enable_chunked_prefill": True, "max_num_batched_tokens": TOKENS_PER_STEP}
         patch.setattr(vllm_start, "engine_options", lambda config: options(config) | chunked)
 
@@ -72,13 +74,13 @@ def pressed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VllmEngi
             params.seed = None
             return params
 
-        patch.setattr(vllm_engine, "sampling_params", unseeded)
+        patch.setattr(vllm_core, "sampling_params", unseeded)
 
         def watched(config: Any, **kwargs: Any) -> Any:
             return start(config, **kwargs | {"disable_log_stats": False, "stat_loggers": [pressure]})
 
         patch.setattr(AsyncLLM, "from_vllm_config", watched)
-        engine = VllmEngine(model, CONFIG.model_copy(update={"kv_cache_mib": 1, "max_response_tokens": 40}))
+        engine = open_engine(model, CONFIG.model_copy(update={"kv_cache_mib": 1, "max_response_tokens": 40}))
         try:
             yield engine, model, pressure
         finally:
@@ -102,7 +104,9 @@ def long_prompts() -> list[GenerationRequest]:
     ]
 
 
-def test_routes_survive_chunks_cache_hits_and_preemption(pressed: tuple[VllmEngine, Path, Pressure]) -> None:
+def test_routes_survive_chunks_cache_hits_and_preemption(
+    pressed: tuple[ServedEngine[VllmCore], Path, Pressure],
+) -> None:
     engine, model, pressure = pressed
     batch: RolloutBatch = engine.generate(long_prompts(), replace(SAMPLING, max_tokens=40), training=True)
     assert len(batch) == SEQUENCES

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_dppo.rollout.vllm.engine import VllmEngine
+from megatron_dppo.rollout.serving.engine import ServedEngine
+from megatron_dppo.rollout.vllm.core import VllmCore
 from megatron_dppo.rollout.vllm.record_frame import HOLD, BadFrame, ResponseRecord
 from megatron_dppo.rollout.vllm.sampling import sampling_params
-from tests.rollout.conftest import SAMPLING, Served, prompts
+from tests.rollout.conftest import SAMPLING, Served, only_vllm, prompts
 
 
 def record(tokens: int = 5, columns: int = 4, experts: Any = np.uint8) -> ResponseRecord:
@@ -52,16 +54,18 @@ def test_what_is_no_frame_is_refused() -> None:
         ResponseRecord.from_frame(header)
 
 
-def collect(engine: VllmEngine, count: int, *, hold: bool, n: int = 1, abort: tuple[int, ...] = ()) -> list[Any]:
+def collect(
+    engine: ServedEngine[VllmCore], count: int, *, hold: bool, n: int = 1, abort: tuple[int, ...] = ()
+) -> list[Any]:
     """vLLM's own final outputs (None where aborted), through the engine's own core."""
     from vllm.inputs.engine import tokens_input
 
     async def one(index: int, prompt: np.ndarray) -> Any:
-        params = sampling_params(SAMPLING, index, top_k_logprobs=SAMPLING.top_k_logprobs, stop_token_ids=[1])
+        params = sampling_params(replace(SAMPLING, stop_token_ids=(1,)), index)
         params.extra_args = dict(HOLD) if hold else None
         params.n = n
         final = None
-        async for output in engine._engine.generate(tokens_input(prompt.tolist()), params, f"r{hold}{n}/{index}"):
+        async for output in engine.core.engine.generate(tokens_input(prompt.tolist()), params, f"r{hold}{n}/{index}"):
             final = output
         return final
 
@@ -76,10 +80,11 @@ def collect(engine: VllmEngine, count: int, *, hold: bool, n: int = 1, abort: tu
     return engine._loop.run(together())
 
 
+@only_vllm
 @pytest.mark.parametrize("n", [1, 3])
 def test_frames_hold_what_vllm_sends_token_by_token(served_mixed: Served, n: int) -> None:
     engine = served_mixed.engine
-    assert isinstance(engine, VllmEngine)
+    assert isinstance(engine, ServedEngine)
     width = 1 + SAMPLING.top_k_logprobs
     for plain, held in zip(collect(engine, 12, hold=False, n=n), collect(engine, 12, hold=True, n=n), strict=True):
         assert len(plain.outputs) == len(held.outputs) == n
@@ -97,9 +102,10 @@ def test_frames_hold_what_vllm_sends_token_by_token(served_mixed: Served, n: int
             assert len(got.logprobs.token_ids) == 0, "nothing is sent twice"
 
 
+@only_vllm
 def test_aborted_requests_disturb_nobody(served_mixed: Served) -> None:
     engine = served_mixed.engine
-    assert isinstance(engine, VllmEngine)
+    assert isinstance(engine, ServedEngine)
     whole = collect(engine, 12, hold=True)
     some = collect(engine, 12, hold=True, abort=(0, 5, 11))
     for index, got in enumerate(some):
@@ -120,6 +126,7 @@ def same_response(got: Any, expected: Any) -> None:
     np.testing.assert_array_equal(one.experts, other.experts)
 
 
+@only_vllm
 def test_rays_object_store_hands_routes_over_without_a_copy(served: Served) -> None:
     """Two readers of one object look at the same read-only memory."""
     import ray

@@ -6,21 +6,17 @@ import pytest
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.engine import SamplingConfig
 from megatron_dppo.rollout.seeds import request_seed
-from megatron_dppo.rollout.vllm.sampling import (
-    NEUTRAL,
-    refuse_engine_defaults,
-    refuse_other_distributions,
-    sampling_params,
-)
+from megatron_dppo.rollout.serving.distribution import refuse_other_distributions
+from megatron_dppo.rollout.vllm.sampling import NEUTRAL, refuse_engine_defaults, sampling_params
 
 
 def params(**fields):
-    return sampling_params(SamplingConfig(**fields), 7, top_k_logprobs=20, stop_token_ids=[1])
+    return sampling_params(SamplingConfig(top_k_logprobs=20, stop_token_ids=(1,), **fields), 7)
 
 
 def test_the_models_own_law_passes_at_any_temperature() -> None:
     for temperature in (0.6, 1.0, 1.3):
-        refuse_other_distributions(params(temperature=temperature))
+        refuse_other_distributions(params(temperature=temperature), NEUTRAL)
     made = params()
     assert (made.seed, made.logprobs, made.flat_logprobs, made.stop_token_ids) == (7, 20, True, [1])
 
@@ -51,7 +47,7 @@ def test_whatever_bends_the_law_is_refused_by_name(name: str) -> None:
     bent = params()
     setattr(bent, name, BENT[name])
     with pytest.raises(UserError, match=f"{name}=.* changes the sampling distribution"):
-        refuse_other_distributions(bent)
+        refuse_other_distributions(bent, NEUTRAL)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.001])
@@ -59,7 +55,7 @@ def test_greedy_draws_are_refused(temperature: float) -> None:
     greedy = params()
     greedy.temperature = temperature
     with pytest.raises(UserError, match="greedy draw"):
-        refuse_other_distributions(greedy)
+        refuse_other_distributions(greedy, NEUTRAL)
 
 
 def test_laws_that_come_with_the_engine_are_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 from megatron_dppo.rollout.fleet.host import RemoteEngine
 from megatron_dppo.rollout.ray_session import RaySession
 from tests.distributed import run_ranks
-from tests.rollout.conftest import CONFIG, SAMPLING, Asked, Served, requests, vllm
+from tests.rollout.conftest import CONFIG, SAMPLING, Asked, Served, making, requests
 from tests.rollout.reference import compare_law, compare_routes, load, reference
 from tests.rollout.sync_ranks import sync
 from tests.tiny import tiny_qwen3_moe
@@ -59,7 +59,7 @@ def test_a_mixed_tied_model_from_every_layout_to_engines_of_one_and_two_workers(
     start = tmp_path / "start"
     tiny_qwen3_moe(start, seed=40, **MIXED)
     config = CONFIG.model_copy(update={"tensor_parallel": workers, "expert_parallel": divided})
-    engine = RemoteEngine(vllm(start, config), name=f"mixed-{workers}-{divided}")
+    engine = RemoteEngine(making(start, config), name=f"mixed-{workers}-{divided}")
     try:
         asked = Asked(engine)
         served = Served(asked, start, asked.generate(requests(4, "first"), SAMPLING, training=True))

@@ -9,9 +9,9 @@ processed into kernel format and copied into the storage the kernels already use
 
 from __future__ import annotations
 
-import gc
 import pickle
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +24,11 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from megatron_dppo.checkpoint.weight_layout import BucketLayout, TensorSlot
+from megatron_dppo.checkpoint.weight_layout import TensorSlot
 from megatron_dppo.compat.vllm_cpu import repack_tied_head
-from megatron_dppo.rollout.engine import Rendezvous
+from megatron_dppo.rollout.engine import Rendezvous, TransferTerms
 from megatron_dppo.rollout.vllm.loading import BucketLoader
-from megatron_dppo.rollout.weight_transfer.checksum import checksum, sampled
-from megatron_dppo.rollout.weight_transfer.cuda_ipc import open_shared
-from megatron_dppo.rollout.weight_transfer.group import WeightGroup
+from megatron_dppo.rollout.weight_transfer.incoming import Incoming, let_go
 from megatron_dppo.rollout.weight_transfer.segment import read_segment
 
 
@@ -93,33 +91,28 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
         self.measured: dict[str, float] = {}
         """Of the last sync: where this worker's time went, and the memory used on its GPU at the end."""
         self._incoming: int | None = None
-        self._layouts: list[BucketLayout] = []
-        self._sums: dict[int, torch.Tensor] = {}
-        self._group: WeightGroup | None = None
-        self._source_rank: dict[int, int] = {}
-        self._buffers: list[torch.Tensor] = []
+        self._buckets = Incoming(self.device)
         self._loader = BucketLoader(self.model, self.device)
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
-        if init_info.layouts is not None:
-            self._layouts = pickle.loads(init_info.layouts)
-        if init_info.group is not None or init_info.close:
-            self._leave()
-        if init_info.group is not None:
-            parallel = self.parallel_config
-            rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
-            self._source_rank = dict(init_info.source_rank)
-            self._group = WeightGroup(Rendezvous(**init_info.group), rank, self.device)
-        if init_info.buffers or init_info.close:
-            self._buffers = []
-            _let_go(self.device)
-        if init_info.buffers:
-            self._buffers = open_shared(dict(init_info.buffers), self.device)
+        parallel = self.parallel_config
+        self._buckets.agree(
+            TransferTerms(
+                layouts=None if init_info.layouts is None else pickle.loads(init_info.layouts),
+                group=None if init_info.group is None else Rendezvous(**init_info.group),
+                first_rank=init_info.first_rank,
+                source_rank=dict(init_info.source_rank),
+                buffers=dict(init_info.buffers),
+                close=init_info.close,
+            ),
+            worker=parallel.data_parallel_index * parallel.world_size + parallel.rank,
+        )
 
     def start_weight_update(self) -> None:
         self._abandon()  # of a sync that died in this process
         self.version = None
-        self._sums, self.checksums, self.measured = {}, {}, {}
+        self._buckets.begin()
+        self.checksums, self.measured = {}, {}
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: BucketUpdate) -> None:
@@ -128,10 +121,8 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
             return
         self._incoming = update_info.version
         start = time.perf_counter()
-        if update_info.group:
-            self._receive_all()
-        elif update_info.shared is not None:
-            self._load(update_info.shared, self._buffers[update_info.shared % len(self._buffers)])
+        if update_info.group or update_info.shared is not None:
+            self._buckets.take(None if update_info.group else update_info.shared, self._load)
         else:
             slots: list[TensorSlot] = pickle.loads(update_info.slots)
             self._loader.load(slots, read_segment(update_info.segment, update_info.size))
@@ -143,59 +134,28 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
         start = time.perf_counter()
         finalize_layerwise_reload(self.model, self.model_config)
         repack_tied_head(self.model)
-        self.checksums = {index: int(value) for index, value in self._sums.items()}
-        self._sums = {}
+        self.checksums = self._buckets.checksums()
         self.version, self._incoming = self._incoming, None
-        _let_go(self.device)
+        let_go(self.device)
         self.measured["finish_s"] = time.perf_counter() - start
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             self.measured["gpu_used_gib"] = (total - free) / 2**30
 
     def shutdown(self) -> None:
-        self._leave()
-        self._buffers = []
+        self._buckets.close()
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         raise NotImplementedError("weights are sent by megatron_dppo.trainer.weight_sync")
 
-    def _load(self, index: int, payload: torch.Tensor) -> None:
-        layout, start = self._layouts[index], time.perf_counter()
-        self._loader.load(layout.slots, payload)
-        self._sums[index] = checksum(payload, sampled(index, layout))
+    def _load(self, slots: Sequence[TensorSlot], payload: torch.Tensor) -> None:
+        start = time.perf_counter()
+        self._loader.load(slots, payload)
         self._spend("load_host_s", start)
 
     def _spend(self, name: str, since: float) -> None:
         self.measured[name] = self.measured.get(name, 0.0) + time.perf_counter() - since
-
-    def _receive_all(self) -> None:
-        """Every bucket from the communicator: one is on its way while the one before it is loaded."""
-        group = self._group
-        if group is None:
-            raise RuntimeError("this worker is in no communicator; init_transfer names one")
-        size = max(layout.size for layout in self._layouts)
-        buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
-
-        def start(index: int) -> list[Any]:
-            # Ordered after what the current stream has to do: loading the bucket that this memory held before.
-            payload = buffers[index % 2]
-            return [
-                group.broadcast(payload[part.start : part.stop], self._source_rank[part.source])
-                for part in self._layouts[index].segments
-            ]
-
-        coming = start(0)
-        for index in range(len(self._layouts)):
-            group.wait(coming)
-            coming = start(index + 1) if index + 1 < len(self._layouts) else []
-            self._load(index, buffers[index % 2])
-        group.finish()
-
-    def _leave(self) -> None:
-        if self._group is not None:
-            self._group.abort()  # not shutdown: a peer may be gone
-            self._group = None
 
     def _abandon(self) -> None:
         """Put the kernels' tensors back under the layers that a sync left open, and forget what it buffered."""
@@ -223,12 +183,3 @@ class ReportsWeights:
         """Of the last sync: (bucket, checksum) and (measure, value) of this worker."""
         receiver = self.weight_transfer_engine
         return list(receiver.checksums.items()), list(receiver.measured.items())
-
-
-def _let_go(device: torch.device) -> None:
-    """Give memory that a sync needed back to the GPU: the KV cache, or the trainer, will have it."""
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        torch.cuda.ipc_collect()

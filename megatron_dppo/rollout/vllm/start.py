@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Coroutine
 from dataclasses import fields
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_dppo.compat.vllm_cpu import engine_environment, engine_options, on_cpu
 from megatron_dppo.errors import UserError
@@ -17,12 +17,9 @@ from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import EngineDead
 from megatron_dppo.rollout.event_loop import EventLoop
 from megatron_dppo.rollout.model_facts import ModelFacts
+from megatron_dppo.rollout.vllm.core import VllmCore
 from megatron_dppo.rollout.vllm.route_requirements import check_engine, check_version
 from megatron_dppo.rollout.vllm.sampling import refuse_engine_defaults
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
-
 
 BACKEND = "megatron_dppo"
 """Our name to vLLM, as a plugin and as a weight-transfer backend."""
@@ -61,8 +58,8 @@ def check_plugin() -> None:
         )
 
 
-async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> AsyncLLM:
-    """An engine whose core runs in a process of its own. Raises `UserError` for what routes or the model's own
+async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
+    """An AsyncLLM whose core runs in a process of its own. Raises `UserError` for what routes or the model's own
     distribution cannot be recorded with."""
     check_plugin()
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -112,7 +109,7 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> AsyncLLM:
         engine.model_config.get_diff_sampling_param(),
         [entry.value for entry in entry_points(group="vllm.logits_processors")],
     )
-    return engine
+    return VllmCore(engine, facts.routes)
 
 
 def register_backend() -> None:

@@ -10,7 +10,7 @@ from megatron_dppo.rollout.engine import EngineClosed
 
 
 class Gate:
-    """Requests are inside while vLLM samples them; the weights change only while nobody is.
+    """Requests are inside while the core samples them; the weights change only while nobody is.
 
     So the version read on entering is that of every token sampled inside. Attributes may be set from any thread; who
     enters and leaves does so on the engine's event loop.

@@ -1,44 +1,40 @@
-"""From vLLM's outputs to a `RolloutBatch`."""
+"""From a core's answers to a `RolloutBatch`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_dppo.batch import RolloutBatch, join_turns
 from megatron_dppo.rollout.engine import GenerationRequest, MalformedOutput
-from megatron_dppo.rollout.vllm.record_frame import BadFrame, ResponseRecord
+from megatron_dppo.rollout.serving.core import Answer
 from megatron_dppo.router_replay.record import RouteSchema, record_routes
-
-if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
 
 
 def to_batch(
     requests: Sequence[GenerationRequest],
-    outputs: Sequence[RequestOutput],
+    answers: Sequence[Answer],
     *,
     recorded: int,
     top_k: int,
     schema: RouteSchema | None,
     weight_versions: Sequence[int],
 ) -> RolloutBatch:
-    """All outputs, in the order of the requests, as flat arrays.
+    """All answers, in the order of the requests, as flat arrays.
 
     recorded        K the engine was asked for (top_k bounded by the vocabulary)
     top_k           columns of the batch; those past `recorded` are absent
     schema          layer pattern whose routes are checked and recorded; None drops routes
-    weight_versions version that sampled each output
+    weight_versions version that sampled each answer
 
-    Each output brings a `ResponseRecord` frame with `recorded + 1` columns: the sampled token, then the likeliest ids
-    in rank order (which may repeat the sampled one).
+    Each answer has `recorded + 1` columns: the sampled token, then the likeliest ids in rank order (which may repeat
+    the sampled one). Raises `MalformedOutput`, and `RouteError` for routes that cannot be.
     """
     prompts = [np.asarray(r.prompt_ids, dtype=np.int32) for r in requests]
-    completions = [o.outputs[0] for o in outputs]
-    responses = [np.asarray(c.token_ids, dtype=np.int32) for c in completions]
+    _check(requests, answers, recorded)
+    responses = [answer.token_ids for answer in answers]
     prompt_lengths = np.array([len(p) for p in prompts], dtype=np.int32)
     response_lengths = np.array([len(r) for r in responses], dtype=np.int64)
     lengths = prompt_lengths + response_lengths
@@ -49,8 +45,7 @@ def to_batch(
     place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
     loss_mask = place >= np.repeat(prompt_lengths, lengths)
 
-    records = _records(requests, outputs, response_lengths, recorded)
-    ids, logp = np.concatenate([r.ids for r in records]), np.concatenate([r.logp for r in records])
+    ids, logp = np.concatenate([a.ids for a in answers]), np.concatenate([a.logp for a in answers])
     if not np.array_equal(ids[:, 0], token_ids[loss_mask]):
         raise MalformedOutput("the engine's log-probabilities do not belong to the tokens it returned")
     if not np.isfinite(logp[:, 0]).all():
@@ -69,7 +64,7 @@ def to_batch(
     versions = np.repeat(np.asarray(weight_versions, dtype=np.int32), lengths)
     routes = None
     if schema is not None:
-        routes = record_routes([r.experts for r in records], lengths, schema, request_ids)
+        routes = record_routes([a.experts for a in answers], lengths, schema, request_ids)
         routes = routes.routed_under(versions)
     return RolloutBatch(
         token_ids=token_ids,
@@ -81,7 +76,7 @@ def to_batch(
         topk_logp=topk_logp,
         routes=routes,
         request_ids=request_ids,
-        finish_reasons=tuple(str(c.finish_reason) for c in completions),
+        finish_reasons=tuple(a.finish_reason for a in answers),
         weight_versions=versions,
     )
 
@@ -103,28 +98,14 @@ def join_parts(requests: Sequence[GenerationRequest], parts: Sequence[int], batc
     return RolloutBatch.concatenate(joined)
 
 
-def _records(
-    requests: Sequence[GenerationRequest], outputs: Sequence[RequestOutput], tokens: np.ndarray, recorded: int
-) -> list[ResponseRecord]:
-    """The frame of every output, its log-probabilities checked against the tokens that came."""
-    records = []
-    for request, output, count in zip(requests, outputs, tokens.tolist(), strict=True):
-        if output.request_id != request.request_id:
-            raise MalformedOutput(f"asked for {request.request_id}, the engine answered {output.request_id}")
-        frame = output.outputs[0].routed_experts
-        if frame is None:
+def _check(requests: Sequence[GenerationRequest], answers: Sequence[Answer], recorded: int) -> None:
+    """Raise `MalformedOutput` for answers to something else, and records of other sizes than the tokens that came."""
+    for request, answer in zip(requests, answers, strict=True):
+        if answer.request_id != request.request_id:
+            raise MalformedOutput(f"asked for {request.request_id}, the engine answered {answer.request_id}")
+        count = len(answer.token_ids)
+        if count == 0 or not answer.ids.shape == answer.logp.shape == (count, recorded + 1):
             raise MalformedOutput(
-                f"request {request.request_id}: the engine answered {count} tokens without a record of them; "
-                "it must run with megatron_dppo's scheduler"
-            )
-        try:
-            record = ResponseRecord.from_frame(frame)
-        except BadFrame as error:
-            raise MalformedOutput(f"request {request.request_id}: {error}") from error
-        if count == 0 or record.ids.shape != (count, recorded + 1):
-            raise MalformedOutput(
-                f"request {request.request_id}: {count} tokens with log-probabilities {record.ids.shape}, "
+                f"request {request.request_id}: {count} tokens with log-probabilities {answer.ids.shape}, "
                 f"expected {recorded + 1} for each token"
             )
-        records.append(record)
-    return records

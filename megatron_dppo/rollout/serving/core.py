@@ -1,0 +1,108 @@
+"""The core of an engine: what samples and holds the weights. All else of an engine is the same for every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from megatron_dppo.rollout.bucket import Bucket
+from megatron_dppo.rollout.engine import GenerationRequest, SamplingConfig, TransferTerms, WorkerReport
+from megatron_dppo.router_replay.record import RouteSchema
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a core sampled for one request, and what it recorded of the `G` tokens.
+
+    request_id    of the request
+    token_ids     int32 `[G]`
+    finish_reason "stop", "length", or "abort" where a sync cut it before its first token (`G` is 0 then)
+    ids           int32 `[G, 1 + K]`, the sampled token, then the likeliest ids in rank order
+    logp          float32 `[G, 1 + K]`, their log-probabilities in the distribution that the token was drawn from
+    experts       `[prompt + G - 1, layers, k]` of an integer type; None where routes are not recorded
+    """
+
+    request_id: str
+    token_ids: np.ndarray
+    finish_reason: str
+    ids: np.ndarray
+    logp: np.ndarray
+    experts: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class WorkerSync:
+    """What one worker says of the sync that it finished: checksums by bucket, and its measures."""
+
+    checksums: Mapping[int, int]
+    report: WorkerReport
+
+
+class Core(Protocol):
+    """Coroutines of the engine's event loop. The engine sees to it that those of weights come one after another, while
+    nothing is drawn. Each raises `EngineDead` where the core is gone."""
+
+    @property
+    def routes(self) -> RouteSchema | None:
+        """What its record of experts looks like; None where it has none."""
+        ...
+
+    def refuse_for_training(self, sampling: SamplingConfig) -> None:
+        """Raise `UserError` unless tokens are drawn from softmax(logits / temperature) and nothing else."""
+        ...
+
+    async def draw(self, request: GenerationRequest, sampling: SamplingConfig) -> Answer:
+        """Sample one request to its end, or to where `hold` cuts it. `sampling` has all stop ids and the K that the
+        vocabulary allows. Cancelled, it leaves nothing behind."""
+        ...
+
+    async def turn(self) -> None:
+        """Return between two steps."""
+        ...
+
+    async def hold(self, *, cut: bool) -> None:
+        """Take no step until `resume`, and forget keys and values that are kept for later requests. `cut` ends what is
+        under way after the token it is at, with finish reason "length", or "abort" where it has none."""
+        ...
+
+    async def pause(self) -> None:
+        """Freeze what is under way where it is, until `resume`."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def sleep(self) -> None:
+        """Give memory of weights and of the KV cache back."""
+        ...
+
+    async def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        """Allocate it again."""
+        ...
+
+    async def agree(self, terms: TransferTerms) -> None:
+        """See `RolloutEngine.agree`; the layouts were checked."""
+        ...
+
+    async def start_update(self) -> None:
+        """Open an update."""
+        ...
+
+    async def load(self, version: int, what: Bucket | int | None) -> None:
+        """Load a bucket that came with the call, the one of that number out of the shared buffers, or (None) all of
+        them from the communicator."""
+        ...
+
+    async def finish_update(self, version: int) -> list[WorkerSync]:
+        """All came: the core has the weights of `version`. Raises `IncompleteSync` for what the model lacks now."""
+        ...
+
+    async def abandon_update(self, version: int) -> None:
+        """Drop what came since `start_update`."""
+        ...
+
+    async def close(self) -> None:
+        """End it, and its processes."""
+        ...

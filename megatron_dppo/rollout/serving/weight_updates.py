@@ -1,0 +1,136 @@
+"""Weight syncs as an engine lives through them: the gate shuts, buckets come, all of it is checked, the gate opens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+from megatron_dppo.checkpoint.weight_layout import TensorSlot
+from megatron_dppo.rollout.bucket import Bucket
+from megatron_dppo.rollout.engine import TransferTerms, WorkerReport
+from megatron_dppo.rollout.event_loop import EventLoop
+from megatron_dppo.rollout.serving.core import Core
+from megatron_dppo.rollout.serving.gate import Gate
+from megatron_dppo.rollout.weight_transfer.manifest import ChecksumMismatch, IncompleteSync, Manifest
+
+
+class WeightUpdates[C: Core]:
+    """The half of `ServedEngine` that lives through syncs; see `RolloutEngine`. One call at a time, but for
+    `abandon_update`.
+
+    ```
+    gate    open ──begin_update──► shut ── buckets ──end_update──► open, at the new version
+                                    └── an error, abandon_update ──► shut until a whole update succeeds
+    ```
+    """
+
+    def __init__(
+        self, core: C, loop: EventLoop, gate: Gate, manifest: Manifest, *, cut: bool, timeout_s: float
+    ) -> None:
+        """
+        cut        whether responses under way are cut for a sync rather than waited for (`rollout.partial_rollouts`)
+        timeout_s  `rollout.sync_timeout_s`
+        """
+        self._core, self._loop, self._gate, self._manifest = core, loop, gate, manifest
+        self.cut, self._timeout = cut, timeout_s
+        self._buckets = 0
+        """How many the layouts of `agree` have."""
+        self._came: set[int] = set()
+        """Those that came in the sync under way."""
+
+    @property
+    def weight_version(self) -> int:
+        return self._gate.version
+
+    def agree(self, terms: TransferTerms) -> None:
+        """See `RolloutEngine.agree`."""
+        self._loop.check()
+        if terms.layouts is not None:
+            self._manifest.begin()
+            for layout in terms.layouts:
+                self._note(layout.slots)
+            self._manifest.end()
+            self._buckets = len(terms.layouts)
+        self._loop.run(self._core.agree(terms), timeout=2 * self._timeout)
+
+    def begin_update(self, version: int) -> None:
+        """Shut the gate, let running requests finish (or cut them), and open a sync."""
+        if version < 0:
+            raise ValueError(f"weight version {version} is negative")
+        self._loop.check()
+        self._gate.shut = f"the sync to weight version {version} has not finished"
+        self._gate.syncing = True
+        with self._failure(version):
+            if self.cut:
+                self._loop.run(self._core.hold(cut=True))
+                self._loop.run(self._gate.emptied())
+            else:
+                self._loop.run(self._gate.emptied())
+                self._loop.run(self._core.hold(cut=False))
+            self._manifest.begin()
+            self._came.clear()
+            self._loop.run(self._core.start_update(), timeout=self._timeout)
+
+    def receive_bucket(self, version: int, bucket: Bucket) -> None:
+        """Hand one bucket to the core."""
+        with self._failure(version):
+            self._note(bucket.slots)
+            self._loop.run(self._core.load(version, bucket), timeout=self._timeout)
+
+    def receive_shared(self, version: int, number: int) -> None:
+        """Let the core load bucket `number` of the layouts out of the shared buffers."""
+        with self._failure(version):
+            self._loop.run(self._core.load(version, number), timeout=self._timeout)
+            self._came.add(number)
+
+    def receive_group(self, version: int) -> None:
+        """Let the core receive every bucket of the layouts from the communicator."""
+        with self._failure(version):
+            self._loop.run(self._core.load(version, None), timeout=2 * self._timeout)
+            self._came.update(range(self._buckets))
+
+    def end_update(self, version: int, checksums: Mapping[int, int] | None = None) -> list[WorkerReport]:
+        """Check that every tensor came, let the core finish, compare checksums and open the gate.
+
+        checksums  by bucket, which every worker's must equal
+        """
+        with self._failure(version):
+            if not self._came:
+                self._manifest.end()
+            elif len(self._came) != self._buckets:
+                raise IncompleteSync(f"{len(self._came)} of {self._buckets} buckets came")
+            synced = self._loop.run(self._core.finish_update(version), timeout=self._timeout)
+            for worker, one in enumerate(synced):
+                wrong = sorted(i for i, value in (checksums or {}).items() if one.checksums.get(i) != value)
+                if wrong:
+                    raise ChecksumMismatch(
+                        f"weight version {version}: worker {worker} loaded other bytes than the trainer packed in "
+                        f"buckets {wrong[:8]}, {len(wrong)} of {self._buckets}"
+                    )
+            if not self._gate.asleep:  # else it resumes when the last part wakes
+                self._loop.run(self._core.resume(), timeout=self._timeout)
+        self._gate.version = version
+        self._gate.shut = None
+        self._gate.syncing = False
+        return [one.report for one in synced]
+
+    def abandon_update(self, version: int, reason: str) -> None:
+        """Give a sync up: the core drops what it buffered, and the gate stays shut."""
+        self._gate.shut = f"the sync to weight version {version} died ({reason}); a full sync opens it again"
+        self._gate.syncing = False
+        with suppress(Exception):  # the gate is shut whatever becomes of this; the first error is the one to report
+            self._loop.run(self._core.abandon_update(version), timeout=self._timeout)
+
+    @contextmanager
+    def _failure(self, version: int) -> Iterator[None]:
+        """Turn any error inside into a failed sync, and raise it on."""
+        try:
+            yield
+        except BaseException as error:
+            self.abandon_update(version, f"{type(error).__name__}: {error}")
+            raise
+
+    def _note(self, slots: Sequence[TensorSlot]) -> None:
+        for slot in slots:
+            for name in slot.names():
+                self._manifest.check(name, slot.shape)

@@ -1,0 +1,158 @@
+"""vLLM's AsyncLLM as the core of an engine; what computes is in a process of its own.
+
+```
+draw ─► AsyncLLM ─► core process: scheduler, workers          load ─► workers: receiver
+    ◄── the last output, with its record in one frame ◄──┘
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from megatron_dppo.rollout.bucket import Bucket
+from megatron_dppo.rollout.engine import (
+    GenerationRequest,
+    MalformedOutput,
+    SamplingConfig,
+    TransferTerms,
+    WorkerReport,
+)
+from megatron_dppo.rollout.serving.core import Answer, WorkerSync
+from megatron_dppo.rollout.serving.distribution import refuse_other_distributions
+from megatron_dppo.rollout.vllm.record_frame import BadFrame, ResponseRecord
+from megatron_dppo.rollout.vllm.sampling import NEUTRAL, sampling_params
+from megatron_dppo.rollout.weight_transfer.segment import MemorySegment
+from megatron_dppo.router_replay.record import RouteSchema
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+class VllmCore:
+    """See `Core`."""
+
+    def __init__(self, engine: AsyncLLM, routes: RouteSchema | None) -> None:
+        self.engine, self.routes = engine, routes
+        self._receiving = False
+        """Whether vLLM's workers have a weight-update session open."""
+
+    def refuse_for_training(self, sampling: SamplingConfig) -> None:
+        refuse_other_distributions(sampling_params(sampling, seed=0), NEUTRAL)
+
+    async def draw(self, request: GenerationRequest, sampling: SamplingConfig) -> Answer:
+        from vllm.inputs.engine import tokens_input
+
+        prompt = tokens_input(np.asarray(request.prompt_ids).tolist())
+        async for output in self.engine.generate(prompt, sampling_params(sampling, request.seed), request.request_id):
+            final = output
+        return answer_of(final)
+
+    async def turn(self) -> None:
+        await self.engine.is_paused()
+
+    async def hold(self, *, cut: bool) -> None:
+        # What the pause does to those that are cut: see `record_scheduler`.
+        await self.engine.pause_generation(mode="abort" if cut else "wait", clear_cache=True)
+
+    async def pause(self) -> None:
+        await self.engine.pause_generation(mode="keep", clear_cache=False)
+
+    async def resume(self) -> None:
+        await self.engine.resume_generation()
+
+    async def sleep(self) -> None:
+        await self.engine.sleep(level=2)
+
+    async def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        await self.engine.wake_up(tags=[what])
+
+    async def agree(self, terms: TransferTerms) -> None:
+        """The workers hear of it as `receiver.TransferInit`."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        info = {
+            "layouts": None if terms.layouts is None else pickle.dumps(list(terms.layouts)),
+            "group": None if terms.group is None else asdict(terms.group),
+            "first_rank": terms.first_rank,
+            "source_rank": list(terms.source_rank.items()),
+            "buffers": list(terms.buffers.items()),
+            "close": terms.close,
+        }
+        await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+    async def start_update(self) -> None:
+        await self.engine.start_weight_update()
+        self._receiving = True
+
+    async def load(self, version: int, what: Bucket | int | None) -> None:
+        info: dict[str, Any] = {"version": version}
+        with MemorySegment() if isinstance(what, Bucket) else nullcontext() as segment:
+            if isinstance(what, Bucket):
+                assert segment is not None
+                segment.write(what.payload)
+                info |= {"segment": segment.path, "size": len(what.payload), "slots": pickle.dumps(what.slots)}
+            else:
+                info |= {"group": True} if what is None else {"shared": what}
+            await self._update(info)
+
+    async def finish_update(self, version: int) -> list[WorkerSync]:
+        await self.engine.finish_weight_update()
+        self._receiving = False
+        held = await self.engine.collective_rpc("held_weight_version")
+        if set(held) != {version}:
+            raise RuntimeError(f"after the sync to weight version {version} the engine's workers hold {held}")
+        if not await self.engine.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be emptied after a weight sync")
+        reports = await self.engine.collective_rpc("weight_sync_report")
+        return [WorkerSync(dict(sums), WorkerReport(**dict(measured))) for sums, measured in reports]
+
+    async def abandon_update(self, version: int) -> None:
+        if not self._receiving:  # vLLM closes a session in which a bucket failed; the next sync clears up after it
+            return
+        self._receiving = False
+        await self._update({"version": version, "abandon": True})
+        await self.engine.finish_weight_update()
+
+    async def close(self) -> None:
+        # First its reader of outputs, which would take the end of the core for a crash and log one.
+        if (reader := self.engine.output_handler) is not None:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+        await asyncio.to_thread(self.engine.shutdown, timeout=5.0)
+        del self.engine
+
+    async def _update(self, info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        try:
+            await self.engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+        except BaseException:
+            self._receiving = False
+            raise
+
+
+def answer_of(output: RequestOutput) -> Answer:
+    """The frame of a request's last output. Raises `MalformedOutput` where there is none, or no whole one."""
+    completion = output.outputs[0]
+    tokens, reason = np.asarray(completion.token_ids, dtype=np.int32), str(completion.finish_reason)
+    if completion.routed_experts is None:
+        if reason == "abort" and not len(tokens):
+            nothing = np.zeros((0, 0))
+            return Answer(output.request_id, tokens, reason, nothing, nothing, None)
+        raise MalformedOutput(
+            f"request {output.request_id}: the engine answered {len(tokens)} tokens without a record of them; "
+            "it must run with megatron_dppo's scheduler"
+        )
+    try:
+        record = ResponseRecord.from_frame(completion.routed_experts)
+    except BadFrame as error:
+        raise MalformedOutput(f"request {output.request_id}: {error}") from error
+    return Answer(output.request_id, tokens, reason, record.ids, record.logp, record.experts)
