@@ -37,9 +37,9 @@ class Panel:
 PANELS = (
     Panel("Reward", "mean per answer", "reward/mean"),
     Panel("Accuracy", "answers that are right", "reward/accuracy", held_out="eval/accuracy", fraction=True),
-    Panel(r"Mismatch: mean of $|\pi - \mu|$, same weights", "probability", "mismatch/mean_abs_pi_mu"),
-    Panel(r"Mismatch: mean of $|\log \pi/\mu|$ where $\mu < 0.1$", "nats", "mismatch/abs_log_ratio_low"),
-    Panel(r"Drift within a step: mean of $|\pi - \mu|$", "probability", "policy/mean_abs_pi_mu"),
+    Panel("Mismatch, same weights", r"mean of $|\pi - \mu|$", "mismatch/mean_abs_pi_mu"),
+    Panel(r"Mismatch where $\mu < 0.1$", r"mean of $|\log \pi / \mu|$, nats", "mismatch/abs_log_ratio_low"),
+    Panel("Mismatch and drift within a step", r"mean of $|\pi - \mu|$", "policy/mean_abs_pi_mu"),
     Panel("Response length", "tokens", "response/length_mean"),
     Panel("Entropy", "nats per token", "policy/entropy"),
     Panel("Masked tokens", "of all response tokens", "policy/masked_fraction", fraction=True),
@@ -47,11 +47,11 @@ PANELS = (
 """What is drawn of every run: the first of the paper's Figure 11, its mismatch apart from the drift of the policy."""
 MASKED_PANELS = (
     Panel("Reward", "mean per answer", "reward/mean"),
-    Panel(r"Rollout probability of masked tokens, $A > 0$", r"mean of $\mu$", "policy/masked_mu_positive"),
-    Panel(r"Rollout probability of masked tokens, $A < 0$", r"mean of $\mu$", "policy/masked_mu_negative"),
+    Panel("Masked tokens, $A > 0$", r"mean rollout probability $\mu$", "policy/masked_mu_positive"),
+    Panel("Masked tokens, $A < 0$", r"mean rollout probability $\mu$", "policy/masked_mu_negative"),
     Panel("Masked tokens", "of all response tokens", "policy/masked_fraction", fraction=True),
-    Panel("Entropy of masked tokens, $A > 0$", "nats", "policy/masked_entropy_positive"),
-    Panel("Entropy of masked tokens, $A < 0$", "nats", "policy/masked_entropy_negative"),
+    Panel("Masked tokens, $A > 0$", "mean entropy, nats", "policy/masked_entropy_positive"),
+    Panel("Masked tokens, $A < 0$", "mean entropy, nats", "policy/masked_entropy_negative"),
 )
 """Figure 6, either sign of the advantage apart."""
 
