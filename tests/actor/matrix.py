@@ -45,6 +45,7 @@ FAMILIES = ["mixtral", "olmoe"]
 OVERRIDES: dict[str, dict[str, Any]] = {
     "dppo-topk-kl": {"topk": SHAPE["topk"]},
     "gspo": {"threshold_negative": 0.05, "threshold_positive": 0.05},
+    "geometric-mis": {"band_low": 0.5, "band_high": 3.0},
 }
 
 

@@ -45,3 +45,25 @@ def test_the_gradient_is_the_same(
         for name, gradient in got.gradients[0].items():
             difference = np.abs(gradient - expected.gradients[0][name]).max()
             assert difference <= 4e-6 * norm, f"{case.budget}: {name} differs by {difference}"
+
+
+def test_ratios_of_whole_responses_are_the_same_however_these_are_split(world: World, lesson: Lesson) -> None:
+    """Products and geometric means over responses that two context-parallel ranks share, some kept and some dropped."""
+    presets = ("sequence-tis", "sequence-mis", "geometric-mis")
+    [whole] = run_ranks(
+        train_cases, 1, str(world.path), {}, lesson, [Case(preset, False, budget=1000) for preset in presets]
+    )
+    split = run_ranks(
+        train_cases, 2, str(world.path), {"context": 2}, lesson, [Case(preset, False) for preset in presets]
+    )[0]
+    for preset, expected, got in zip(presets, whole, split, strict=True):
+        one, other = expected.metrics[0], got.metrics[0]
+        assert other["policy/masked_fraction"] == one["policy/masked_fraction"], preset
+        assert (preset == "sequence-tis") == (one["policy/masked_fraction"] == 0), preset
+        assert one["policy/masked_fraction"] < 0.95, preset
+        norm = one["optimizer/grad_norm"]
+        assert norm > 0, preset
+        for name, gradient in got.gradients[0].items():
+            difference = np.abs(gradient - expected.gradients[0][name]).max()
+            # A ratio of eleven tokens is off by what the log-probability of each is.
+            assert difference <= 1e-4 * norm, f"{preset}: {name} differs by {difference}"

@@ -22,10 +22,13 @@ def train_eight(
     """Gradient steps `first .. stop - 1`; from a saved state unless first is 0; saved at the fourth. The metrics of
     each, and the weights (rank 0)."""
     from megatron_dppo.actor.actor import TrainingSignal
+    from megatron_dppo.algorithm import KLEstimator, KLPlace, ReferenceKL
     from megatron_dppo.batch import InMemorySource
     from megatron_dppo.checkpoint.training_state import TrainingStates
 
-    actor = build_actor(path, layout, Case("dppo-binary-tv"), **SCHEDULE)
+    # With a KL to the weights that the first run began with, which are not those of the state.
+    kl = ReferenceKL(coefficient=0.05, estimator=KLEstimator.K2, place=KLPlace.LOSS)
+    actor = build_actor(path, layout, Case("dppo-binary-tv"), reference_kl=kl, **SCHEDULE)
     states = TrainingStates(root, actor.trainee)
     if first:
         for chunk in actor.chunks:
