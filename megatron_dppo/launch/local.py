@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -54,7 +55,7 @@ def launch_local(
     # Orphans of a dead rank become children of this process, so that they can be found and ended.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     meeting = meeting or Meeting(Nodes(), restarts or Restarts())
-    again = True
+    started, again = time.time(), True
     while again:
         logs = tempfile.mkdtemp(prefix=f"{PROGRAM}-")
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -68,6 +69,7 @@ def launch_local(
         except NodeLost as lost:
             outcome = Outcome(1, f"{PROGRAM}: failed: {lost}", lost=True)
         _end_descendants()
+        _free_shared_memory(started)
         again, outcome = meeting.again(outcome)
         if again:
             shutil.rmtree(logs, ignore_errors=True)
@@ -134,23 +136,28 @@ def _exit_in_words(exitcode: int) -> str:
 
 
 def _end_descendants(patience: float = 5.0) -> None:
-    """Wait for processes that are closing down by themselves, then terminate what is left, then kill it. Python's
-    resource trackers, which remove their processes' semaphores and shared memory when these have ended, come last."""
+    """Wait for processes that are closing down by themselves, then terminate what is left, then kill it."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # an impatient second Ctrl-C must not leave processes behind
-    for ending, trackers_too in (
-        (None, True),
-        (signal.SIGTERM, False),
-        (signal.SIGKILL, False),
-        (signal.SIGKILL, True),
-    ):
+    for ending in (None, signal.SIGTERM, signal.SIGKILL):
         left = psutil.Process().children(recursive=True)
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
-                if ending is not None and (trackers_too or not _is_tracker(process)):
+                if ending is not None:
                     process.send_signal(ending)
         psutil.wait_procs(left, timeout=patience)
 
 
-def _is_tracker(process: psutil.Process) -> bool:
-    return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
+def _free_shared_memory(since: float) -> None:
+    """Remove the semaphores and segments of Python's multiprocessing that were made since then and that no process
+    maps: their resource tracker, which would have removed them, was killed too."""
+    made = [file for pattern in ("sem.mp-*", "psm_*") for file in Path("/dev/shm").glob(pattern)]
+    mapped: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps") if made else ():
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            mapped.update(line.rpartition(" ")[2] for line in maps.read_text().splitlines() if "/dev/shm/" in line)
+    for file in made:
+        with contextlib.suppress(OSError):
+            status = file.stat()
+            if status.st_uid == os.getuid() and status.st_ctime >= since and str(file) not in mapped:
+                file.unlink()

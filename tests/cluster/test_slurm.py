@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from examples.tiny_moe_dppo.model import byte_tokenizer, random_tiny_qwen3_moe, write_checkpoint
@@ -84,14 +85,13 @@ def steps(run: Path) -> list[int]:
     return [row["step"] for row in rows if "optimizer/loss" in row]
 
 
-@pytest.mark.full
-@pytest.mark.timeout(1200)
-def test_two_nodes_a_preemption_and_the_resume(slurm: Path, tmp_path: Path) -> None:
+def submit(tmp_path: Path, steps: int) -> tuple[str, Path, Path]:
+    """A job of two nodes: its number, run's folder and log."""
     model, run, log = tmp_path / "model", tmp_path / "shared" / "run", tmp_path / "job.log"
     tokenizer = byte_tokenizer()
     write_checkpoint(model, random_tiny_qwen3_moe(tokenizer, seed=1), tokenizer)
     config = tmp_path / "run.yaml"
-    config.write_text(CONFIG.format(model=model, steps=STEPS))
+    config.write_text(CONFIG.format(model=model, steps=steps))
     environment = {
         "RUN_DIR": str(run),
         "NPROC_PER_NODE": "1",
@@ -109,16 +109,44 @@ def test_two_nodes_a_preemption_and_the_resume(slurm: Path, tmp_path: Path) -> N
         str(ROOT / "docker/slurm/train.sbatch"),
         str(config),
     )
-    wait_for(lambda: len(steps(run)) >= 2, 400, "the second step", log)
+    return number, run, log
+
+
+def wait_for_end(number: str, run: Path, log: Path, steps_: int) -> None:
+    wait_for(lambda: job(number).get("JobState") in ("COMPLETED", "FAILED"), 700, "the end of the job", log)
+    assert job(number)["JobState"] == "COMPLETED", log.read_text()[-4000:]
+    assert steps(run) == list(range(1, steps_ + 1))
+    ranks = {path.name for path in (run / "logs").glob("rank-*")}
+    assert ranks == {"rank-00000.jsonl", "rank-00001.jsonl"}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_two_nodes_a_preemption_and_the_resume(slurm: Path, tmp_path: Path) -> None:
+    number, run, log = submit(tmp_path, STEPS)
+    wait_for(lambda: len(steps(run)) >= 2, 600, "the second step", log)
     urgent = sbatch("--nodes=2", "--partition=high", f"--output={tmp_path}/urgent.log", "--wrap", "sleep 3")
     wait_for(lambda: job(urgent).get("JobState") == "COMPLETED", 300, "the job that preempts", log)
     before = steps(run)
     assert 2 <= len(before) < STEPS
     assert (run / f"checkpoints/step_{before[-1]:08d}/state.json").is_file(), "the state of the last step was saved"
-    wait_for(lambda: job(number).get("JobState") in ("COMPLETED", "FAILED"), 500, "the end of the job", log)
-    assert job(number)["JobState"] == "COMPLETED", log.read_text()[-4000:]
+    wait_for_end(number, run, log, STEPS)
     assert int(job(number)["Restarts"]) == 1
-    assert steps(run) == list(range(1, STEPS + 1))
-    ranks = {path.name for path in (run / "logs").glob("rank-*")}
-    assert ranks == {"rank-00000.jsonl", "rank-00001.jsonl"}
     assert f"stopped after step {before[-1]}" in log.read_text()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_a_task_that_is_lost_is_started_again_in_the_same_job(slurm: Path, tmp_path: Path) -> None:
+    number, run, log = submit(tmp_path, 3)
+    wait_for(lambda: len(steps(run)) >= 1, 600, "the first step", log)
+    tasks = [
+        one
+        for one in psutil.process_iter(["cmdline", "environ"])
+        if "megatron_dppo.launch.node" in (one.info["cmdline"] or [])
+        and (one.info["environ"] or {}).get("RUN_DIR") == str(run)
+    ]
+    next(one for one in tasks if one.info["environ"]["NODE_RANK"] == "1").kill()
+    wait_for_end(number, run, log, 3)
+    assert int(job(number)["Restarts"]) == 0
+    assert "a task was lost (status 137) after 0 restarts" in log.read_text()
