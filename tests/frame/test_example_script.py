@@ -23,6 +23,7 @@ BIN = Path(sys.executable).parent
 # Stands in for the training command only: prints what it was called with.
 ECHO_COMMAND = """
 import os
+import pathlib
 import time
 from collections.abc import Sequence
 
@@ -33,6 +34,14 @@ def main(argv: Sequence[str]) -> int:
     print(f"rank {os.environ.get('RANK')}: {list(argv)}", flush=True)
     if "wait=1" in argv:
         time.sleep(100)
+    if "lost=1" in argv and "trainer.resume=true" not in argv:
+        if os.environ["RANK"] == "0":
+            time.sleep(100)
+        folder = [one.partition("=")[2] for one in argv if one.startswith("run.dir=")][-1]
+        state = pathlib.Path(folder, "checkpoints/step_00000003")
+        state.mkdir(parents=True)
+        (state / "state.json").touch()
+        os.kill(os.getpid(), 9)
     if "wrong.key=1" in argv:
         raise UserError("unknown config key wrong.key; known keys: ...")
     return 0
@@ -141,6 +150,22 @@ def test_the_line_to_go_on_names_the_folder_that_was_trained_in(start: str, proj
     _, errors = process.communicate(timeout=100)
     (line,) = [line for line in errors.splitlines() if "To go on from the last checkpoint" in line]
     assert f" RUN_DIR={trained} bash " in line
+
+
+@pytest.mark.parametrize("how", ["RUN_DIR", "run.dir"])
+def test_lost_ranks_are_started_again_from_the_newest_state(how: str, project: Path) -> None:
+    """The folder is that in which the ranks train, whoever named it."""
+    folder = project / "mine"
+    override = [] if how == "RUN_DIR" else [f"run.dir={folder}"]
+    named = folder if how == "RUN_DIR" else project / "other"
+    result = run(["bash", "examples/run_tiny_moe_dppo.sh", "lost=1", *override], project, RUN_DIR=str(named))
+    assert result.returncode == 0, result.stderr
+    assert "rank 1 ended with SIGKILL (out of memory, or killed by hand)\n" in result.stderr
+    assert "megatron-dppo: restart 1 of 3 from the state after step 3\n" in result.stderr
+    first, second = (line for line in result.stdout.splitlines() if line.startswith("rank 0"))
+    assert "trainer.resume=true" not in first
+    assert second == first.replace("]", ", 'trainer.resume=true']")
+    assert len((folder / "restarts.jsonl").read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize("nproc", ["two", "0", "-1"])
