@@ -19,8 +19,8 @@ class RolloutConfig(ConfigModel):
     """How responses are sampled, what is recorded of them, and what the engine may use."""
 
     engine: str = Field(default="vllm", pattern=r"^(vllm|reference|.+:\w+)$")
-    """What samples: "vllm"; "reference", transformers' own modules on a CPU or one GPU, slow, for models that vLLM does
-    not run and for comparisons; or `package.module:factory` (`file.py:factory`), an engine of your own: a function of
+    """What samples: "vllm"; "reference", transformers' own modules on a CPU or one GPU, for models that vLLM does not
+    run and for comparisons; or `package.module:factory` (`file.py:factory`), an engine of your own: a function of
     the model's folder and this section that makes a `RolloutEngine`. See docs/rollouts.md."""
     temperature: float = Field(default=1.0, gt=0.0)
     """Divides the logits of training rollouts. Nothing else may change the distribution: the trainer

@@ -82,6 +82,7 @@ def test_two_engines_say_the_same_of_200_prompts(served: Served, tmp_path: Path)
     # Both take torch's exponential noise from a generator with the request's seed (`test_drawing.py`).
     alike = [np.array_equal(batch.response_ids(b), drawn.response_ids(b)) for b in range(len(asked))]
     print(f"{sum(alike)} of {len(asked)} sampled answers are the same")
+    assert sum(alike) > 0.9 * len(asked)
 
     worst, tokens = 0.0, 0
     for b in range(len(asked)):

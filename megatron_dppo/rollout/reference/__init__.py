@@ -1,1 +1,2 @@
-"""An engine of transformers' own modules, on any device: slow, exact, for every model that transformers has."""
+"""An engine of transformers' own modules, on any device: plain, for every causal language model that
+transformers has."""
