@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.rank import PROGRAM
 from megatron_dppo.launch.secrets import redact
 
 _STATES = "checkpoints/step_*/state.json"
@@ -85,7 +86,8 @@ class Restarts:
         """Whether to start again; said on stderr and counted in the run's folder."""
         if outcome.status != 1 or self.folder is None or not self.folder.is_dir():
             return False
-        state, reason = self.state(), redact(outcome.message).rstrip().rpartition("\n")[2]
+        message = redact(outcome.message)
+        state, reason = self.state(), message[max(0, message.rfind(f"{PROGRAM}: ")) :].partition("\n")[0]
         if state != self._newest:
             self._in_a_row = 0
         elif not outcome.lost and reason == self._reason:

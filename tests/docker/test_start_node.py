@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.launch.restarts import Outcome, Restarts
 from tests.distributed import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,6 +130,13 @@ def test_how_it_ends_and_how_often_ranks_are_started(
         assert [line["after_step"] for line in counted] == [1, 2, 3, 4]
         assert [line["restart"] for line in counted] == [1, 1, 1, 1]
         assert all(arguments[-1] == "trainer.resume=true" for arguments in starts(tmp_path)[1:])
+
+
+def test_the_reason_of_a_restart_is_one_line(tmp_path: Path) -> None:
+    message = "Traceback\n  ...\nmegatron-dppo: failed: rank 0: ActorDiedError: it died\nhints\nmore hints"
+    assert Restarts(tmp_path, limit=1).again(Outcome(1, message))
+    (line,) = (tmp_path / "restarts.jsonl").read_text().splitlines()
+    assert json.loads(line)["reason"] == "megatron-dppo: failed: rank 0: ActorDiedError: it died"
 
 
 def test_sigterm_asks_for_a_stop_at_the_end_of_the_step(tmp_path: Path) -> None:
