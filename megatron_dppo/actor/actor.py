@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_dppo.actor.aux_losses import AuxiliaryLosses
 from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
 from megatron_dppo.actor.dispatched import release_dispatched
+from megatron_dppo.actor.microbatch import Microbatch
 from megatron_dppo.actor.multi_tensor import prepare_step
 from megatron_dppo.actor.objective import MicrobatchReport, MiniBatchObjective, Recomputed, collect
 from megatron_dppo.actor.offload import PARTS, Offloader, Part
@@ -46,6 +47,7 @@ from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.router_replay.replay import RouterReplayController
+from megatron_dppo.vocab_parallel.stats import TokenStats
 
 _SHORT_NAMES = {"abs_prob_diff_mean": "mean_abs_pi_mu", "entropy_mean": "entropy"}
 """Metrics that people watch, under the names the paper's figures give them."""
@@ -191,8 +193,10 @@ class MegatronActor:
         if self._reference_kl is not None and self._reference_kl.place is KLPlace.LOSS:
             assert self._reference is not None
             with self.phases("reference"), progress.inside(), self._reference.in_place():
-                passed = [self._passes.reference(source, plan) for plan in plans]
-            reference = [[Recomputed(stats.logp, None) for _, stats in one] for one in passed]
+                reference = [
+                    self._passes.reference(source, plan, lambda _, stats: Recomputed(stats.logp, None))
+                    for plan in plans
+                ]
 
         metrics = TokenMetrics.empty(device)
         totals = StepTotals()
@@ -267,10 +271,11 @@ class MegatronActor:
         estimator = self._reference_kl.estimator
         plan = self._passes.plan(source, np.arange(len(source.lengths)))
         sums = torch.zeros(len(source.lengths), dtype=torch.float64, device=self.runtime.device)
-        with self._reference.in_place():
-            passed = self._passes.reference(source, plan)
-        for microbatch, stats in passed if self._passes.contributes else ():
+
+        def add(microbatch: Microbatch, stats: TokenStats) -> None:
             rows = microbatch.rows
+            if not self._passes.contributes:
+                return
             assert rows is not None
             if estimator is KLEstimator.TOPK:
                 assert rows.topk_mu_logp is not None
@@ -280,6 +285,9 @@ class MegatronActor:
             else:
                 kl = kl_of_sampled(estimator, rows.mu_logp, stats.logp, rows.loss_mask)
             sums.index_add_(0, rows.sequence.clamp(min=0), torch.where(rows.loss_mask, kl, 0.0))
+
+        with self._reference.in_place():
+            self._passes.reference(source, plan, add)
         dist.all_reduce(sums)
         return sums.cpu().numpy()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -162,21 +162,27 @@ class Passes:
             routes = [controller.used_routes(i) for i in range(len(microbatches))] if own and self.routers else None
         return BeforeUpdate([Recomputed(stats.logp, stats.topk_logp) for _, stats in passed], routes)
 
-    def reference(self, source: SequenceSource, plan: PackPlan) -> list[tuple[Microbatch, TokenStats]]:
-        """Statistics of this rank's microbatches from the weights that are in place now, the reference's; [] but on the
-        last pipeline stage. Under R3 the engine's routes are replayed, as in the pass that they are compared with: the
-        KL is of the weights, not of a choice of experts."""
+    def reference[T](
+        self, source: SequenceSource, plan: PackPlan, keep: Callable[[Microbatch, TokenStats], T]
+    ) -> list[T]:
+        """What `keep` makes of this rank's microbatches with the weights that are in place now, the reference's; [] but
+        on the last pipeline stage. Under R3 the engine's routes are replayed, as in the pass that they are compared
+        with: the KL is of the weights, not of a choice of experts."""
         replay: ReplayMode = "r3" if self.replay == "r3" else "none"
         controller = RouterReplayController(self.routers) if replay != "none" else None
         microbatches = self.build(source, plan, replay=replay)
+
+        def loss(_: int, microbatch: Microbatch, stats: TokenStats) -> tuple[torch.Tensor, T]:
+            return stats.logp.sum() * 0.0, keep(microbatch, stats)
+
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if controller is not None:
                 stack.enter_context(controller.installed())
-            passed = self.run(microbatches, collect, replay=controller, forward_only=True)
+            kept = self.run(microbatches, loss, replay=controller, forward_only=True)
         if controller is not None:
             self.account(controller, plan, source, source.routed)
-        return passed
+        return kept
 
     def account(
         self,

@@ -27,13 +27,14 @@ class ReferencePolicy:
         self._kept: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         if not self._adapters:
             unique = {id(p): p for chunk in chunks for p in chunk.parameters()}
+            left = sum(_bytes(p) for p in unique.values())
             slab = torch.empty(0, dtype=torch.uint8)
             for parameter in unique.values():
                 size = parameter.numel() * parameter.element_size()
                 if len(slab) < size:
-                    slab = torch.empty(max(size, min(_PIECE, _left(unique))), dtype=torch.uint8,
-                                       pin_memory=parameter.is_cuda)  # fmt: skip
-                host, slab = slab[:size].view(parameter.dtype), slab[-(-size // _ALIGNMENT) * _ALIGNMENT :]
+                    slab = torch.empty(max(size, min(_PIECE, left)), dtype=torch.uint8, pin_memory=parameter.is_cuda)
+                host, slab = slab[:size].view(parameter.dtype), slab[_bytes(parameter) :]
+                left -= _bytes(parameter)
                 host.copy_(parameter.data.view(-1))
                 self._kept.append((parameter, host))
 
@@ -57,6 +58,6 @@ class ReferencePolicy:
                 kept.copy_(now)
 
 
-def _left(parameters: dict[int, torch.nn.Parameter]) -> int:
-    """An upper bound of the bytes still to be kept: small models get small buffers."""
-    return sum(p.numel() * p.element_size() + _ALIGNMENT for p in parameters.values())
+def _bytes(parameter: torch.nn.Parameter) -> int:
+    """Of a host buffer, with what keeps the next weight aligned."""
+    return -(-parameter.numel() * parameter.element_size() // _ALIGNMENT) * _ALIGNMENT

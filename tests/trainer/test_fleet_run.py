@@ -99,6 +99,8 @@ def test_steps_are_sampled_ahead_from_weights_one_step_older(folder: Path, parti
     assert staleness[1] == 1
     assert (staleness[2:] <= 2).all()
     assert staleness[2:].max() >= 1
+    fresh = history["rollout/staleness_max"].steps[staleness == 0]  # one set of weights on both sides
+    np.testing.assert_array_equal(history["mismatch/mean_abs_pi_mu"].steps, fresh)
     assert history["rollout/engine_failures"].values.sum() == 1
     assert (history["rollout/overlap_s"].values[1:] > 0).any()
     assert history["eval/accuracy"].steps.tolist() == [0, 3, 6]
