@@ -158,6 +158,8 @@ def _time(config: Config, plan: Plan) -> Iterator[str]:
         yield f"rollout.oversample={rollout.oversample:g}: the prompts that are sampled and dropped; more time"
     if rollout.engine != "vllm":
         yield f"rollout.engine={rollout.engine}: planned as vLLM, in memory and time, which it is not"
+    if rollout.dynamic_sampling:
+        yield f"rollout.dynamic_sampling={rollout.dynamic_sampling}: the groups that are sampled and dropped; more time"
     if rollout.enforce_eager:
         yield "rollout.enforce_eager=true: planned with CUDA graphs; generation takes longer"
     if plan.layout.model.moe is None or not rollout.router_replay:

@@ -62,6 +62,29 @@ def _oversample(config: Config) -> Finding | None:
     )
 
 
+def _episodes(config: Config) -> Finding | None:
+    """An episode is sampled turn by turn; whole groups of answers are what is dropped."""
+    rollout = config.rollout
+    name = "oversample" if rollout.oversample else "dynamic_sampling"
+    if config.task.kind != "environment" or not getattr(rollout, name):
+        return None
+    problem = f"rollout.{name}={getattr(rollout, name):g} drops groups of answers, which is not made for episodes"
+    return error("task", problem, "set it to 0")
+
+
+def _dynamic_sampling(config: Config) -> Finding | None:
+    rollout, baseline = config.rollout, config.algorithm.baseline
+    if not rollout.dynamic_sampling:
+        return None
+    problem, remedy = f"rollout.dynamic_sampling={rollout.dynamic_sampling}", "set one of them to 0"
+    if baseline is Baseline.NONE:
+        remedy = "choose another baseline, or set it to 0"
+        return error("algorithm", f"{problem} with algorithm.baseline=none: groups of equal rewards train too", remedy)
+    if not rollout.oversample:
+        return None
+    return error("batch", f"{problem} with rollout.oversample={rollout.oversample:g}: both drop groups", remedy)
+
+
 def _baseline(config: Config) -> Finding | None:
     """Every advantage would be 0."""
     baseline = config.algorithm.baseline
@@ -293,6 +316,8 @@ def _adapters(config: Config, model: HFConfig, ranks: int) -> Finding | None:
 SECTIONS: tuple[Callable[[Config], Finding | None], ...] = (
     _mini_batches,
     _oversample,
+    _episodes,
+    _dynamic_sampling,
     _baseline,
     _topk,
     _own_code,

@@ -8,7 +8,7 @@ uses them) and routes by group of MoE layers (the stage that holds the layers).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,10 @@ type Part = tuple[str, str]
 
 type LayerGroups = Sequence[Sequence[int]]
 """Numbers of MoE layers whose routes are stored, and pulled, together."""
+
+
+_BY_SEQUENCE = ("lengths", "prompt_lengths", "versions", "version_sums", "trained", "routed")
+_BY_OBJECT = ("route_bytes", "topk_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +56,10 @@ class RolloutHandle:
     """int64 `[B]`, tokens of each sequence that the policy sampled."""
     routed: np.ndarray
     """int64 `[B]`, tokens of each sequence whose experts were recorded."""
-    route_bytes: int
-    """Size of all routes; 0 when none were recorded."""
-    topk_bytes: int
-    """Size of all top-K."""
+    route_bytes: np.ndarray
+    """int64 `[objects]`, size of the routes in each; 0 when none were recorded."""
+    topk_bytes: np.ndarray
+    """int64 `[objects]`, size of the top-K in each."""
 
     @staticmethod
     def concatenate(handles: Sequence[RolloutHandle]) -> RolloutHandle:
@@ -63,7 +67,7 @@ class RolloutHandle:
         first = handles[0]
         if {(h.store, h.layer_groups) for h in handles} != {(first.store, first.layer_groups)}:
             raise ValueError("rollouts of different stores or models cannot be one")
-        arrays = ("lengths", "prompt_lengths", "versions", "version_sums", "trained", "routed")
+        arrays = (*_BY_SEQUENCE, *_BY_OBJECT)
         sizes = np.concatenate([np.diff(h.bounds) for h in handles])
         return RolloutHandle(
             store=first.store,
@@ -72,9 +76,22 @@ class RolloutHandle:
             layer_groups=first.layer_groups,
             request_ids=tuple(r for h in handles for r in h.request_ids),
             finish_reasons=tuple(r for h in handles for r in h.finish_reasons),
-            route_bytes=sum(h.route_bytes for h in handles),
-            topk_bytes=sum(h.topk_bytes for h in handles),
             **{name: np.concatenate([getattr(h, name) for h in handles]) for name in arrays},
+        )
+
+    def select(self, objects: Sequence[int]) -> RolloutHandle:
+        """The objects of these numbers, in this order."""
+        chosen = list(objects)
+        spans = [np.arange(self.bounds[number], self.bounds[number + 1]) for number in chosen]
+        rows = np.concatenate(spans) if spans else np.empty(0, dtype=np.int64)
+        return replace(
+            self,
+            keys=tuple(self.keys[number] for number in chosen),
+            bounds=np.concatenate([[0], np.cumsum([len(span) for span in spans])]).astype(np.int64),
+            request_ids=tuple(self.request_ids[row] for row in rows),
+            finish_reasons=tuple(self.finish_reasons[row] for row in rows),
+            **{name: getattr(self, name)[rows] for name in _BY_SEQUENCE},
+            **{name: getattr(self, name)[chosen] for name in _BY_OBJECT},
         )
 
     def __len__(self) -> int:
@@ -141,8 +158,8 @@ def columns_of(
         **_versions_of(batch),
         trained=aligned.trained_per_sequence,
         routed=aligned.routed_per_sequence,
-        route_bytes=0 if routes is None else routes.nbytes,
-        topk_bytes=topk.nbytes,
+        route_bytes=np.array([0 if routes is None else routes.nbytes]),
+        topk_bytes=np.array([topk.nbytes]),
     )
     return handle, columns
 

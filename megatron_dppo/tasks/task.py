@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -51,6 +51,30 @@ class Rewards:
 
     def __len__(self) -> int:
         return len(self.reward)
+
+    def select(self, rows: Sequence[int]) -> Rewards:
+        """Of these responses, in this order. The counts of what failed stay those of all."""
+        return replace(
+            self,
+            reward=self.reward[rows],
+            correct=self.correct[rows],
+            well_formed=self.well_formed[rows],
+            parts={name: scores[rows] for name, scores in self.parts.items()},
+        )
+
+    @staticmethod
+    def concatenate(several: Sequence[Rewards]) -> Rewards:
+        """Of all responses, in order."""
+        first = several[0]
+        return Rewards(
+            reward=np.concatenate([one.reward for one in several]),
+            correct=np.concatenate([one.correct for one in several]),
+            well_formed=np.concatenate([one.well_formed for one in several]),
+            verifier_errors=sum(one.verifier_errors for one in several),
+            parts={name: np.concatenate([one.parts[name] for one in several]) for name in first.parts},
+            errors={name: sum(one.errors[name] for one in several) for name in first.errors},
+            timeouts={name: sum(one.timeouts[name] for one in several) for name in first.timeouts},
+        )
 
 
 class Prompts(Protocol):

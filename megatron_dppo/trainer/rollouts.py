@@ -21,8 +21,9 @@ from megatron_dppo.rollout.seeds import TRAINING
 from megatron_dppo.rollout.start import open_rollout
 from megatron_dppo.rollout.stored import LayerGroups, RolloutHandle
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
-from megatron_dppo.tasks.task import Rewards
+from megatron_dppo.tasks.task import Prompt, Rewards
 from megatron_dppo.trainer.coordinator import RankCoordinator
+from megatron_dppo.trainer.dynamic_sampling import Groups, draw, reserve
 from megatron_dppo.trainer.episodes import play
 from megatron_dppo.trainer.requests import requests_for
 from megatron_dppo.trainer.samples import Sample, choose_samples
@@ -98,11 +99,6 @@ class RolloutCollector:
         """
         self._config, self._coordinator, self._controller = config, coordinator, controller
         self._layer_groups = layer_groups
-        if controller and config.rollout.oversample and isinstance(controller[1].task, EnvironmentTask):
-            raise UserError(
-                f"rollout.oversample={config.rollout.oversample:g} drops prompts whose answers are late, which "
-                "episodes of an environment do not allow; set it to 0"
-            )
         self._threads = ThreadPoolExecutor(1 + config.rollout.max_staleness, thread_name_prefix="rollout")
         self._begun: dict[int, Future[_Collected]] = {}
         self.samples: list[Sample] = []
@@ -148,9 +144,8 @@ class RolloutCollector:
     def release(self, experience: Experience) -> None:
         """The step's rows are no longer needed anywhere."""
         if self._controller:
-            engine, _ = self._controller
             with self._coordinator.alone():
-                engine.release(experience.handle)
+                self._controller[0].release(experience.handle)
 
     def close(self) -> None:
         """Steps that were begun and never collected are given up; the fleet's end ends their work."""
@@ -178,25 +173,30 @@ class RolloutCollector:
             rewards = episodes.rewards
             handle = engine.keep(episodes.batch, self._layer_groups)
             responses = [episodes.batch.response_ids(i) for i in range(len(episodes.batch))]
+            groups = Groups(prompts, handle, responses, rewards)
             extra["episode/turns_mean"] = float(episodes.turns.mean())
             extra["episode/environment_tokens_mean"] = float((handle.response_lengths - handle.trained).mean())
+        elif rounds := self._config.rollout.dynamic_sampling:
+            drawn = draw(
+                prompts,
+                reserve(suite.task, step, rounds, count),
+                lambda new, before: self._ask(engine, suite, step, new, before, enough=len(new)),
+                rounds=rounds,
+            )
+            if drawn.dropped:
+                engine.release(drawn.dropped)
+            groups, rewards, extra = drawn.kept, drawn.rewards, drawn.metrics
         else:
-            requests = requests_for(prompts, samples, run_seed=self._config.run.seed, step=step, stream=TRAINING)
-            enough = count if asked > count else None
-            handle = engine.generate_stored(requests, sampling, self._layer_groups, samples=samples, enough=enough)
-            came = _groups_that_came([r.request_id for r in requests], handle.request_ids, samples, count)
-            prompts = [prompts[group] for group in came]
-            # Only token ids come to the controller; log-probabilities and routes go to the ranks that train on them.
-            tokens = open_rollout(handle).token_ids()
-            responses = [ids[n:] for ids, n in zip(tokens, handle.prompt_lengths, strict=True)]
-            rewards = score_responses(suite.task, suite.tokenizer, prompts, samples, responses, handle.finish_reasons)
+            groups = self._ask(engine, suite, step, prompts, (), enough=count if asked > count else None)
+            rewards = groups.rewards
+        handle = groups.handle
         looked_at = choose_samples(
             self._config.tracking.samples,
             suite.tokenizer,
-            prompts,
+            groups.prompts,
             samples,
-            responses,
-            rewards,
+            groups.responses,
+            groups.rewards,
             handle.finish_reasons,
         )
         metrics = {
@@ -206,13 +206,40 @@ class RolloutCollector:
             "response/length_mean": float(handle.trained.mean()),
             "response/truncated_fraction": float(np.mean([reason == "length" for reason in handle.finish_reasons])),
             "reward/verifier_errors": float(rewards.verifier_errors),
-            "data/route_bytes": float(handle.route_bytes),
-            "data/topk_bytes": float(handle.topk_bytes),
+            "data/route_bytes": float(handle.route_bytes.sum()),
+            "data/topk_bytes": float(handle.topk_bytes.sum()),
             "data/tokens": float(handle.lengths.sum()),
         }
         metrics |= _part_metrics(rewards) | extra
-        experience = Experience(handle, rewards.reward.astype(np.float32), metrics)
+        experience = Experience(handle, groups.rewards.reward.astype(np.float32), metrics)
         return _Collected(experience, looked_at, time.perf_counter() - start)
+
+    def _ask(
+        self,
+        engine: RolloutFleet,
+        suite: TaskSuite,
+        step: int,
+        prompts: Sequence[Prompt],
+        before: Sequence[Prompt],
+        *,
+        enough: int | None,
+    ) -> Groups:
+        """Sample and score answers. `before` are the prompts of this step that were asked for already, `enough` see
+        `RolloutFleet.generate_stored`."""
+        assert not isinstance(suite.task, EnvironmentTask)
+        run, samples = self._config.run.seed, self._config.trainer.samples_per_prompt
+        requests = requests_for([*before, *prompts], samples, run_seed=run, step=step, stream=TRAINING)
+        requests = requests[len(before) * samples :]
+        sampling = training_sampling(self._config.rollout)
+        handle = engine.generate_stored(requests, sampling, self._layer_groups, samples=samples, enough=enough)
+        count = len(prompts) if enough is None else enough
+        came = _groups_that_came([r.request_id for r in requests], handle.request_ids, samples, count)
+        # Only token ids come to the controller; log-probabilities and routes go to the ranks that train on them.
+        tokens = open_rollout(handle).token_ids()
+        responses = [ids[n:] for ids, n in zip(tokens, handle.prompt_lengths, strict=True)]
+        answered = [prompts[group] for group in came]
+        rewards = score_responses(suite.task, suite.tokenizer, answered, samples, responses, handle.finish_reasons)
+        return Groups(answered, handle, responses, rewards)
 
 
 def _groups_that_came(asked: Sequence[str], came: Sequence[str], samples: int, count: int) -> list[int]:

@@ -31,6 +31,22 @@ FAULTS: dict[str, tuple[list[str], str, str]] = {
         "batch",
         "rollout.oversample=0.01 of trainer.prompts_per_step=8 is less than one prompt more; raise it, or set it to 0",
     ),
+    "episodes that are dropped": (
+        ["task.kind=environment", "task.environment={name: x}", "rollout.dynamic_sampling=4"],
+        "task",
+        "rollout.dynamic_sampling=4 drops groups of answers, which is not made for episodes; set it to 0",
+    ),
+    "equal groups without a baseline": (
+        ["rollout.dynamic_sampling=4", "algorithm.baseline=none"],
+        "algorithm",
+        "rollout.dynamic_sampling=4 with algorithm.baseline=none: groups of equal rewards train too; choose another "
+        "baseline, or set it to 0",
+    ),
+    "two that drop groups": (
+        ["rollout.dynamic_sampling=4", "rollout.oversample=0.5"],
+        "batch",
+        "rollout.dynamic_sampling=4 with rollout.oversample=0.5: both drop groups; set one of them to 0",
+    ),
     "one answer": (
         ["trainer.samples_per_prompt=1"],
         "algorithm",
