@@ -46,6 +46,9 @@ class TaskConfig(ConfigModel):
     chat_template: bool = True
     """Wrap the messages by the tokenizer's chat template, with the opening of the assistant's turn. If false, the
     system prompt and the message are tokenized as plain text (for base models)."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """What else the chat template is given, for example `{enable_thinking: false}` (Qwen3). A name that the template
+    does not read is refused."""
     date: datetime.date | None = None
     """Of the clock that a chat template may ask (Llama 3 shows the date). When absent the day on which the run or the
     evaluation began, also when it goes on later."""
@@ -79,6 +82,8 @@ class TaskConfig(ConfigModel):
         for kind in ("data", "environment"):
             if (self.kind == kind) != (getattr(self, kind) is not None):
                 raise ValueError(f"task.kind={kind} and the section task.{kind} go together; set both or neither")
+        if self.chat_template_kwargs and not self.chat_template:
+            raise ValueError("task.chat_template=false uses no chat_template_kwargs; leave them out")
         if self.kind == "environment" and self.rewards:
             raise ValueError("an environment gives its own rewards; task.rewards must be empty")
         return self

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import datetime
 import functools
+import inspect
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jinja2
 import numpy as np
+from jinja2 import meta
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.errors import UserError
@@ -59,8 +64,8 @@ def encode_prompt(
             f"task.chat_template is true, but the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat "
             "template; set task.chat_template=false or use a model that has one"
         )
-    _check_opening(tokenizer)
-    text = render(tokenizer, complete, date=config.date)
+    _check_template(tokenizer, json.dumps(config.chat_template_kwargs))
+    text = render(tokenizer, complete, date=config.date, given=config.chat_template_kwargs)
     # The template writes whatever special tokens belong in front, so the tokenizer must not add its own.
     return encode_text(tokenizer, text), text.replace(_SPLIT, "")
 
@@ -71,13 +76,14 @@ def render(
     *,
     date: datetime.date | None = None,
     opening: bool = True,
+    given: Mapping[str, Any] | None = None,
 ) -> str:
-    """The chat template on `messages`, `opening` the assistant's turn; a clock that it asks stands at the beginning of
-    `date` (today). Raises UserError with the template's reason."""
+    """The chat template on `messages` and whatever else it is `given`, `opening` the assistant's turn; a clock that it
+    asks stands at the beginning of `date` (today). Raises UserError with the template's reason."""
     now = datetime.datetime.combine(date or datetime.date.today(), datetime.time())
     how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": opening, "strftime_now": now.strftime}
     try:
-        return str(tokenizer.apply_chat_template([dict(message) for message in messages], **how))
+        return str(tokenizer.apply_chat_template([dict(message) for message in messages], **how, **(given or {})))
     except Exception as error:  # a template is a program: it raises what it likes
         roles = ", ".join(message["role"] for message in messages)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -125,13 +131,39 @@ _SAID = "THE ASSISTANT SAID THIS"
 
 
 @functools.lru_cache(maxsize=8)
-def _check_opening(tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_template(tokenizer: PreTrainedTokenizerBase, kwargs: str) -> None:
+    """`kwargs`: JSON of `task.chat_template_kwargs`. Raises UserError for one that the template does not read, and for
+    a template that leaves out the opening of the assistant's turn."""
+    given = json.loads(kwargs)
+    own = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"tools", "documents"}
+    for name in given:
+        if name in own | {"strftime_now", "messages"}:
+            raise UserError(f"task.chat_template_kwargs has {name}, which is set here; leave it out")
+        if name not in (read := _variables(tokenizer)):
+            raise UserError(
+                f"task.chat_template_kwargs has {name}, which the tokenizer's chat template does not read (it reads "
+                f"{', '.join(sorted(read)) or 'nothing'}); leave it out"
+            )
+    _check_opening(tokenizer, given)
+
+
+def _variables(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Names that a chat template reads and does not set itself."""
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    template = re.sub(r"{%-? *(end)?generation *-?%}", "", tokenizer.get_chat_template())  # transformers' own tag
+    try:
+        return meta.find_undeclared_variables(environment.parse(template))
+    except jinja2.TemplateError as error:
+        raise UserError(f"the tokenizer's chat template cannot be read: {error}; use another") from None
+
+
+def _check_opening(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> None:
     """Some templates know no `add_generation_prompt`. That is right where nothing stands between the user's turn and
     the assistant's words, as in `[INST] ... [/INST]`; elsewhere the model would go on with the user's turn."""
     asked = [{"role": "user", "content": "?"}]
     try:
-        opened, closed = render(tokenizer, asked), render(tokenizer, asked, opening=False)
-        answered = render(tokenizer, [*asked, {"role": "assistant", "content": _SAID}], opening=False)
+        opened, closed = (render(tokenizer, asked, opening=opening, given=given) for opening in (True, False))
+        answered = render(tokenizer, [*asked, {"role": "assistant", "content": _SAID}], opening=False, given=given)
     except UserError:
         return  # a template that takes no such conversation; the rows will say what it refuses
     opening = answered.partition(_SAID)[0].removeprefix(opened)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -11,8 +12,11 @@ from examples.tiny_moe_dppo.model import byte_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.config import TaskConfig
+from megatron_dppo.tasks.data_task import data_grader
 from megatron_dppo.tasks.environments.turns import TurnEncoder
 from megatron_dppo.tasks.prompting import encode_prompt
+from megatron_dppo.tasks.rewards.pool import LocalVerifierPool
+from megatron_dppo.tasks.task import Prompt
 
 CHAT, PLAIN = TaskConfig(), TaskConfig(chat_template=False)
 
@@ -122,3 +126,61 @@ def test_references_that_no_answer_can_meet_are_named_and_kept(tmp_path, own):
     assert f"2 references that no answer can meet: {path}, line 2 ('\\\\frac{{1}}{{'); {path}, line 5 ('?')" in report
     words = build_task(TaskConfig(kind="data", data={"path": str(path)}, rewards=[{"kind": "exact-match"}]), own)
     assert "no answer can meet" not in "\n".join(words.report())
+
+
+THINKS = (  # as Qwen3's: thinking is on unless it is switched off, and then an empty one stands in the prompt
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+def test_what_the_template_is_given_besides(own):
+    own.chat_template = THINKS
+    asked = "<|user|>1 + 1<|end|><|assistant|>"
+    for given, text in (({}, asked), ({"enable_thinking": True}, asked), ({"enable_thinking": False}, None)):
+        config = TaskConfig(chat_template_kwargs=given)
+        ids, spelled = encode_prompt(config, own, "1 + 1")
+        assert spelled == (text or asked + "<think>\n\n</think>\n\n")
+        assert own.decode(ids) == spelled
+        between = own.decode(TurnEncoder(config, own).between("go on", last_sampled=-1))
+        assert between == "<|end|><|user|>go on<|end|>" + spelled.removeprefix("<|user|>1 + 1<|end|>")
+
+
+def test_thinking_on_and_off_is_graded_alike(own):
+    """Off, the model answers at once; on, what it thinks does not count, and who does not end it has no answer."""
+    own.chat_template = THINKS
+    for thinking in (True, False):
+        data = {"path": "sums.jsonl"}
+        config = TaskConfig(kind="data", data=data, chat_template_kwargs={"enable_thinking": thinking})
+        ids, text = encode_prompt(config, own, "1 + 1")
+        prompt = Prompt(index=0, prompt_ids=ids, text=text, question="1 + 1", answer="2")
+        grader = data_grader(config, 100, LocalVerifierPool)
+        answers = ["\\boxed{2}", "<think>\\boxed{3}</think>\\boxed{2}", "<think>so \\boxed{2}"]
+        rewards = grader.score([prompt] * 3, answers, [1] * 3, ["stop"] * 3)
+        grader.close()
+        assert rewards.reward.tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (
+            {"enable_thinkng": False},
+            "has enable_thinkng, which the tokenizer's chat template does not read (it reads add_",
+        ),
+        ({"add_generation_prompt": False}, "has add_generation_prompt, which is set here"),
+        ({"tokenize": True}, "has tokenize, which is set here"),
+        ({"strftime_now": "x"}, "has strftime_now, which is set here"),
+        ({"messages": []}, "has messages, which is set here"),
+    ],
+)
+def test_what_a_template_is_not_given(own, given, reason):
+    own.chat_template = THINKS
+    with pytest.raises(UserError, match=re.escape(reason)):
+        encode_prompt(TaskConfig(chat_template_kwargs=given), own, "1 + 1")
+
+
+def test_no_template_is_given_nothing():
+    with pytest.raises(ValueError, match="uses no chat_template_kwargs"):
+        TaskConfig(chat_template=False, chat_template_kwargs={"enable_thinking": False})

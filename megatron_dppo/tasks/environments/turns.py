@@ -18,6 +18,7 @@ class TurnEncoder:
 
     def __init__(self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._chat, self._tokenizer, self._date = config.chat_template, tokenizer, config.date
+        self._given = config.chat_template_kwargs
 
     def between(self, observation: str, last_sampled: int) -> np.ndarray:
         """Token ids int32 to put after a turn that ended with the token `last_sampled`.
@@ -34,7 +35,7 @@ class TurnEncoder:
             {"role": "assistant", "content": _MARK},
             {"role": "user", "content": observation},
         ]
-        text = render(self._tokenizer, messages, date=self._date)
+        text = render(self._tokenizer, messages, date=self._date, given=self._given)
         _, mark, after = text.partition(_MARK)
         if not mark or _MARK in after:
             raise UserError(
