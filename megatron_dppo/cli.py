@@ -76,6 +76,13 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "-o", "--out", type=Path, help="folder for the answers (default: evaluation/ and MODEL's name)"
     )
+    evaluate.add_argument(
+        "--keep",
+        nargs=2,
+        type=float,
+        metavar=("FROM", "TO"),
+        help="write the questions whose fraction of right answers lies there to OUT/NAME.kept.jsonl, to train on",
+    )
     evaluate.set_defaults(run=_evaluate)
 
     convert = commands.add_parser("convert", help="convert a checkpoint between Hugging Face and Megatron-Core")
@@ -147,7 +154,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     overrides = [one for one in arguments.data if _OVERRIDE.match(one)]
     data = [one for one in arguments.data if not _OVERRIDE.match(one)]
     out = arguments.out or Path("evaluation") / arguments.model.resolve().name
-    return evaluate_model(arguments.model, evaluate_config(data, arguments.config, overrides), out)
+    keep = tuple(arguments.keep) if arguments.keep else None
+    return evaluate_model(arguments.model, evaluate_config(data, arguments.config, overrides), out, keep=keep)
 
 
 def _plot(arguments: argparse.Namespace) -> int:

@@ -54,17 +54,22 @@ class AnswerFile:
         return all((prompt, sample) in self._answers for sample in range(samples))
 
     def answers(self, prompt: int, samples: int) -> list[Answer]:
-        """A question's answers, in order."""
+        """A question's answers, in order, without what they say: that is on disk."""
         return [self._answers[prompt, sample] for sample in range(samples)]
 
     def add(self, answers: Iterable[Answer]) -> None:
         """Write answers; they count from now on."""
         made = list(answers)
         self._write([dataclasses.asdict(answer) for answer in made])
-        self._answers |= {(answer.prompt, answer.sample): answer for answer in made}
+        for answer in made:
+            self._remember(answer)
 
     def close(self) -> None:
         self._file.close()
+
+    def _remember(self, answer: Answer) -> None:
+        """Half a million long responses would not fit in memory."""
+        self._answers[answer.prompt, answer.sample] = dataclasses.replace(answer, response="")
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         self._file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -83,8 +88,7 @@ class AnswerFile:
                     if number == 1:
                         self._check(row["settings"], settings)
                     else:
-                        answer = Answer(**row)
-                        self._answers[answer.prompt, answer.sample] = answer
+                        self._remember(Answer(**row))
                 except (ValueError, TypeError, KeyError, RecursionError) as error:
                     raise UserError(f"{self.path}, line {number}: not an answer of an evaluation: {error!r}") from error
                 whole += len(line)

@@ -66,12 +66,16 @@ def evaluate_config(data: Sequence[str], config_file: Path | None, overrides: Se
     return build_config(EvaluateConfig, sections, overrides, where=str(config_file or "the defaults"))
 
 
-def evaluate_model(model: Path, config: EvaluateConfig, out: Path) -> int:
+def evaluate_model(model: Path, config: EvaluateConfig, out: Path, *, keep: tuple[float, float] | None = None) -> int:
     """Sample answers to every question of every set, score them and print the table. Returns the exit code.
 
     Each set's answers go to `out/NAME.jsonl` as they come; what is there already, of the same model and settings, is
-    not sampled again, so an evaluation that was stopped goes on. `out/summary.json` has the metrics.
+    not sampled again, so an evaluation that was stopped goes on. `out/summary.json` has the metrics. With `keep` (from,
+    to) the questions of which the model answers a fraction in between, ends included, are written to
+    `out/NAME.kept.jsonl`, as a file of questions to train on.
     """
+    if keep is not None and not 0 <= keep[0] <= keep[1] <= 1:
+        raise UserError(f"--keep {keep[0]:g} {keep[1]:g}: give two fractions from 0 to 1, the smaller first")
     if not (model / "config.json").is_file():
         raise UserError(f"{model}: holds no Hugging Face model (config.json)")
     require_unchanged(model, which=lambda name: not name.endswith(WEIGHTS))
@@ -110,6 +114,8 @@ def evaluate_model(model: Path, config: EvaluateConfig, out: Path) -> int:
                 _answer_all(engine, tokenizer, config, one, file, prompts, console)
         results = {one.name: _metrics(one, file) for one, file in zip(sets, files, strict=True)}
         (out / "summary.json").write_text(json.dumps(results, indent=2) + "\n")
+        for one, file in zip(sets, files, strict=True) if keep is not None else ():
+            console.print(_keep(one, file, keep), markup=False, soft_wrap=True)
     console.print(_table(model, sets, results))
     console.print(f"answers and summary: {out}", markup=False, soft_wrap=True)
     return 0
@@ -157,6 +163,22 @@ def _metrics(one: EvaluationSet, file: AnswerFile) -> dict[str, float]:
         "response_length": float(np.mean([given.tokens for given in flat])),
         "truncated_fraction": float(np.mean([given.finish_reason == "length" for given in flat])),
     }
+
+
+def _keep(one: EvaluationSet, file: AnswerFile, band: tuple[float, float]) -> str:
+    """Write the questions whose pass rate lies in `band`; returns a line for people."""
+    target = file.path.with_suffix(".kept.jsonl")
+    rows = []
+    for prompt in one.prompts:
+        rate = float(np.mean([given.correct for given in file.answers(prompt.index, one.samples)]))
+        if band[0] <= rate <= band[1]:
+            accepted = [prompt.answer, *prompt.also_accepted]
+            reference = accepted if prompt.also_accepted else prompt.answer
+            rows.append(json.dumps({"problem": prompt.question, "answer": reference, "pass_rate": rate}) + "\n")
+    partial = target.with_name(f".{target.name}.incomplete")
+    write_synced(partial, "".join(rows))
+    partial.replace(target)
+    return f"{one.name}: {len(rows)} of {len(one.prompts)} questions kept: {target}"
 
 
 def _table(model: Path, sets: Sequence[EvaluationSet], results: dict[str, dict[str, float]]) -> Table:

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +18,9 @@ from examples.tiny_moe_dppo.model import byte_tokenizer, random_tiny_qwen3_moe, 
 from megatron_dppo.checkpoint.checksums import write_checksums
 from megatron_dppo.cli import main
 from megatron_dppo.errors import UserError
+from megatron_dppo.tasks.config import TaskConfig
+from megatron_dppo.tasks.data.config import DataConfig
+from megatron_dppo.tasks.data_task import load_prompts
 from megatron_dppo.trainer.answers import Answer, AnswerFile
 from megatron_dppo.trainer.evaluate_model import evaluate_config, evaluate_model
 from megatron_dppo.trainer.evaluation import pass_at_k
@@ -75,6 +85,50 @@ def test_two_sets_then_going_on(folder, capsys):
     assert "holds answers of another evaluation (weights changed)" in capsys.readouterr().err
 
 
+@pytest.mark.full
+def test_questions_that_a_model_answers_now_and_then(folder, tmp_path, capsys):
+    """The kept set equals a recount; broken off in the middle and started again, it is the same file."""
+    files = {}
+    for name in ("whole", "killed"):
+        out = tmp_path / name
+        arguments = [
+            "evaluate",
+            str(folder / "model"),
+            str(folder / "aime.jsonl"),
+            "--config",
+            str(folder / "run.yaml"),
+        ]
+        arguments += ["evaluation.samples=8", "--keep", "0.5", "0.75", "--out", str(out)]
+        if name == "killed":
+            command = [sys.executable, "-m", "megatron_dppo.cli", *arguments]
+            process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+            while not (out / "aime.jsonl").exists() or (out / "aime.jsonl").read_bytes().count(b"\n") < 9:
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            assert not (out / "aime.kept.jsonl").exists()
+        assert main(arguments) == 0
+        files[name] = (out / "aime.kept.jsonl").read_text()
+        answers = [json.loads(line) for line in (out / "aime.jsonl").read_text().splitlines()[1:]]
+        right = Counter(a["prompt"] for a in answers if a["correct"])
+        expected = [row for i, row in enumerate(AIME) if 4 <= right[i] <= 6]
+        kept = [json.loads(line) for line in files[name].splitlines()]
+        assert [(row["problem"], row["answer"]) for row in kept] == [(r["problem"], r["answer"]) for r in expected]
+        assert f"aime: {len(kept)} of 5 questions kept" in capsys.readouterr().out
+        assert 0 < len(kept) < 5
+    assert files["whole"] == files["killed"]
+    rows = load_prompts(TaskConfig(kind="data", data={"path": "x"}), DataConfig(path=str(out / "aime.kept.jsonl")),
+                        byte_tokenizer(), 64)[0]  # fmt: skip
+    assert [(prompt.question, prompt.answer) for prompt in rows] == [(row["problem"], row["answer"]) for row in kept]
+
+
+def test_a_band_that_is_none(folder, capsys):
+    arguments = ["evaluate", str(folder / "model"), str(folder / "aime.jsonl"), "--out", str(folder / "band")]
+    assert main([*arguments, "--keep", "0.8", "0.2"]) == 2
+    assert "--keep 0.8 0.2: give two fractions from 0 to 1, the smaller first" in capsys.readouterr().err
+
+
 def answer(prompt: int, sample: int) -> Answer:
     return Answer(
         prompt=prompt, sample=sample, correct=True, well_formed=True, tokens=3, finish_reason="stop", response="ä\n"
@@ -92,7 +146,7 @@ def test_a_torn_line_is_dropped_and_written_again(tmp_path):
         assert file.has(0, 2)
         assert not file.has(1, 2)
         file.add([answer(1, 1)])
-        assert file.answers(1, 2) == [answer(1, 0), answer(1, 1)]
+        assert file.answers(1, 2) == [replace(answer(1, j), response="") for j in range(2)]
     assert path.read_bytes() == whole
     path.write_bytes(whole + bytes(4096) + b'"tokens": 3}\n')  # as a power cut may leave the next answers
     with AnswerFile(path, {"seed": 0}) as file:
