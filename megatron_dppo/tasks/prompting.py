@@ -111,20 +111,36 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     return tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, in_front: bool = False) -> np.ndarray:
+def encode_text(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, in_front: bool = False, continues: bool = False
+) -> np.ndarray:
     """Token ids int32 of `text`, cut where `split_special` marked it; `in_front` after what the tokenizer puts before a
-    text of its own accord. Raises UserError for text that is no Unicode."""
+    text of its own accord, or as what `continues` a text. Raises UserError for text that is no Unicode."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise UserError("the prompt holds half of a surrogate pair; write the whole character") from None
     first, *rest = text.split(_SPLIT)
-    begin = tokenizer.encode(first, add_special_tokens=in_front)
+    if continues:
+        begin = _continued(tokenizer, first)
+    else:
+        begin = tokenizer.encode(first, add_special_tokens=in_front)
     # The response goes on where the text ends: a tokenizer that closes every text would end it there.
     if in_front and begin and begin[-1] == tokenizer.eos_token_id and not first.endswith(str(tokenizer.eos_token)):
         begin = begin[:-1]
-    parts = [begin, *(tokenizer.encode(part, add_special_tokens=False) for part in rest)]
+    parts = [begin, *(_continued(tokenizer, part) for part in rest)]
     return np.concatenate([np.asarray(part, dtype=np.int32) for part in parts])
+
+
+def _continued(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of a text that goes on after another. Tokenizers of SentencePiece's kind (Llama 2) begin every text with a
+    blank that it does not have; behind a line break, a token of its own to them, there is none."""
+    plain: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    broken: list[int] = tokenizer.encode("\n", add_special_tokens=False)
+    if tokenizer.convert_ids_to_tokens(broken[:1]) != ["\N{LOWER ONE EIGHTH BLOCK}"]:
+        return plain
+    behind: list[int] = tokenizer.encode(f"\n{text}", add_special_tokens=False)
+    return behind[len(broken) :] if behind[: len(broken)] == broken else plain
 
 
 _SAID = "THE ASSISTANT SAID THIS"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_dppo.errors import UserError
 
-_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model")
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -18,6 +19,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise UserError(
             f"{folder} has no tokenizer (none of {', '.join(_FILES)}); copy the tokenizer's files from where the "
             "weights came from"
+        )
+    if not any((folder / name).is_file() for name in _FILES[:2]) and importlib.util.find_spec("sentencepiece") is None:
+        raise UserError(
+            f"{folder} has its tokenizer in SentencePiece's format only, and sentencepiece is not installed; "
+            "`uv pip install megatron-dppo[sentencepiece]`"
         )
     try:
         return AutoTokenizer.from_pretrained(folder)

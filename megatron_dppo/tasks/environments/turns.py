@@ -29,7 +29,7 @@ class TurnEncoder:
         """
         observation = split_special(self._tokenizer, observation)
         if not self._chat:
-            return encode_text(self._tokenizer, f"\n{observation}\n")
+            return encode_text(self._tokenizer, f"\n{observation}\n", continues=True)
         messages = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": _MARK},
@@ -42,5 +42,5 @@ class TurnEncoder:
                 "the tokenizer's chat template does not show an assistant's message as it is, so a conversation cannot "
                 "be continued; use another template or task.chat_template=false"
             )
-        ids = encode_text(self._tokenizer, after)
+        ids = encode_text(self._tokenizer, after, continues=True)
         return ids[1:] if len(ids) and ids[0] == last_sampled else ids
