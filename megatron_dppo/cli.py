@@ -1,4 +1,4 @@
-"""The command line: `megatron-dppo train | evaluate | convert | plot | plan | doctor`.
+"""The command line: `megatron-dppo train | evaluate | convert | plot | report | plan | doctor`.
 
 Heavy imports happen inside the commands.
 """
@@ -133,6 +133,12 @@ def _parser() -> argparse.ArgumentParser:
         help="rollout probabilities that --objective draws (0.01 0.5 0.95)",
     )
     plot.set_defaults(run=_plot)
+
+    report = commands.add_parser("report", help="write one HTML page about one or several runs")
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    report.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="file to write (%(default)s)")
+    report.add_argument("--title", default="")
+    report.set_defaults(run=_report)
     return parser
 
 
@@ -158,6 +164,23 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     return evaluate_model(arguments.model, evaluate_config(data, arguments.config, overrides), out, keep=keep)
 
 
+def _labelled(runs: Sequence[Path]) -> dict[str, Path]:
+    """Runs by the names of their folders, or by their paths where two are named alike."""
+    labels = [run.parent.name if run.is_file() else run.resolve().name for run in runs]
+    if len(set(labels)) < len(labels):
+        labels = [str(run) for run in runs]
+    return dict(zip(labels, runs, strict=True))
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from megatron_dppo.trainer.report import write_report
+
+    folders = {label: run.parent if run.is_file() else run for label, run in _labelled(arguments.runs).items()}
+    write_report(folders, arguments.output, title=arguments.title)
+    print(arguments.output)
+    return 0
+
+
 def _plot(arguments: argparse.Namespace) -> int:
     from megatron_dppo.trainer.history import History
     from megatron_dppo.trainer.mismatch import Mismatch, plot_mismatch
@@ -171,10 +194,7 @@ def _plot(arguments: argparse.Namespace) -> int:
         plot_objectives(arguments.objective, arguments.mu, arguments.output, title=arguments.title)
         print(arguments.output)
         return 0
-    labels = [run.parent.name if run.is_file() else run.resolve().name for run in arguments.runs]
-    if len(set(labels)) < len(labels):
-        labels = [str(run) for run in arguments.runs]
-    named = dict(zip(labels, arguments.runs, strict=True))
+    named = _labelled(arguments.runs)
     if arguments.mismatch:
         folders = {label: run.parent if run.is_file() else run for label, run in named.items()}
         plot_mismatch(

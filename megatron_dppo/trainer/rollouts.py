@@ -46,14 +46,8 @@ class Experience:
         """Advantages over the answers to each prompt, and the mini-batches in prompt order. `penalties` `[B]` are
         subtracted from the rewards, before the baseline."""
         samples, per_batch = config.trainer.samples_per_prompt, config.trainer.prompts_per_mini_batch
-        groups = np.arange(len(self.rewards)) // samples
         rewards = self.rewards if penalties is None else (self.rewards - penalties).astype(np.float32)
-        advantages = group_advantages(
-            torch.from_numpy(rewards),
-            torch.from_numpy(groups),
-            baseline=config.algorithm.baseline,
-            normalize_std=config.algorithm.divide_by_std,
-        )
+        advantages = _advantages(config, rewards)
         sequences = list(np.arange(len(self.rewards)).reshape(-1, per_batch * samples))
         if config.algorithm.overlong_filter:
             whole = np.array([reason != "length" for reason in self.handle.finish_reasons])
@@ -64,7 +58,7 @@ class Experience:
                     f"rollout.max_response_tokens={config.rollout.max_response_tokens}; raise that, or set the filter "
                     "off"
                 )
-        return TrainingSignal(advantages.numpy(), self.rewards, sequences, config.trainer.ppo_epochs)
+        return TrainingSignal(advantages, self.rewards, sequences, config.trainer.ppo_epochs)
 
 
 @dataclass(frozen=True)
@@ -197,6 +191,7 @@ class RolloutCollector:
             samples,
             groups.responses,
             groups.rewards,
+            _advantages(self._config, groups.rewards.reward),
             handle.finish_reasons,
         )
         metrics = {
@@ -240,6 +235,16 @@ class RolloutCollector:
         answered = [prompts[group] for group in came]
         rewards = score_responses(suite.task, suite.tokenizer, answered, samples, responses, handle.finish_reasons)
         return Groups(answered, handle, responses, rewards)
+
+
+def _advantages(config: Config, rewards: np.ndarray) -> np.ndarray:
+    """float32 `[B]`, over the answers to each prompt."""
+    return group_advantages(
+        torch.from_numpy(rewards),
+        torch.from_numpy(np.arange(len(rewards)) // config.trainer.samples_per_prompt),
+        baseline=config.algorithm.baseline,
+        normalize_std=config.algorithm.divide_by_std,
+    ).numpy()
 
 
 def _groups_that_came(asked: Sequence[str], came: Sequence[str], samples: int, count: int) -> list[int]:

@@ -22,7 +22,12 @@ class Sample:
     prompt: str
     response: str
     reference: str
+    pieces: list[str]
+    """`response`, token by token; a token that is part of a character shows as a replacement mark. Not written to disk
+    where the response holds a secret."""
     reward: float
+    advantage: float
+    """Without the penalty of a KL in the reward, which is not known yet."""
     parts: dict[str, float]
     correct: bool
     tokens: int
@@ -39,6 +44,7 @@ def choose_samples(
     samples: int,
     responses: Sequence[np.ndarray],
     rewards: Rewards,
+    advantages: np.ndarray,
     finish_reasons: Sequence[str],
 ) -> list[Sample]:
     """The first answer to each of the first `count` prompts; more answers to them where there are fewer prompts."""
@@ -48,7 +54,9 @@ def choose_samples(
             prompt=prompts[i // samples].text,
             response=tokenizer.decode(responses[i], skip_special_tokens=False),
             reference=prompts[i // samples].answer,
+            pieces=[tokenizer.decode([token], skip_special_tokens=False) for token in responses[i]],
             reward=float(rewards.reward[i]),
+            advantage=float(advantages[i]),
             parts={name: float(scores[i]) for name, scores in rewards.parts.items()},
             correct=bool(rewards.correct[i]),
             tokens=len(responses[i]),

@@ -78,7 +78,13 @@ class Tracker:
         """Append answers to `samples.jsonl`, without secrets (a system prompt may hold one); TensorBoard has them as
         text."""
         samples = [
-            dataclasses.replace(s, prompt=redact(s.prompt), response=redact(s.response), reference=redact(s.reference))
+            dataclasses.replace(
+                s,
+                prompt=redact(s.prompt),
+                response=redact(s.response),
+                pieces=s.pieces if redact(s.response) == s.response else [],  # a secret is not seen in its parts
+                reference=redact(s.reference),
+            )
             for s in samples
         ]
         self._append(SAMPLES_FILE, [{"step": step, **sample.row()} for sample in samples])

@@ -168,7 +168,7 @@ def test_no_sink_has_it(config_file: Path, tmp_path: Path, monkeypatch: pytest.M
     print(f"of the terminal: {VALUE}")
     sample = Sample(
         prompt=f"{config.task.system_prompt} 1+1", response=f"<think>{OTHER}", reference=VALUE, reward=0.0, parts={},
-        correct=False, tokens=1, finish_reason="stop",
+        correct=False, tokens=1, finish_reason="stop", advantage=0.0, pieces=["<think>", *OTHER],
     )  # fmt: skip
     with logging_to(folder, 0), Tracker(folder, sinks=[service]) as tracker:
         logging.getLogger("megatron_dppo").info("with %r", config.task)
@@ -178,6 +178,7 @@ def test_no_sink_has_it(config_file: Path, tmp_path: Path, monkeypatch: pytest.M
             logging.getLogger("elsewhere").exception("failed")
         tracker.log(1, {"reward/mean": 0.5})
         tracker.samples(1, [sample])
+    assert json.loads((folder / "samples.jsonl").read_text())["pieces"] == []
     written = [file for file in folder.rglob("*") if file.is_file()]
     kinds = {file.suffix for file in written}
     assert {".yaml", ".jsonl", ".wandb"} <= kinds

@@ -73,12 +73,14 @@ def test_samples_and_blocked_tokens(tmp_path: Path) -> None:
     rewards = Rewards(
         reward=scores, correct=scores >= 1, well_formed=scores >= 0, parts={"exact-match": scores, "format": scores}
     )
-    chosen = choose_samples(3, tokenizer, prompts, 2, responses, rewards, ["stop"] * 4)
+    chosen = choose_samples(3, tokenizer, prompts, 2, responses, rewards, scores - 0.5, ["stop"] * 4)
     assert [(s.prompt, s.response, s.reward) for s in chosen] == [
         ("Q0", "a0\n<|end|>", 0.0),
         ("Q1", "a2\n<|end|>", 0.5),
         ("Q0", "a1\n<|end|>", 1.0),
     ]
+    assert [s.advantage for s in chosen] == [-0.5, 0.0, 0.5]
+    assert chosen[2].pieces == ["a", "1", "\n", "<|end|>"]
     with Tracker(tmp_path) as tracker:
         tracker.samples(2, chosen)
         tracker.masked_tokens(2, spelled({"positive": [(tokenizer.encode("7")[0], 3)], "negative": []}, tokenizer))

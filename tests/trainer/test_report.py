@@ -1,0 +1,123 @@
+"""A run as a page: what is in it, that it needs nothing from elsewhere, and how a browser sees it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_dppo.cli import main
+from megatron_dppo.errors import UserError
+from megatron_dppo.trainer.mismatch import Mismatch
+from megatron_dppo.trainer.report import write_report
+from megatron_dppo.trainer.samples import Sample
+from megatron_dppo.trainer.tracking import Tracker
+
+HOSTILE = "<script>alert(1)</script>"
+
+
+def made_up(folder: Path, seed: int) -> Path:
+    """What a run leaves in its folder."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text(f"run: {{dir: {folder}, seed: {seed}}}\nrollout: {{temperature: 1.0}}\n")
+    answers = [
+        Sample(prompt="1 + 1", response=f"2{HOSTILE}", pieces=["2", HOSTILE], reference="2", reward=1.0, advantage=0.75,
+               parts={}, correct=True, tokens=2, finish_reason="stop"),
+        Sample(prompt="1 + 2", response="45", pieces=["4", "5"], reference="3", reward=0.0, advantage=-0.25, parts={},
+               correct=False, tokens=2, finish_reason="length"),
+    ]  # fmt: skip
+    with Tracker(folder) as tracker:
+        for step in range(1, 6):
+            values = {"reward/mean": step / 8 + seed, "time/rollout_s": 2.0, "time/train_s": 3.0, "time/sync_s": 0.5}
+            tracker.log(step, values | {"policy/entropy": float("nan") if step == 3 else 1.0})
+        tracker.log(5, {"eval/accuracy": 0.625})
+        tracker.samples(2, answers[:1])
+        tracker.samples(4, answers)
+        for step in (2, 4):
+            tracker.masked_tokens(step, {"positive": [("so", 3)], "negative": [("<b>", 2), ("so", 1)]})
+    log_mu = np.log(np.linspace(0.01, 1, 50)).astype(np.float32)
+    Mismatch(log_mu, log_mu + np.float32(1e-3), log_mu).write(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("report")
+    runs = [made_up(root / "first", 0), made_up(root / "second", 7)]
+    assert main(["report", *map(str, runs), "-o", str(root / "out/page.html"), "--title", "two <runs>"]) == 0
+    return root / "out/page.html"
+
+
+def own(page: Path) -> str:
+    """The page without the drawing library, which names addresses that nothing asks for."""
+    text = page.read_text(encoding="utf-8")
+    library, rest = text.split("</script></head>")
+    assert "plotly.js v" in library
+    return rest
+
+
+def test_the_page_holds_what_the_runs_logged(page: Path) -> None:
+    text = own(page)
+    assert "<h1>two &lt;runs&gt;</h1>" in text
+    for section in ("Curves", "Mismatch", "Time of a step", "Answers", "Tokens that the trust", "Configurations"):
+        assert f"<h2>{section}" in text
+    assert '"y":[0.125,0.25,0.375,0.5,0.625]' in text
+    assert '"y":[7.125,7.25,7.375,7.5,7.625]' in text
+    assert '"y":[1.0,1.0,null,1.0,1.0]' in text
+    assert text.count('"name":"first, held-out"') == 1
+    assert text.count('"y":[3.0,3.0,3.0,3.0,3.0]') == 2  # the training of either run
+    assert "not logged" not in text
+
+
+def test_answers_have_their_tokens_on_the_colour_of_their_advantage(page: Path) -> None:
+    text = own(page)
+    assert text.count("<h3>first, step 4</h3>") == 1
+    assert text.count('<span class="token"') == 2 * 4
+    assert text.count('<span class="token" style="background:rgba(44,160,44,0.50)">') == 2 * 2
+    assert text.count('<span class="token" style="background:rgba(214,39,40,0.17)">') == 2 * 2
+    assert HOSTILE not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert re.search(r"A &lt; 0<td><code>&#x27;&lt;b&gt;&#x27;</code> 4, <code>&#x27;so&#x27;</code> 2", text)
+
+
+def test_of_several_runs_the_settings_that_differ_are_shown(page: Path) -> None:
+    text = own(page)
+    assert "2 of 3 settings differ" in text
+    assert "<tr><td>run.seed<td>0<td>7</tr>" in text
+    assert "rollout.temperature" not in text
+
+
+def test_nothing_comes_from_elsewhere(page: Path) -> None:
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//|url\(|@import|<link|<iframe""", own(page))
+
+
+def test_runs_without_some_of_the_files(tmp_path: Path) -> None:
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    with Tracker(folder) as tracker:
+        tracker.log(1, {"reward/mean": 0.5})
+    write_report({"bare": folder}, tmp_path / "page.html")
+    text = own(tmp_path / "page.html")
+    for reason in ("trainer.parity_check", "tracking.samples_every", "no run has its config.yaml"):
+        assert reason in text
+    with pytest.raises(UserError, match="no such file; give a metrics file or the folder of a run"):
+        write_report({"none": tmp_path / "none"}, tmp_path / "page.html")
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_a_browser_draws_it(page: Path, tmp_path: Path) -> None:
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+    command += ["--virtual-time-budget=10000", "--dump-dom", page.as_uri()]
+    drawn = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    body = drawn.split("</head>")[1]
+    # reward, accuracy on held-out prompts and entropy; the mismatch; a picture of the phases for either run
+    assert body.count('class="plot-container plotly"') == 3 + 1 + 2
+    assert body.count('class="main-svg"') >= 6
+    assert "tickformat" not in re.sub(r"<script.*?</script>", "", body, flags=re.DOTALL)
