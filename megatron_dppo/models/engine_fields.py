@@ -36,6 +36,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Of every model type: values with which the field changes nothing."""
 
+LEFT_OUT: dict[str, dict[str, Any]] = {"olmoe": {"norm_topk_prob": False}}
+"""Fields that transformers reads and vLLM's model does not, with the value that it goes by."""
+
+HEADS_DIVIDE = frozenset({"olmoe", "qwen2"})
+"""vLLM's models take hidden_size / num_attention_heads for the size of a head."""
+
 SAME_AS: dict[str, str] = {
     "hidden_size_per_head": "head_dim",
     "n_head_kv": "num_key_value_heads",
@@ -73,8 +79,11 @@ def refuse_engine_fields(
         if name in SAME_AS and value != (usual := _usual(config, SAME_AS[name])):
             raise _refusal(where, name, value, f"vLLM reads in place of {SAME_AS[name]} {usual}")
     head_dim = _usual(config, "head_dim")
-    if config.model_type == "qwen2" and head_dim * config.num_attention_heads != config.hidden_size:
-        raise _refusal(where, "head_dim", head_dim, "vLLM's Qwen2 takes for hidden_size / num_attention_heads")
+    if config.model_type in HEADS_DIVIDE and head_dim * config.num_attention_heads != config.hidden_size:
+        raise _refusal(where, "head_dim", head_dim, "vLLM takes for hidden_size / num_attention_heads")
+    for name, taken in LEFT_OUT.get(config.model_type, {}).items():
+        if (value := getattr(config, name)) != taken:
+            raise _refusal(where, name, value, f"vLLM takes for {taken!r}")
     _refuse_rotations(dict(config.rope_parameters or {}), where)
 
 

@@ -218,3 +218,13 @@ def test_the_tables_have_no_field_that_transformers_reads() -> None:
         fields = set(NEUTRAL) | set(families()[model_type].engine) | set(SAME_AS)
         assert not fields & set(vars(AutoConfig.for_model(model_type)))
     assert "rope_type" not in NEUTRAL_OF_ROPE
+
+
+@pytest.mark.parametrize("fields", [{"norm_topk_prob": True}, {"head_dim": 64}], ids=lambda fields: next(iter(fields)))
+def test_what_vllms_olmoe_leaves_out(tmp_path: Path, fields: dict[str, Any]) -> None:
+    tiny_model("olmoe", tmp_path, num_hidden_layers=1)
+    load_hf_config(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    with pytest.raises(UserError, match=next(iter(fields))):
+        load_hf_config(tmp_path)
