@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
+from megatron_dppo.checkpoint.atomic import write_synced
 from megatron_dppo.checkpoint.hf_files import WEIGHTS, require_unchanged
 from megatron_dppo.config.load import build_config, read_tree
 from megatron_dppo.config.trainer import EvaluationConfig
@@ -114,8 +115,9 @@ def evaluate_model(model: Path, config: EvaluateConfig, out: Path, *, keep: tupl
                 _answer_all(engine, tokenizer, config, one, file, prompts, console)
         results = {one.name: _metrics(one, file) for one, file in zip(sets, files, strict=True)}
         (out / "summary.json").write_text(json.dumps(results, indent=2) + "\n")
-        for one, file in zip(sets, files, strict=True) if keep is not None else ():
-            console.print(_keep(one, file, keep), markup=False, soft_wrap=True)
+        if keep is not None:
+            for one, file in zip(sets, files, strict=True):
+                console.print(_keep(one, file, keep), markup=False, soft_wrap=True)
     console.print(_table(model, sets, results))
     console.print(f"answers and summary: {out}", markup=False, soft_wrap=True)
     return 0
