@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_dppo.errors import UserError
 
 INCOMPLETE = ".incomplete-"
-_CHECKPOINT_MARKS = ("config.json", "state.json", "latest", "adapter_config.json")
+_CHECKPOINT_MARKS = ("config.json", "state.json", "latest", "adapter_config.json", "latest_checkpointed_iteration.txt")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Conversion between Hugging Face folders and Megatron-Core checkpoints, as a command."""
+"""Conversion between Hugging Face folders, training states and Megatron-LM's checkpoints, as a command."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from pydantic import ValidationError
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from megatron_dppo.checkpoint import state_folder
 from megatron_dppo.checkpoint.atomic import check_target, set_aside
-from megatron_dppo.checkpoint.hf_files import HFFiles
-from megatron_dppo.checkpoint.hf_import import check_tensors, load_hf_weights, stores_stacked_experts
+from megatron_dppo.checkpoint.convert_sources import DTYPES, Format, Source, open_source, progress_bar
+from megatron_dppo.checkpoint.first_rank import raise_from_any
+from megatron_dppo.checkpoint.hf_files import converted
+from megatron_dppo.checkpoint.hf_import import fill_parameters, load_hf_weights
 from megatron_dppo.checkpoint.hf_save import SHARD_BYTES, save_hf_checkpoint
-from megatron_dppo.checkpoint.hf_side_files import CONFIG
-from megatron_dppo.checkpoint.training_state import Trainee, TrainingStates, model_signature
+from megatron_dppo.checkpoint.megatron_files import RELEASE, MegatronFiles
+from megatron_dppo.checkpoint.megatron_save import save_megatron_checkpoint
+from megatron_dppo.checkpoint.training_state import Trainee, TrainingStates
 from megatron_dppo.checkpoint.verify import compare_with_transformers
 from megatron_dppo.compat import megatron_cpu
 from megatron_dppo.errors import UserError
@@ -34,13 +37,12 @@ from megatron_dppo.launch.lease import lease
 from megatron_dppo.launch.network import init_process_group
 from megatron_dppo.models.build import build_model
 from megatron_dppo.models.groups import initialize_groups
-from megatron_dppo.models.hf_config import HFConfig, load_hf_config
-from megatron_dppo.models.lora.attach import attach_adapters
-from megatron_dppo.models.lora.config import LoraConfig
+from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.megatron_config import transformer_config
 from megatron_dppo.models.parallel import ParallelConfig
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FORMATS: tuple[Format, ...] = get_args(Format)
+_NAMES = {"hf": "a Hugging Face folder", "state": "a training state", "megatron-lm": "a folder of Megatron-LM's"}
 _PROBED_BYTES = 64 * 2**20
 
 
@@ -48,6 +50,7 @@ def convert_command(
     source: Path,
     output: Path,
     *,
+    to: Format | None = None,
     parallel: ParallelConfig | None = None,
     dtype: str | None = None,
     verify: bool = False,
@@ -57,19 +60,22 @@ def convert_command(
     allow_inf: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Convert `source` to the other format in `output`, in this process or in all ranks that torchrun started.
+    """Convert `source` to another format in `output`, in this process or in all ranks that torchrun started.
 
-    A source with a config.json is a Hugging Face folder: `output` gets a Megatron-Core checkpoint (weights only,
-    `output/step_00000000` and `output/latest`) that any layout can load. Otherwise it is a training state, or the root
-    of several (`latest` is taken): `output` becomes a Hugging Face folder.
+    A source with a config.json is a Hugging Face folder. One with training states is such a state, or the root of
+    several (`latest` is taken). One of Megatron-LM or Megatron-Bridge (torch_dist) is the folder of an iteration, or
+    the root whose marker names one; what it holds beside the weights is left out.
 
+    to           `hf`; `state`: weights only, `output/step_00000000` and `output/latest`, which any layout can load;
+                 `megatron-lm`: `output/release` and its marker. Default: hf, of a Hugging Face folder a state
     parallel     layout of the conversion itself (it decides who reads what, not what is written); default one rank
     dtype        of the result: float32, bfloat16 or float16; default what the source holds
     verify       read the result again and compare its logits on sample prompts with transformers'
     overwrite    replace a folder at `output`; it stays as it is where the conversion fails
     shard_bytes  largest Hugging Face weight file
     base         the Hugging Face folder that adapters were trained on: a state of theirs holds nothing else, and
-                 becomes that model with the adapters merged
+                 becomes that model with the adapters merged. Of a Megatron-LM folder: the one whose config.json and
+                 tokenizer go with it; its weights are not read
     allow_inf    numbers beyond the range of dtype (65504 for float16) become inf; else the tensor is named and refused
 
     `UserError` before any work: no such source, weights that do not match the config, a layout that does not fit, no
@@ -77,6 +83,8 @@ def convert_command(
     """
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    if to is not None and to not in FORMATS:
+        raise UserError(f"to {to!r} is unknown; choose one of {', '.join(FORMATS)}")
     if not source.is_dir():
         raise UserError(f"{source} does not exist or is no folder")
     check_target(output, overwrite=overwrite)
@@ -89,122 +97,94 @@ def convert_command(
     place = output.parent / f".{output.name}{LEASE}"
     with lease(place, of=str(output)) if rank == 0 else nullcontext(), _world():
         check_target(output, overwrite=overwrite)  # again: another process may have been writing it
-        if (source / CONFIG).is_file():
-            _to_megatron(source, output, layout, dtype, verify, allow_inf, console)
+        opened = open_source(source, base, layout, allow_inf, console)
+        target = to or ("state" if opened.format == "hf" else "hf")
+        _check_formats(source, opened, target, verify)
+        wanted = DTYPES[dtype] if dtype else opened.dtype
+        _check_room(output, _describe(opened.model, wanted, opened.file, console))
+        if not dtype:
+            _say_rounded(opened, console)
+        # A state is loaded in its own type, and cast when it is written.
+        models, groups = _build(opened.model, layout, opened.dtype if opened.format == "state" else wanted)
+        opened.load(models, groups)
+        again: Callable[[], object]
+        if target == "hf":
+            with progress_bar(console, "writing") as progress:
+                save_hf_checkpoint(
+                    output,
+                    models,
+                    opened.model,
+                    groups,
+                    dtype=wanted,
+                    shard_bytes=shard_bytes,
+                    overwrite=overwrite,
+                    progress=progress,
+                    allow_inf=allow_inf,
+                )
+            if verify and opened.lora:
+                config = transformer_config(opened.model, layout, params_dtype=wanted)
+                models = build_model(opened.model, config, groups)
+                load_hf_weights(models, opened.model, groups, output)
+            _cast(models, wanted, allow_inf=True)
+        elif target == "state":
+            _cast(models, wanted, allow_inf)
+            console.print(f"writing {output}")
+            states = TrainingStates(output, Trainee(model=opened.model, models=models, groups=groups, parallel=layout))
+            with _replaced(output):
+                states.save(0, {"converted_from": str(source)})
+            again = states.load
         else:
-            _to_hugging_face(source, output, layout, dtype, verify, overwrite, shard_bytes, base, allow_inf, console)
+            _cast(models, wanted, allow_inf)
+            console.print(f"writing {output}")
+            save_megatron_checkpoint(output, models, opened.model, groups, overwrite=overwrite)
+            again = partial(_read_again, models, opened.model, groups, output / RELEASE)
+        if verify and target != "hf":
+            _spoil(models)
+            again()
+        if verify:
+            _verify(models, opened.model, groups, layout, output if target == "hf" else source, console)
+        console.print(f"done: {state_folder.latest_state(output) if target == 'state' else output}")
 
 
-def _to_megatron(
-    source: Path,
-    output: Path,
-    layout: ParallelConfig,
-    dtype: str | None,
-    verify: bool,
-    allow_inf: bool,
-    console: Console,
-) -> None:
-    model = load_hf_config(source)
-    files = HFFiles(source)
-    check_tensors(files, model, stores_stacked_experts(files, model))
-    most = files.dtype
-    wanted = DTYPES[dtype] if dtype else most if most in DTYPES.values() else torch.float32
-    size = _describe(model, wanted, next(iter(files.tensors.values())).file, console)
-    wider = [name for name, tensor in files.tensors.items() if tensor.dtype.itemsize > wanted.itemsize]
-    if wider and not dtype:
+def _check_formats(source: Path, opened: Source, target: Format, verify: bool) -> None:
+    if opened.format == target:
+        raise UserError(f"{source} is {_NAMES[target]} already; choose another format with --to")
+    if opened.lora and target != "hf":
+        raise UserError(f"{source} holds adapters, which become {_NAMES['hf']} only; leave --to out")
+    if verify and "hf" not in (opened.format, target):
+        raise UserError(f"--verify compares with {_NAMES['hf']}, which neither side is; leave it out")
+
+
+def _say_rounded(opened: Source, console: Console) -> None:
+    wider = [name for name, tensor in opened.tensors.items() if tensor.dtype.itemsize > opened.dtype.itemsize]
+    if wider:
         console.print(
-            f"{len(wider)} of {len(files.tensors)} tensors are stored more finely and are rounded ({wider[0]}); "
+            f"{len(wider)} of {len(opened.tensors)} tensors are stored more finely and are rounded ({wider[0]}); "
             "--dtype float32 keeps them",
             soft_wrap=True,
         )
-    _check_room(output, size)
-    models, groups = _build(model, layout, wanted)
-    with _bar(console, "reading") as progress:
-        load_hf_weights(models, model, groups, progress=progress, allow_inf=allow_inf)
-    states = TrainingStates(output, Trainee(model=model, models=models, groups=groups, parallel=layout))
-    console.print(f"writing {output}")
-    with _replaced(output):
-        states.save(0, {"converted_from": str(source)})
-    if verify:
-        with torch.no_grad():
-            for chunk in models:
-                for parameter in chunk.parameters():
-                    parameter.fill_(float("nan"))  # what is not read again will show
-        states.load()
-        _verify(models, model, groups, layout, source, console)
-    console.print(f"done: {state_folder.latest_state(output)}")
 
 
-def _to_hugging_face(
-    source: Path,
-    output: Path,
-    layout: ParallelConfig,
-    dtype: str | None,
-    verify: bool,
-    overwrite: bool,
-    shard_bytes: int,
-    base: Path | None,
-    allow_inf: bool,
-    console: Console,
-) -> None:
-    is_state = (source / state_folder.DESCRIPTION).is_file()
-    try:
-        folder = source if is_state else state_folder.latest_state(source)
-    except UserError as error:
-        hint = "its checkpoints/ may be meant" if (source / "checkpoints").is_dir() else "name another folder"
-        reason = str(error).removeprefix("cannot resume: ")
-        raise UserError(
-            f"{source} is no Hugging Face folder (no {CONFIG}) and no training state ({reason}); {hint}"
-        ) from None
-    state_folder.require_whole(folder, resuming=False)
-    described = state_folder.read_description(folder)
-    model = load_hf_config(folder / state_folder.HF)
-    held = DTYPES.get(described["dtype"].removeprefix("torch."))
-    if held is None:
-        raise UserError(f"{folder} holds {described['dtype']}; only {', '.join(DTYPES)} can be converted")
-    try:
-        lora = LoraConfig.model_validate(described["lora"]) if described["lora"] else None
-    except ValidationError as error:
-        raise UserError(f"{folder}/{state_folder.DESCRIPTION}: lora is none of this version: {error}") from None
-    if lora and base is None:
-        raise UserError(f"{folder} holds adapters only; name the model that they were trained on with --base HF_FOLDER")
-    if base and not lora:
-        raise UserError(f"{folder} holds all weights of its model; leave --base out")
-    if base and model_signature(load_hf_config(base)) != model_signature(model):
-        raise UserError(f"the adapters in {folder} are of another model than {base}")
-    wanted = DTYPES[dtype] if dtype else held
-    largest = max(folder.rglob("*.distcp"), key=lambda f: f.stat().st_size)
-    _check_room(output, _describe(model, wanted, largest, console))
+@torch.no_grad()
+def _cast(models: list[GPTModel], dtype: torch.dtype, allow_inf: bool) -> None:
+    def cast() -> None:
+        for chunk in models:
+            for name, parameter in chunk.named_parameters():
+                parameter.data = converted(name, parameter.data, dtype, allow_inf=allow_inf)
 
-    models, groups = _build(model, layout, held)
-    if lora:
-        console.print(f"reading {base}")
-        load_hf_weights(models, model, groups, base)
-        attach_adapters(models, model, groups, lora)
-    console.print(f"reading {folder}")
-    trainee = Trainee(model=model, models=models, groups=groups, parallel=layout, lora=lora)
-    TrainingStates(folder.parent, trainee).load(folder, checked=True)
-    with _bar(console, "writing") as progress:
-        save_hf_checkpoint(
-            output,
-            models,
-            model,
-            groups,
-            dtype=wanted,
-            shard_bytes=shard_bytes,
-            overwrite=overwrite,
-            progress=progress,
-            allow_inf=allow_inf,
-        )
-    if verify and lora:
-        models = build_model(model, transformer_config(model, layout, params_dtype=wanted), groups)
-        load_hf_weights(models, model, groups, output)
-    if verify:
-        with torch.no_grad():
-            for chunk in models:
-                chunk.to(wanted)
-        _verify(models, model, groups, layout, output, console)
-    console.print(f"done: {output}")
+    raise_from_any(cast)
+
+
+@torch.no_grad()
+def _spoil(models: list[GPTModel]) -> None:
+    """What is not read again will show."""
+    for chunk in models:
+        for parameter in chunk.parameters():
+            parameter.fill_(float("nan"))
+
+
+def _read_again(models: list[GPTModel], model: HFConfig, groups: ProcessGroupCollection, folder: Path) -> None:
+    fill_parameters(models, model, groups, MegatronFiles(folder, model))
 
 
 @contextmanager
@@ -274,14 +254,6 @@ def _check_room(output: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise UserError(f"{output} needs {needed / 1e9:.2f} GB, {existing} has {free / 1e9:.2f} GB free; make room")
-
-
-@contextmanager
-def _bar(console: Console, verb: str) -> Iterator[Callable[[int, int], None]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as shown:
-        task = shown.add_task(verb, total=None)
-        yield lambda done, total: shown.update(task, completed=done, total=total)
 
 
 @contextmanager

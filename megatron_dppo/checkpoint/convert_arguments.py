@@ -11,9 +11,10 @@ from typing import Literal
 from megatron_dppo.errors import UserError
 
 DESCRIPTION = (
-    "Convert a Hugging Face folder to a Megatron-Core checkpoint, or a training state (or the latest one under a run's "
-    "checkpoint folder) to a Hugging Face folder. The source's kind decides. Runs in one process, or under torchrun "
-    "with the layout options below."
+    "Convert a Hugging Face folder to a training state of Megatron-Core, a training state (or the latest one under a "
+    "run's checkpoint folder) or a checkpoint of Megatron-LM or Megatron-Bridge to a Hugging Face folder, or what --to "
+    "says. The source's kind is seen from its files. Runs in one process, or under torchrun with the layout options "
+    "below."
 )
 _LAYOUT = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
 
@@ -23,6 +24,11 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.add_argument("source", type=Path, help="folder to read")
     parser.add_argument("output", type=Path, help="folder to create")
+    parser.add_argument(
+        "--to",
+        choices=("hf", "state", "megatron-lm"),
+        help="format of the result; default: hf, of a Hugging Face folder state",
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the result; default: as stored")
     parser.add_argument(
         "--allow-inf", action="store_true", help="let numbers beyond the type's range (float16: 65504) become inf"
@@ -30,7 +36,12 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verify", action="store_true", help="read the result again and compare logits")
     parser.add_argument("--overwrite", action="store_true", help="replace what is at OUTPUT")
     parser.add_argument("--shard-gb", type=float, default=5.0, help="largest Hugging Face weight file, GB (default 5)")
-    parser.add_argument("--base", type=Path, metavar="HF_FOLDER", help="model that a state's adapters were trained on")
+    parser.add_argument(
+        "--base",
+        type=Path,
+        metavar="HF_FOLDER",
+        help="model that a state's adapters were trained on, or whose config.json Megatron-LM's folder goes with",
+    )
     for name in _LAYOUT:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=1, metavar="N", help="of this conversion")
 
@@ -57,6 +68,7 @@ def run_convert(arguments: argparse.Namespace, *, only: Literal["to-megatron", "
     convert_command(
         arguments.source,
         arguments.output,
+        to=arguments.to,
         parallel=ParallelConfig(**sizes, sequence_parallel=arguments.tensor > 1),
         dtype=arguments.dtype,
         verify=arguments.verify,

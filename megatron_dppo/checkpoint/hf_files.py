@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -50,6 +50,23 @@ class StoredTensor:
     file: Path
     shape: Shape
     dtype: torch.dtype
+
+
+def most_common_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype:
+    """The type of most of the numbers."""
+    numbers: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        numbers[tensor.dtype] += prod(tensor.shape)
+    return numbers.most_common(1)[0][0]
+
+
+class TensorFiles(Protocol):
+    """The tensors of a model in files, read block by block."""
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
+    def read(self, name: str, block: Block) -> torch.Tensor: ...
+    def close(self) -> None: ...
 
 
 class HFFiles:
@@ -103,10 +120,7 @@ class HFFiles:
     @property
     def dtype(self) -> torch.dtype:
         """The type of most of the numbers."""
-        numbers: Counter[torch.dtype] = Counter()
-        for tensor in self.tensors.values():
-            numbers[tensor.dtype] += prod(tensor.shape)
-        return numbers.most_common(1)[0][0]
+        return most_common_dtype(self.tensors.values())
 
     def read(self, name: str, block: Block) -> torch.Tensor:
         """A copy of one block, in the stored dtype."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_dppo.checkpoint.first_rank import raise_from_any
-from megatron_dppo.checkpoint.hf_files import HFFiles, converted
+from megatron_dppo.checkpoint.hf_files import HFFiles, TensorFiles, converted
 from megatron_dppo.checkpoint.weight_layout import extent
 from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
@@ -51,7 +51,20 @@ def load_hf_weights(
     check_tensors(files, model, stacked)
     check_tokenizer(folder, model)
     raise_from_any(lambda: files.check_weights((dist.get_rank(), dist.get_world_size())))
+    fill_parameters(models, model, groups, files, stacked=stacked, progress=progress, allow_inf=allow_inf)
 
+
+def fill_parameters(
+    models: Sequence[torch.nn.Module],
+    model: HFConfig,
+    groups: ProcessGroupCollection,
+    files: TensorFiles,
+    *,
+    stacked: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    allow_inf: bool = False,
+) -> None:
+    """`load_hf_weights` from files that are known to hold every tensor of the model and no other."""
     owned = list(owned_parameters(models, model, groups, stacked=stacked))
     order = sorted(owned, key=lambda o: o.pieces[0].hf_name if o.pieces else "")
 

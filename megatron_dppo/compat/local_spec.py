@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -45,6 +46,9 @@ def local_block_spec(
         layer = copy.deepcopy(stock_layer)
         layer.submodules.input_layernorm = TorchRMSNorm
         layer.submodules.pre_mlp_layernorm = TorchRMSNorm
+        if getattr(layer.submodules.mlp, "func", None) is MoELayer:
+            # Only a dense MLP's norm is part of its first matrix with TransformerEngine, and checkpoints have its names
+            del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = PackedAttention
         if attention.q_layernorm not in (None, IdentityOp):

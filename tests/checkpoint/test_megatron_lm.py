@@ -1,0 +1,274 @@
+"""Megatron-LM's folders: what plain Megatron-Core code writes is read, it reads what is written here, to the bit; and
+what is refused."""
+
+import io
+import json
+import os
+import pickle
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_dppo.checkpoint.megatron_files import MegatronFiles, find_iteration
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.hf_config import load_hf_config
+from tests.checkpoint.megatron_ranks import Layout, convert, read_stock, there_and_back, write_stock
+from tests.distributed import run_ranks
+from tests.tiny import tiny_model
+
+DENSE = {"qwen3": {}, "qwen2": {"tie_word_embeddings": True}, "llama": {}}
+MOE: dict[str, dict[str, Any]] = {"qwen3_moe": {}}
+MIXED = {"mixed": {"mlp_only_layers": [0], "norm_topk_prob": False}}
+TP2 = ["--tensor", "2"]
+TP2_EP2 = [*TP2, "--expert", "2"]
+PP2 = ["--pipeline", "2"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for seed, (name, overrides) in enumerate({**MOE, **DENSE, **MIXED}.items()):
+        found[name] = tmp_path_factory.mktemp("models") / name
+        tiny_model("qwen3_moe" if name == "mixed" else name, found[name], seed, **{"num_hidden_layers": 2, **overrides})
+    return found
+
+
+def same(first: Path, second: Path) -> int:
+    """Tensors that both folders hold with the same bits; any other fails."""
+    one, other = (
+        {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for folder in (first, second)
+    )
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) and tensor.dtype == other[name].dtype for name, tensor in one.items())
+    return len(one)
+
+
+def _full(names: Any, quick: str) -> list[Any]:
+    return [name if name == quick else pytest.param(name, marks=pytest.mark.full) for name in names]
+
+
+@pytest.mark.parametrize("name", _full((*MOE, *DENSE, *MIXED), "qwen3_moe"))
+def test_there_and_back_to_the_bit_and_plain_megatron_core_reads_it(
+    name: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    layout = TP2 if name in DENSE else TP2_EP2
+    assert run_ranks(there_and_back, 2, models[name], tmp_path, layout, PP2) == [["", ""]] * 2
+    assert (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert same(models[name], tmp_path / "back") == len(load_hf_config(models[name]).tensors)
+    if name not in MIXED:
+        for plain in ((1, 2, 1, 1), (2, 1, 1 if name in DENSE else 2, 1)):
+            assert min(run_ranks(read_stock, 2, models[name], tmp_path / "megatron", plain)) > 5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*MOE, *DENSE, *MIXED])
+def test_the_other_way_round(name: str, models: dict[str, Path], tmp_path: Path) -> None:
+    layout = TP2 if name in DENSE else TP2_EP2
+    assert run_ranks(there_and_back, 2, models[name], tmp_path, PP2, layout) == [["", ""]] * 2
+    assert same(models[name], tmp_path / "back") == len(load_hf_config(models[name]).tensors)
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "stacked layers and experts": {"layout": (2, 1, 2, 1), "padded": 512, "optimizer": True, "te_names": True},
+    "numbered layers": {"layout": (1, 2, 1, 1), "numbered": True},
+    "numbered layers and experts": {"layout": (2, 1, 2, 2), "singleton": True},
+    "tensor and expert parallel pipeline": {"layout": (2, 2, 2, 1), "te_names": True},
+}
+
+
+@pytest.mark.parametrize("form", _full(FORMS, "stacked layers and experts"))
+def test_what_plain_megatron_core_writes_is_read(form: str, models: dict[str, Path], tmp_path: Path) -> None:
+    for name in MOE:
+        root = tmp_path / name
+        run_stock(models[name], root / "run", **FORMS[form])
+        assert run_ranks(convert, 2, root / "run", root / "hf", "--base", models[name], *TP2_EP2) == ["", ""]
+        assert same(models[name], root / "hf") == len(load_hf_config(models[name]).tensors)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", DENSE)
+def test_what_plain_megatron_core_writes_of_a_dense_model_is_read(
+    name: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    run_stock(models[name], tmp_path / "run", (2, 2, 1, 1))
+    folder = tmp_path / "run" / "iter_0000100"  # named itself
+    assert run_ranks(convert, 2, folder, tmp_path / "hf", "--base", models[name], *PP2) == ["", ""]
+    assert same(models[name], tmp_path / "hf") == len(load_hf_config(models[name]).tensors)
+
+
+@pytest.mark.full
+def test_states_come_from_megatron_lm_and_go_there_and_logits_are_verified(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    moe, megatron = models["qwen3_moe"], tmp_path / "megatron"
+    assert run_ranks(convert, 2, moe, megatron, "--to", "megatron-lm", "--verify", *TP2_EP2) == ["", ""]
+    assert run_ranks(convert, 1, megatron, tmp_path / "state", "--base", moe, "--to", "state") == [""]
+    again = tmp_path / "again"
+    assert run_ranks(convert, 2, tmp_path / "state", again, "--to", "megatron-lm", *PP2) == ["", ""]
+    assert run_ranks(convert, 1, again, tmp_path / "hf", "--base", moe, "--verify") == [""]
+    assert same(moe, tmp_path / "hf") > 0
+    half = tmp_path / "half"
+    assert run_ranks(convert, 1, again, half, "--base", moe, "--dtype", "bfloat16") == [""]
+    assert load_file(half / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.full
+def test_megatron_lm_itself_finds_the_arguments(models: dict[str, Path], tmp_path: Path) -> None:
+    assert run_ranks(convert, 1, models["qwen3_moe"], tmp_path / "out", "--to", "megatron-lm") == [""]
+    args = run_ranks(arguments_of, 1, tmp_path / "out")[0]
+    assert (args["num_layers"], args["num_query_groups"], args["num_experts"]) == (2, 2, 8)
+    assert (args["rotary_base"], args["untie_embeddings_and_output_weights"]) == (10000.0, True)
+
+
+def arguments_of(rank: int, root: Path) -> dict[str, Any]:
+    """By the code behind `--use-checkpoint-args`, before any process group."""
+    import torch.distributed as dist
+    from megatron.training.checkpointing import load_args_from_checkpoint
+
+    dist.destroy_process_group()
+    asked = Namespace(
+        load=str(root),
+        non_persistent_global_ckpt_dir=None,
+        non_persistent_ckpt_type=None,
+        exit_on_missing_checkpoint=True,
+        use_tokenizer_model_from_checkpoint_args=False,
+        use_mp_args_from_checkpoint_args=False,
+    )
+    found, _ = load_args_from_checkpoint(asked)
+    result = {name: value for name, value in vars(found).items() if isinstance(value, int | float | str | None)}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return result
+
+
+def run_stock(path: Path, root: Path, layout: Layout, **options: Any) -> None:
+    tensor, pipeline, expert, expert_tensor = layout
+    run_ranks(_write, pipeline * max(tensor, expert * expert_tensor), path, root, layout, options)
+
+
+def _write(rank: int, path: Path, root: Path, layout: Layout, options: dict[str, Any]) -> None:
+    write_stock(rank, path, root, layout, **options)
+
+
+@pytest.fixture(scope="module")
+def written(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("written") / "run"
+    run_stock(models["qwen3_moe"], root, (1, 1, 1, 1), numbered=True, num_query_groups=2, group_query_attention=True)
+    return root
+
+
+@pytest.fixture
+def run(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "run"))
+
+
+class Code:
+    """What a pickle would run."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (str(self.file),)
+
+
+def test_code_in_pickled_parts_is_named_and_not_run(run: Path, models: dict[str, Path], tmp_path: Path) -> None:
+    folder, trap = run / "iter_0000100", tmp_path / "trap"
+    model = load_hf_config(models["qwen3_moe"])
+    MegatronFiles(folder, model).common()
+    torch.save({"args": Code(trap)}, folder / "common.pt")
+    with pytest.raises(UserError, match=r"common\.pt.*posix\.mkdir has no place there"):
+        MegatronFiles(folder, model).common()
+    (folder / "common.pt").unlink()
+
+    index = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(pickle.dumps(Code(trap)))
+    with pytest.raises(UserError, match=r"posix\.mkdir has no place"):
+        MegatronFiles(folder, model)
+    (folder / ".metadata").write_bytes(index)
+
+    files = MegatronFiles(folder, model)
+    buffer = io.BytesIO()
+    torch.save(Code(trap), buffer)
+    code = buffer.getvalue()
+    for entry, place in files._index.storage_data.items():
+        if entry.fqn == "decoder.final_layernorm.weight":
+            assert place.length >= len(code)
+            place.length = len(code)
+            with (folder / place.relative_path).open("r+b") as handle:
+                handle.seek(place.offset)
+                handle.write(code)
+    with pytest.raises(UserError, match=r"final_layernorm\.weight is not read: posix\.mkdir has no place"):
+        files.read("model.norm.weight", ((0, 64),))
+    assert not trap.exists()
+
+
+def test_the_iteration_is_found_and_a_wrong_marker_named(run: Path) -> None:
+    folder, marker = run / "iter_0000100", run / "latest_checkpointed_iteration.txt"
+    assert find_iteration(run) == find_iteration(folder) == folder
+    marker.unlink()
+    assert find_iteration(run) == folder
+    shutil.copytree(folder, run / "iter_0000200")
+    with pytest.raises(UserError, match=r"iter_0000100, iter_0000200 and no latest_.*; name one"):
+        find_iteration(run)
+    for text, why in (("300", r"names iter_0000300, which is not there"), ("../x", "must hold the number")):
+        marker.write_text(text)
+        with pytest.raises(UserError, match=why):
+            find_iteration(run)
+    marker.write_text("release\n")
+    (run / "iter_0000200").rename(run / "release")
+    assert find_iteration(run) == run / "release"
+    (run / "empty").mkdir()
+    assert find_iteration(run / "empty") is None
+
+
+def test_other_formats_and_other_models_are_named(run: Path, models: dict[str, Path], tmp_path: Path) -> None:
+    folder, moe = run / "iter_0000100", models["qwen3_moe"]
+    others = {
+        "in place of": tiny(tmp_path / "wide", moe, moe_intermediate_size=48),
+        "has 384 rows, vocab_size is 400": tiny(tmp_path / "words", moe, vocab_size=400),
+        "lacks decoder.layers.2": tiny(tmp_path / "deep", moe, num_hidden_layers=3),
+        "has what qwen3_moe has no place for: decoder.layers.1": tiny(tmp_path / "flat", moe, num_hidden_layers=1),
+    }
+    for why, path in others.items():
+        with pytest.raises(UserError, match=why):
+            MegatronFiles(folder, load_hf_config(path))
+    for why, spoil in {
+        "has no metadata.json": lambda: (folder / "metadata.json").unlink(),
+        "'zarr'; only torch_dist": lambda: (folder / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
+        "--ckpt-format torch": lambda: (folder / "mp_rank_00").mkdir(),
+    }.items():
+        spoil()
+        with pytest.raises(UserError, match=why):
+            MegatronFiles(folder, load_hf_config(moe))
+
+
+def tiny(path: Path, like: Path, **overrides: Any) -> Path:
+    """A configuration without weights."""
+    path.mkdir()
+    config = json.loads((like / "config.json").read_text()) | overrides
+    config.pop("layer_types", None)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_what_shapes_do_not_tell_is_compared(run: Path, models: dict[str, Path], tmp_path: Path) -> None:
+    moe, out = models["qwen3_moe"], tmp_path / "out"
+    topk = tiny(tmp_path / "topk", moe, num_experts_per_tok=3)
+    groups = tiny(tmp_path / "groups", moe, num_attention_heads=2, num_key_value_heads=2, head_dim=32)
+    (run / "iter_0000100" / "run_config.yaml").write_text("model:\n  moe_router_topk: 2\n  rotary_base: 10000\n")
+    found = run_ranks(refusals, 1, [[run, out, "--base", topk], [run, out, "--base", groups], [run, out]])[0]
+    assert "moe_router_topk is 2 there, 3 here" in found[0]
+    assert "in place of" in found[1]
+    assert "--base HF_FOLDER" in found[2]
+    assert not out.exists()
+
+
+def refusals(rank: int, commands: list[list[object]]) -> list[str]:
+    return [convert(rank, *command) for command in commands]
