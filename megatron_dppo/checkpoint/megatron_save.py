@@ -6,7 +6,8 @@ import queue
 import secrets
 import shutil
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import yaml
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.models.gpt import GPTModel
@@ -95,9 +96,10 @@ def save_megatron_checkpoint(
     # Where the writer, a thread of this process, says what it wrote. The stock queue is a process of its own.
     filesystem_async._results_queue = queue.Queue()
     try:
-        dist_checkpointing.save(
-            state, str(partial / RELEASE), TorchDistSaveShardedStrategy(), content_metadata=dict(content)
-        )
+        with _halves_apart([weights for name, weights in state.items() if name.startswith("model")]):
+            dist_checkpointing.save(
+                state, str(partial / RELEASE), TorchDistSaveShardedStrategy(), content_metadata=dict(content)
+            )
     except (CheckpointException, CheckpointingException, OSError) as error:
         on_first_rank(lambda: shutil.rmtree(partial, ignore_errors=True))
         raise UserError(f"cannot write {output}: {error!r:.300}; nothing was left there") from None
@@ -121,6 +123,32 @@ def _finish(partial: Path, output: Path, common: dict[str, Any]) -> None:
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise UserError(f"cannot write {output}: {error.strerror}; nothing was left there") from None
+
+
+@contextmanager
+@torch.no_grad()
+def _halves_apart(chunks: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """The writer copies what is a view, and keeps all copies: both halves of every gated matrix, two thirds of an MoE
+    model. Here each matrix gives its memory to its halves, one after another, and gets it back."""
+    given = []
+    for weights in chunks:
+        for key, entry in weights.items():
+            if isinstance(entry, ShardedTensorFactory):
+                halves = entry.build()
+                for half in halves:
+                    half.data = half.data.clone()
+                memory = entry.data.untyped_storage()
+                given.append((entry.data.detach(), memory, memory.size(), halves))
+                memory.resize_(0)
+                weights[key] = halves
+    try:
+        yield
+    finally:
+        for matrix, memory, size, halves in given:
+            memory.resize_(size)
+            matrix.copy_(torch.cat([half.data.reshape(-1, *matrix.shape[1:]) for half in halves]))
+            for half in halves:
+                half.data = None
 
 
 def _add_extra_states(weights: dict[str, Any], gpt: GPTModel) -> None:

@@ -11,8 +11,10 @@ import psutil
 import torch
 
 from megatron_dppo.checkpoint.hf_export import ExportedTensor
-from megatron_dppo.checkpoint.hf_import import load_hf_weights
+from megatron_dppo.checkpoint.hf_import import fill_parameters, load_hf_weights
 from megatron_dppo.checkpoint.hf_save import save_hf_checkpoint
+from megatron_dppo.checkpoint.megatron_files import RELEASE, MegatronFiles
+from megatron_dppo.checkpoint.megatron_save import save_megatron_checkpoint
 from megatron_dppo.checkpoint.safetensors_stream import SafetensorsStream
 from megatron_dppo.compat import megatron_cpu
 from megatron_dppo.models.hf_config import load_hf_config
@@ -70,6 +72,17 @@ def write_large_model(path: Path, gigabytes: float) -> int:
                 placed[tensor.name] = name
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
     return sum(t.nbytes for t in tensors)
+
+
+def megatron_lm(rank: int, path: Path, target: Path, layout: dict[str, Any]) -> tuple[int, int, int]:
+    """Bytes of this rank's shard, and the extra peaks of writing a folder of Megatron-LM's and of reading it again."""
+    models, model, groups = build_from(path, layout, params_dtype=torch.bfloat16)
+    shard = sum(p.numel() * p.element_size() for gpt in models for p in gpt.parameters())
+    with Peak() as writing:
+        save_megatron_checkpoint(target, models, model, groups)
+    with Peak() as reading:
+        fill_parameters(models, model, groups, MegatronFiles(target / RELEASE, model))
+    return shard, writing.extra, reading.extra
 
 
 def import_and_export(rank: int, path: Path, target: Path, layout: dict[str, Any]) -> tuple[int, int, int]:

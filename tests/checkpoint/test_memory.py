@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.memory_ranks import import_and_export, write_large_model
+from tests.checkpoint.memory_ranks import import_and_export, megatron_lm, write_large_model
 from tests.distributed import run_ranks
 
 MIB = 2**20
@@ -32,3 +32,14 @@ def test_peaks_on_two_ranks(gigabytes: float, layout: dict[str, object], tmp_pat
         assert importing < shard + 350 * MIB
         assert exporting < 600 * MIB
     assert sum(f.stat().st_size for f in (tmp_path / "out").glob("*.safetensors")) > size
+
+
+@pytest.mark.full
+def test_a_folder_of_megatron_lm_is_written_and_read_beside_one_copy_of_the_model(tmp_path: Path) -> None:
+    size = write_large_model(tmp_path / "model", 2.0)
+    found = run_ranks(megatron_lm, 2, tmp_path / "model", tmp_path / "out", EP2, timeout=400)
+    for rank, (shard, writing, reading) in enumerate(found):
+        print(f"{size / MIB:.0f} MiB, rank {rank}: shard {shard / MIB:.0f}, writing {writing / MIB:.0f}, "
+              f"reading {reading / MIB:.0f} MiB")  # fmt: skip
+        assert writing < 350 * MIB
+        assert reading < 350 * MIB
