@@ -152,7 +152,7 @@ def _check_formats(source: Path, opened: Source, target: Format, verify: bool) -
     if opened.lora and target != "hf":
         raise UserError(f"{source} holds adapters, which become {_NAMES['hf']} only; leave --to out")
     if verify and "hf" not in (opened.format, target):
-        raise UserError(f"--verify compares with {_NAMES['hf']}, which neither side is; leave it out")
+        raise UserError(f"--verify compares with {_NAMES['hf']}, and neither side is one; leave it out")
 
 
 def _say_rounded(opened: Source, console: Console) -> None:

@@ -5,7 +5,7 @@
         metadata.json                        which format the folder has; written last
         .metadata                            pickled index: every tensor of the whole model, and where its parts are
         __0_0.distcp ...                     the parts
-        common.pt                            pickled: arguments and counters (since Megatron-Core 0.18 a part)
+        common.pt                            pickled: arguments and counters (now one of the parts)
         run_config.yaml                      Megatron-Bridge: the model's configuration
 
 A tensor there is a parameter of the whole model, whatever the layout that wrote it. Its name has forms: the number of a

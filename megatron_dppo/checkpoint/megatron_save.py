@@ -109,13 +109,16 @@ def save_megatron_checkpoint(
 def _partial(output: Path, overwrite: bool) -> Path:
     check_target(output, overwrite=overwrite)
     partial = output.parent / f".{output.name}{INCOMPLETE}{secrets.token_hex(4)}"
-    (partial / RELEASE).mkdir(parents=True)
+    try:
+        (partial / RELEASE).mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"cannot create {output}: {error.strerror}; choose another output") from None
     return partial
 
 
 def _finish(partial: Path, output: Path, common: dict[str, Any]) -> None:
     try:
-        torch.save(common, partial / RELEASE / COMMON)  # where Megatron-Core before 0.18 looks for it
+        torch.save(common, partial / RELEASE / COMMON)  # where older versions of Megatron-Core look for it
         write_synced(partial / MARKER, RELEASE)
         sync(partial / RELEASE)
         sync(partial)
@@ -200,7 +203,7 @@ def check_same_model(files: MegatronFiles, model: HFConfig, config: TransformerC
     """`UserError` where the arguments in a folder, or Megatron-Bridge's configuration, are of another model than
     `config` (the tensors' shapes do not tell the number of heads or of chosen experts)."""
     said = files.common().get("args")
-    stated = vars(said) if isinstance(said, Namespace) else {}
+    stated: Mapping[str, Any] = vars(said) if isinstance(said, Namespace) else {}
     if stated and not stated.get("group_query_attention", True):
         stated = {**stated, "num_query_groups": stated.get("num_attention_heads")}
     names = _ARGUMENTS

@@ -84,13 +84,12 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("name", _full(MOE, "qwen3_moe"))
 @pytest.mark.parametrize("form", _full(FORMS, "stacked layers and experts"))
-def test_what_plain_megatron_core_writes_is_read(form: str, models: dict[str, Path], tmp_path: Path) -> None:
-    for name in MOE:
-        root = tmp_path / name
-        run_stock(models[name], root / "run", **FORMS[form])
-        assert run_ranks(convert, 2, root / "run", root / "hf", "--base", models[name], *TP2_EP2) == ["", ""]
-        assert same(models[name], root / "hf") == len(load_hf_config(models[name]).tensors)
+def test_what_plain_megatron_core_writes_is_read(form: str, name: str, models: dict[str, Path], tmp_path: Path) -> None:
+    run_stock(models[name], tmp_path / "run", **FORMS[form])
+    assert run_ranks(convert, 2, tmp_path / "run", tmp_path / "hf", "--base", models[name], *TP2_EP2) == ["", ""]
+    assert same(models[name], tmp_path / "hf") == len(load_hf_config(models[name]).tensors)
 
 
 @pytest.mark.full
@@ -160,7 +159,7 @@ def _write(rank: int, path: Path, root: Path, layout: Layout, options: dict[str,
 @pytest.fixture(scope="module")
 def written(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("written") / "run"
-    run_stock(models["qwen3_moe"], root, (1, 1, 1, 1), numbered=True, num_query_groups=2, group_query_attention=True)
+    run_stock(models["qwen3_moe"], root, (1, 1, 1, 1), numbered=True, num_query_groups=2, moe_router_topk=2)
     return root
 
 
@@ -262,12 +261,21 @@ def tiny(path: Path, like: Path, **overrides: Any) -> Path:
 def test_what_shapes_do_not_tell_is_compared(run: Path, models: dict[str, Path], tmp_path: Path) -> None:
     moe, out = models["qwen3_moe"], tmp_path / "out"
     topk = tiny(tmp_path / "topk", moe, num_experts_per_tok=3)
-    groups = tiny(tmp_path / "groups", moe, num_attention_heads=2, num_key_value_heads=2, head_dim=32)
-    (run / "iter_0000100" / "run_config.yaml").write_text("model:\n  moe_router_topk: 2\n  rotary_base: 10000\n")
-    found = run_ranks(refusals, 1, [[run, out, "--base", topk], [run, out, "--base", groups], [run, out]])[0]
+    bridge = Path(shutil.copytree(run, tmp_path / "bridge"))
+    (bridge / "iter_0000100" / "run_config.yaml").write_text("model:\n  moe_router_topk: 2\n  rotary_base: 500000\n")
+    commands: list[list[object]] = [
+        [run, out, "--base", topk],
+        [bridge, out, "--base", moe],
+        [run, out],
+        [run, out, "--base", moe, "--to", "megatron-lm"],
+        [run, out, "--base", moe, "--to", "state", "--verify"],
+    ]
+    found = run_ranks(refusals, 1, commands)[0]
     assert "moe_router_topk is 2 there, 3 here" in found[0]
-    assert "in place of" in found[1]
+    assert "rotary_base is 500000 there, 10000.0 here" in found[1]
     assert "--base HF_FOLDER" in found[2]
+    assert "is a folder of Megatron-LM's already" in found[3]
+    assert "neither side is one" in found[4]
     assert not out.exists()
 
 
