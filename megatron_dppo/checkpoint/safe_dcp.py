@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from megatron.core.dist_checkpointing.strategies.torch import MCoreMetadata
 from megatron.core.safe_globals import register_safe_globals
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint._nested_dict import set_element
@@ -39,9 +40,10 @@ _DESCRIPTIONS = (
     TensorStorageMetadata,
     _StorageInfo,
 )
-_FIELDS = {kind: {field.name for field in dataclasses.fields(kind)} for kind in _DESCRIPTIONS}
+_FIELDS: dict[type, set[str]] = {kind: {field.name for field in dataclasses.fields(kind)} for kind in _DESCRIPTIONS}
 _FIELDS[Metadata].add("mcore_data")  # Megatron-Core's: shapes of tensors that it stores in another shape
-_ALLOWED = {(kind.__module__, kind.__name__) for kind in (*_DESCRIPTIONS, metadata._MEM_FORMAT_ENCODING)} | {
+_FIELDS[MCoreMetadata] = _FIELDS[Metadata]  # an index of Megatron-Core 0.15
+_ALLOWED = {(kind.__module__, kind.__name__) for kind in (*_FIELDS, metadata._MEM_FORMAT_ENCODING)} | {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
@@ -83,6 +85,8 @@ def read_index(folder: Path) -> Metadata:
     other objects, files elsewhere than in the folder, or parts that lie outside of their files."""
     try:
         found = _IndexUnpickler(io.BytesIO((folder / INDEX).read_bytes())).load()
+        if isinstance(found, MCoreMetadata):
+            found = Metadata(**{name: value for name, value in vars(found).items() if name != "mcore_data"})
     except pickle.UnpicklingError:
         raise
     except Exception as error:  # whatever bytes make an unpickler do

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.strategies.torch import MCoreMetadata
 from safetensors.torch import load_file
 
 from megatron_dppo.checkpoint.megatron_files import MegatronFiles, find_iteration
+from megatron_dppo.checkpoint.safe_dcp import read_index
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import load_hf_config
 from tests.checkpoint.megatron_ranks import Layout, convert, read_stock, there_and_back, write_stock
@@ -207,6 +209,16 @@ def test_code_in_pickled_parts_is_named_and_not_run(run: Path, models: dict[str,
     with pytest.raises(UserError, match=r"final_layernorm\.weight is not read: posix\.mkdir has no place"):
         files.read("model.norm.weight", ((0, 64),))
     assert not trap.exists()
+
+
+def test_an_index_of_megatron_core_0_15_is_read(run: Path, models: dict[str, Path]) -> None:
+    folder, old = run / "iter_0000100", MCoreMetadata()
+    vars(old).update(vars(read_index(folder)), mcore_data={})
+    (folder / ".metadata").write_bytes(pickle.dumps(old))
+    model = load_hf_config(models["qwen3_moe"])
+    files = MegatronFiles(folder, model)
+    norm = load_file(models["qwen3_moe"] / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(files.read("model.norm.weight", ((3, 9),)), norm[3:9])
 
 
 def test_the_iteration_is_found_and_a_wrong_marker_named(run: Path) -> None:
