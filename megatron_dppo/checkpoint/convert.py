@@ -125,7 +125,8 @@ def convert_command(
                 config = transformer_config(opened.model, layout, params_dtype=wanted)
                 models = build_model(opened.model, config, groups)
                 load_hf_weights(models, opened.model, groups, output)
-            _cast(models, wanted, allow_inf=True)
+            if verify:
+                _cast(models, wanted, allow_inf=True)
         elif target == "state":
             _cast(models, wanted, allow_inf)
             console.print(f"writing {output}")
