@@ -223,7 +223,6 @@ LOADED: dict[str, Config] = {
         "vocab_size": 32768,
     },
     "allenai/OLMoE-1B-7B-0924": CONFIGS["OLMoE-1B-7B"],
-    "OLMoE-1B-7B, its weights normalised": CONFIGS["OLMoE-1B-7B"] | {"norm_topk_prob": True},
     "huggyllama/llama-7b": _sized(
         _LLAMA2, *_7B, max_position_embeddings=2048, rms_norm_eps=1e-06, pad_token_id=0, pretraining_tp=_ABSENT
     ),
@@ -350,6 +349,7 @@ REFUSED: dict[str, tuple[Config, str]] = {
         "sliding_window",
     ),
     "Mixtral with noise": (CONFIGS["Mixtral-8x7B"] | {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+    "OLMoE, its weights normalised": (CONFIGS["OLMoE-1B-7B"] | {"norm_topk_prob": True}, "norm_topk_prob"),
     "OLMoE with clipped projections": (CONFIGS["OLMoE-1B-7B"] | {"clip_qkv": 8.0}, "clip_qkv"),
     "OLMoE clipped to nothing": (CONFIGS["OLMoE-1B-7B"] | {"clip_qkv": 0.0}, "clip_qkv"),
     "OLMoE with an epsilon that vLLM does not read": (CONFIGS["OLMoE-1B-7B"] | {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
