@@ -140,6 +140,7 @@ class RayNode:
         self._expected = _number(os.environ, "RAY_NODES", nodes.count)
         self._log = run / f"ray-node-{nodes.number}.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self._daemons: list[psutil.Process] = []
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -160,9 +161,12 @@ class RayNode:
                 said = subprocess.run(wait, stderr=subprocess.PIPE, text=True, preexec_fn=_die_with_parent)
                 if said.returncode:
                     raise NodeLost(f"{said.stderr.strip().rpartition(chr(10))[2]}; see {self._log}")
+                # `ray start` takes it for well-ordered when its raylet leaves because an agent of it was killed.
+                started = psutil.Process(self._process.pid).children()
+                self._daemons = [one for one in started if one.name() in ("raylet", "gcs_server")]
                 yield
             finally:
-                process, self._process = self._process, None
+                process, self._process, self._daemons = self._process, None, []
                 process.terminate()
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=30)
@@ -170,6 +174,11 @@ class RayNode:
     def alive(self) -> None:
         if self._process is not None and (status := self._process.poll()) is not None:
             raise NodeLost(f"Ray ended on node {self._nodes.number} with status {status}, see {self._log}")
+        for daemon in self._daemons:
+            with suppress(psutil.NoSuchProcess):
+                if daemon.is_running() and daemon.status() != psutil.STATUS_ZOMBIE:
+                    continue
+            raise NodeLost(f"a daemon of Ray ended on node {self._nodes.number}, see {self._log}")
 
     def _options(self) -> list[str]:
         options = ["--block", "--disable-usage-stats", "--num-cpus", "64"]
