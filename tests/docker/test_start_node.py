@@ -12,8 +12,11 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from megatron_dppo.launch.meeting import NodeLost, Nodes
+from megatron_dppo.launch.node import RayNode
 from megatron_dppo.launch.restarts import Outcome, Restarts
 from tests.distributed import PATIENCE_S
 
@@ -256,3 +259,29 @@ def test_a_node_whose_ranks_are_done_starts_them_again_with_the_others(tmp_path:
     said = pair.end([pair.node(0), pair.node(1)])
     assert "ended with SIGKILL" in said[0]
     assert "restart 1 of 3" in said[0]
+
+
+@pytest.mark.full
+def test_a_raylet_that_leaves_in_good_order_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does when an agent of it is killed, and `ray start --block` says nothing of that."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = {"RAY_PORT": str(port), "RAY_NODES": "1", "RAY_AUTH_TOKEN": "5" * 64, "RAY_GPUS": "0"}
+    for name, value in {**settings, "RAY_STORE_BYTES": str(128 << 20), "RAY_ADDRESS": "", "RAY_AUTH_MODE": ""}.items():
+        monkeypatch.setenv(name, value)
+    node = RayNode(Nodes(2, 0, "127.0.0.1", 1, join_timeout_s=PATIENCE_S), tmp_path)
+    with node.running():
+        node.alive()
+        assert node._process is not None
+        family = psutil.Process(node._process.pid).children(recursive=True)
+        next(one for one in family if "DashboardAgent" in " ".join(one.cmdline())).kill()
+        end = time.monotonic() + PATIENCE_S
+        said = ""
+        while not said and time.monotonic() < end:
+            try:
+                node.alive()
+            except NodeLost as lost:
+                said = str(lost)
+            time.sleep(0.1)
+        assert said.startswith("a daemon of Ray ended on node 0")
