@@ -13,6 +13,7 @@
 #   MODEL_DIR  folder of the model to train; made when absent (default models/SmolLM2-135M-Instruct and -E-experts)
 #   RUN_DIR    folder of the run: metrics, plots, checkpoints, result (default runs/smollm2/TASK/START-TIME)
 #   NPROC      ranks, when started by bash (default 1)
+#   MAX_RESTARTS  how often lost ranks start again without a new state in between, when started by bash (default 3)
 #   PYTHON     interpreter, when started by bash (default .venv/bin/python, made first where there is none)
 #
 # Where there is no GPU the run is made one for two cores: adapters (LoRA), float32, fewer answers. See

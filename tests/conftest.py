@@ -6,6 +6,7 @@ more, and without a word sends each test to whichever worker is free: every work
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -47,6 +48,12 @@ class GroupScheduling(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
+
+
+def pytest_configure() -> None:
+    """A torchrun without options listens on port 29500: a port for each worker. (PET_... is torchrun's own default.)"""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    os.environ["PET_MASTER_PORT"] = str(29500 + int(worker))
 
 
 @pytest.hookimpl(optionalhook=True)
