@@ -47,6 +47,7 @@ MIXED: dict[str, Any] = {
     "tie_word_embeddings": True,
     "norm_topk_prob": False,
     "num_hidden_layers": 5,
+    "moe_intermediate_size": 64,  # vLLM's kernel of some processors asks for 64 rows of gate and up on each worker
 }
 
 
