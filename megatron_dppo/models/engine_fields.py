@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.models.family import Family
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_chunk_size": (None,),
@@ -36,12 +37,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Of every model type: values with which the field changes nothing."""
 
-LEFT_OUT: dict[str, dict[str, Any]] = {"olmoe": {"norm_topk_prob": False}}
-"""Fields that transformers reads and vLLM's model does not, with the value that it goes by."""
-
-HEADS_DIVIDE = frozenset({"olmoe", "qwen2"})
-"""vLLM's models take hidden_size / num_attention_heads for the size of a head."""
-
 SAME_AS: dict[str, str] = {
     "hidden_size_per_head": "head_dim",
     "n_head_kv": "num_key_value_heads",
@@ -63,25 +58,22 @@ YARN_SCALES = ("attn_factor", "apply_yarn_scaling", "attention_factor", "mscale"
 """Of which some are read by the one and some by the other."""
 
 
-def refuse_engine_fields(
-    raw: Mapping[str, Any], config: PreTrainedConfig, of_family: Mapping[str, tuple[Any, ...]], where: str
-) -> None:
+def refuse_engine_fields(raw: Mapping[str, Any], config: PreTrainedConfig, family: Family, where: str) -> None:
     """Raise `UserError` for the first field with which vLLM would not compute what transformers does.
 
-    raw        content of config.json
-    config     what transformers makes of it
-    of_family  neutral values of fields that vLLM reads for this family alone
+    raw     content of config.json
+    config  what transformers makes of it
     """
-    neutral = NEUTRAL | dict(of_family)
+    neutral = NEUTRAL | dict(family.engine)
     for name, value in raw.items():
         if name in neutral and value not in neutral[name]:
             raise _refusal(where, name, value, "vLLM reads and transformers does not")
         if name in SAME_AS and value != (usual := _usual(config, SAME_AS[name])):
             raise _refusal(where, name, value, f"vLLM reads in place of {SAME_AS[name]} {usual}")
     head_dim = _usual(config, "head_dim")
-    if config.model_type in HEADS_DIVIDE and head_dim * config.num_attention_heads != config.hidden_size:
+    if family.engine_divides_heads and head_dim * config.num_attention_heads != config.hidden_size:
         raise _refusal(where, "head_dim", head_dim, "vLLM takes for hidden_size / num_attention_heads")
-    for name, taken in LEFT_OUT.get(config.model_type, {}).items():
+    for name, taken in family.engine_takes.items():
         if (value := getattr(config, name)) != taken:
             raise _refusal(where, name, value, f"vLLM takes for {taken!r}")
     _refuse_rotations(dict(config.rope_parameters or {}), where)

@@ -49,6 +49,10 @@ class Family:
     engine: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Config fields that vLLM reads for this model type and transformers does not, with the values that change nothing;
     they come on top of `engine_fields.NEUTRAL`."""
+    engine_takes: Mapping[str, Any] = field(default_factory=dict)
+    """Config fields that transformers reads and vLLM's model does not, with the value that it goes by."""
+    engine_divides_heads: bool = False
+    """vLLM's model takes hidden_size / num_attention_heads for the size of a head."""
     ends: Table = field(default_factory=lambda: decoder.ENDS)
     """Embedding, last norm and output layer."""
     stacked: Mapping[str, str] = field(default_factory=dict)

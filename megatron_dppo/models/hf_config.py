@@ -206,7 +206,7 @@ def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     check_rope(config, where)
-    refuse_engine_fields(raw, config, family.engine, where)
+    refuse_engine_fields(raw, config, family, where)
     if found.moe and found.layers * found.moe.experts > _MOST_EXPERTS:
         raise UserError(
             f"{where}: num_hidden_layers {found.layers:,} of {found.moe.experts:,} experts are more than "

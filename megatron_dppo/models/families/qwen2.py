@@ -9,4 +9,5 @@ FAMILY = Family(
     read=lambda config: decoder(config, qkv_bias=True),
     layer=lambda model, layer: {**ATTENTION, **QKV_BIAS, **DENSE_MLP},
     engine={"qk_norm": (None, False)},
+    engine_divides_heads=True,
 )
