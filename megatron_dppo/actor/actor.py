@@ -24,7 +24,7 @@ from megatron_dppo.actor.offload import PARTS, Offloader, Part
 from megatron_dppo.actor.optimizer import build_optimizer, guarded_step
 from megatron_dppo.actor.passes import Passes
 from megatron_dppo.actor.profiling import Phases
-from megatron_dppo.actor.reduce import StepTotals, gather_rows, reduce_bytes, reduce_losses, reduce_masked
+from megatron_dppo.actor.reduce import BlockedTokens, StepTotals, gather_rows, reduce_bytes, reduce_losses
 from megatron_dppo.actor.reference_policy import ReferencePolicy
 from megatron_dppo.actor.results import ParityReport, ProgressTeller, UpdateProgress, UpdateReport
 from megatron_dppo.actor.runtime import Runtime
@@ -167,12 +167,13 @@ class MegatronActor:
         source: SequenceSource,
         signal: TrainingSignal,
         *,
-        count_masked: bool = False,
+        look: Sequence[int] | None = None,
         listener: Callable[[UpdateProgress], None] | None = None,
     ) -> UpdateReport:
-        """One gradient step per mini-batch and epoch. With `count_masked` the report says which tokens the trust region
-        blocked. `mismatch/...` are of the first mini-batch, whose pass has the weights that the call began with.
-        `listener` hears how far the update is: after an error, what of it is in the weights.
+        """One gradient step per mini-batch and epoch. With `look` the report says which tokens the trust region
+        blocked, and of these sequences at which rows. `mismatch/...` are of the first mini-batch, whose pass has the
+        weights that the call began with. `listener` hears how far the update is: after an error, what of it is in the
+        weights.
 
         Raises NonFiniteTraining after too many skipped steps in a row, RuntimeError where routes went missing: both on
         all ranks.
@@ -201,7 +202,10 @@ class MegatronActor:
         metrics = TokenMetrics.empty(device)
         totals = StepTotals()
         mismatch: dict[str, float] = {}
-        blocked: Tensor | None = None
+        blocked = None
+        if look is not None:
+            watch = torch.isin(torch.arange(len(trained)), torch.tensor(look, dtype=torch.int64)).to(device)
+            blocked = BlockedTokens(watch, self._vocab_size, contributes=self._passes.contributes)
         for number in list(range(len(plans))) * signal.epochs:
             sequences, plan = signal.mini_batches[number], plans[number]
             objective = MiniBatchObjective(
@@ -218,7 +222,8 @@ class MegatronActor:
                 reference=None if reference is None else reference[number],
                 reference_kl=self._reference_kl,
                 context_group=self.runtime.groups.cp if self.runtime.groups.cp.size() > 1 else None,
-                count_masked=self._vocab_size if count_masked else 0,
+                watch=None if blocked is None else blocked.watch,
+                vocab_size=self._vocab_size,
             )
             own_routes = None if before is None else before[number].routes
             with self.phases("microbatches"):
@@ -242,11 +247,8 @@ class MegatronActor:
                 loss, part = reduce_losses(reports, contributes=self._passes.contributes, device=device)
                 metrics = metrics.merge(part)
                 mismatch = mismatch or part.mismatch()  # before the first step of this call, from that step's own pass
-                if count_masked:
-                    counts = reduce_masked(
-                        reports, contributes=self._passes.contributes, vocab_size=self._vocab_size, device=device
-                    )
-                    blocked = counts if blocked is None else blocked + counts
+                if blocked is not None:
+                    blocked.add(reports)
             with self.phases("optimizer"):
                 finite = bool(np.isfinite(loss))
                 with progress.inside():
@@ -260,7 +262,8 @@ class MegatronActor:
         policy = {f"policy/{_SHORT_NAMES.get(name, name)}": value for name, value in finals.items()}
         policy |= {f"mismatch/{name}": value for name, value in mismatch.items()}
         pulled = reduce_bytes(source.pulled_bytes - pulled_before, device)
-        return UpdateReport(policy | self._aux_losses.metrics() | totals.metrics() | pulled, blocked)
+        found = () if blocked is None else blocked.reduce()
+        return UpdateReport(policy | self._aux_losses.metrics() | totals.metrics() | pulled, *found)
 
     def reference_kl(self, source: SequenceSource) -> np.ndarray:
         """The estimate of KL(mu || reference), summed over the trained tokens of each sequence, float64 `[B]`, the same

@@ -33,6 +33,18 @@ class Recomputed:
 
 
 @dataclass(frozen=True)
+class Blocked:
+    """What the trust region blocked in one microbatch.
+
+    counts  int64 `[2, V]`, see `masked_token_counts`
+    rows    int64 `[n, 3]`: sequence, position, and 1 where it was blocked, of the trained rows of watched sequences
+    """
+
+    counts: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True)
 class MicrobatchReport:
     """What the last stage keeps of one microbatch."""
 
@@ -40,8 +52,8 @@ class MicrobatchReport:
     metrics: TokenMetrics
     nonfinite: tuple[Tensor, Tensor, Tensor]
     """(row is not finite `[S]`, sequence `[S]`, position `[S]`) to name the tokens of a non-finite loss."""
-    masked: Tensor | None
-    """int64 `[2, V]`, see `masked_token_counts`; None where nobody asked."""
+    blocked: Blocked | None
+    """None where nobody asked."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +75,10 @@ class MiniBatchObjective:
     reference_kl: ReferenceKL | None = None
     context_group: dist.ProcessGroup | None = None
     """Ranks that hold parts of the same sequences, for ratios of whole sequences; None for one rank."""
-    count_masked: int = 0
-    """Count blocked tokens by id over a vocabulary of this size; 0 does not count."""
+    watch: Tensor | None = None
+    """bool `[B]`: report what is blocked, and the rows of these sequences one by one. None reports nothing."""
+    vocab_size: int = 0
+    """Over which blocked tokens are counted by id."""
 
     def __call__(self, index: int, microbatch: Microbatch, stats: TokenStats) -> tuple[Tensor, MicrobatchReport]:
         """This microbatch's share of the mini-batch loss; gradient through `stats.logp` (and entropy bonus) only."""
@@ -107,12 +121,16 @@ class MiniBatchObjective:
         )
         value = aggregate(loss.per_token, weights)
         bad = rows.loss_mask & ~torch.isfinite(loss.per_token.detach())
-        masked = None
-        if self.count_masked:
-            masked = masked_token_counts(
-                rows.targets, self.advantages[sequence], rows.loss_mask, loss.mask, self.count_masked
+        blocked = None
+        if self.watch is not None:
+            seen = rows.loss_mask & self.watch[sequence]
+            blocked = Blocked(
+                masked_token_counts(
+                    rows.targets, self.advantages[sequence], rows.loss_mask, loss.mask, self.vocab_size
+                ),
+                torch.stack([rows.sequence[seen], rows.position[seen], (~loss.mask[seen]).long()], dim=1),
             )
-        return value, MicrobatchReport(value.detach(), loss.metrics, (bad, rows.sequence, rows.position), masked)
+        return value, MicrobatchReport(value.detach(), loss.metrics, (bad, rows.sequence, rows.position), blocked)
 
     def _sum_over_context(self, totals: Tensor) -> Tensor:
         dist.all_reduce(totals, group=self.context_group)

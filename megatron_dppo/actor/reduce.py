@@ -37,17 +37,33 @@ def reduce_losses(
     return float(sums[0]), TokenMetrics(sums[1:], maxima)
 
 
-def reduce_masked(
-    reports: Sequence[MicrobatchReport], *, contributes: bool, vocab_size: int, device: torch.device
-) -> torch.Tensor:
-    """Blocked tokens of a mini-batch by id, int64 `[2, V]`, the same on every rank; `contributes` as above."""
-    counts = torch.zeros(2, vocab_size, dtype=torch.int64, device=device)
-    if contributes:
-        for report in reports:
-            assert report.masked is not None
-            counts += report.masked
-    dist.all_reduce(counts)
-    return counts
+class BlockedTokens:
+    """Collects what the trust region blocked in the mini-batches and epochs of an update."""
+
+    def __init__(self, watch: torch.Tensor, vocab_size: int, *, contributes: bool) -> None:
+        """`watch` is bool `[B]`, the sequences whose rows are reported one by one; `contributes` as above."""
+        self.watch, self.vocab_size, self._contributes = watch, vocab_size, contributes
+        self._counts = torch.zeros(2, vocab_size, dtype=torch.int64, device=watch.device)
+        self._rows: list[torch.Tensor] = []
+
+    def add(self, reports: Sequence[MicrobatchReport]) -> None:
+        if self._contributes:
+            for report in reports:
+                assert report.blocked is not None
+                self._counts += report.blocked.counts
+                self._rows.append(report.blocked.rows)
+
+    def reduce(self) -> tuple[torch.Tensor, np.ndarray]:
+        """`UpdateReport.masked_counts` and `watched`. Collective over the job: a sum and a gather."""
+        dist.all_reduce(self._counts)
+        mine = np.concatenate([np.zeros((0, 3), dtype=np.int64), *(rows.cpu().numpy() for rows in self._rows)])
+        everybody: list[np.ndarray] = [mine] * dist.get_world_size()
+        dist.all_gather_object(everybody, mine)
+        found = np.concatenate(everybody)
+        found = found[np.lexsort((1 - found[:, 2], found[:, 1], found[:, 0]))]  # blocked ones first
+        first = np.ones(len(found), dtype=bool)
+        first[1:] = (found[1:, :2] != found[:-1, :2]).any(axis=1)
+        return self._counts, found[first]
 
 
 def gather_rows(parts: Sequence[torch.Tensor], limit: int, columns: int) -> np.ndarray:

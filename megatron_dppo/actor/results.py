@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import Tensor
@@ -17,10 +17,13 @@ class UpdateReport:
     metrics        the same on all ranks
     masked_counts  int64 `[2, V]`, the tokens that the trust region blocked (`masked_token_counts`), where it was asked
                    for; equal on all ranks
+    watched        int64 `[n, 3]`, of every trained row of the sequences that were watched: sequence, row in it (what it
+                   predicts is the next token), and 1 where the trust region blocked it in any epoch; equal on all ranks
     """
 
     metrics: dict[str, float]
     masked_counts: Tensor | None = None
+    watched: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), dtype=np.int64))
 
 
 @dataclass(frozen=True)

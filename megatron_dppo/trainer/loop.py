@@ -189,7 +189,7 @@ class Trainer:
                 metrics |= self._parity(experience)
         with self._watch("training"), clock.phase("train"):
             look = self._looks_at(step)
-            report = self._update(step, experience, count_masked=look)
+            report = self._update(step, experience, look=look)
             metrics |= report.metrics
         self._collector.release(experience)
         every = config.trainer.checkpoint_every
@@ -221,7 +221,7 @@ class Trainer:
             for later in range(step, min(step + self._config.rollout.max_staleness, self._config.trainer.steps)):
                 self._collector.begin(later)
 
-    def _update(self, step: int, experience: Experience, *, count_masked: bool) -> UpdateReport:
+    def _update(self, step: int, experience: Experience, *, look: bool) -> UpdateReport:
         source = experience.source()
         kl, penalties, measured = self._config.algorithm.reference_kl, None, {}
         if kl is not None and kl.place is KLPlace.REWARD:
@@ -232,7 +232,8 @@ class Trainer:
         trace = self._config.run.dir / "profile" / f"step{step}_rank{self._runtime.rank}.json.gz"
         wanted = step == self._config.trainer.profile_step
         with profiled(self._actor.phases, trace=trace) if wanted else nullcontext() as profile:
-            report = self._actor.update(source, signal, count_masked=count_masked, listener=self._trained.hear)
+            looked_at = experience.looked_at if look else None
+            report = self._actor.update(source, signal, look=looked_at, listener=self._trained.hear)
             self._trained.end(step)
         if self._controller and profile is not None:
             with self._coordinator.alone():
@@ -254,7 +255,7 @@ class Trainer:
 
     def _show(self, step: int, report: UpdateReport, controller: Controller) -> None:
         """Answers and blocked tokens of this step, for people."""
-        controller.tracker.samples(step, self._collector.samples)
+        controller.tracker.samples(step, [sample.marked(report.watched) for sample in self._collector.samples])
         counts, limit = report.masked_counts, self._config.tracking.masked_tokens
         if counts is not None and limit:
             masked = most_masked_tokens(counts, limit)

@@ -37,6 +37,7 @@ td, th { border: 1px solid #ddd; padding: .2em .6em; text-align: left; vertical-
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; font-size: 13px }
 .grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(34em, 1fr)); gap: 1em }
 .token { border-radius: 2px; outline: 1px solid #fff8 } .none { color: #888 }
+.blocked { text-decoration: line-through 2px } .untrained { color: #999 }
 """
 
 
@@ -140,7 +141,8 @@ def _phases(runs: Mapping[str, History]) -> str:
 
 
 def _answers(runs: Mapping[str, Path]) -> str:
-    """Answers of the last step that has some, each token on the colour of its answer's advantage."""
+    """Answers of the last step that has some, each token on the colour of its answer's advantage; what the trust region
+    blocked is struck out, and what was not trained on is grey."""
     parts = []
     for label, folder in runs.items():
         rows = list(_rows(folder, "samples.jsonl"))
@@ -155,7 +157,11 @@ def _answers(runs: Mapping[str, Path]) -> str:
             f"<th>reward<th>advantage<th>tokens<th>ended by</tr>{lines}</table>"
         )
     green, red = (f'<span style="background:rgba({shade},.4)">' for shade in (_GREEN, _RED))
-    key = f"Tokens are {green}green</span> where the answer's advantage is above 0, {red}red</span> where it is below."
+    key = (
+        f"Tokens are {green}green</span> where the answer's advantage is above 0, {red}red</span> where it is below; "
+        'those that the trust region <span class="blocked">blocked</span> are struck out, and those that were '
+        '<span class="untrained">not trained on</span> are grey.'
+    )
     return f"<p>{key}</p>{''.join(parts)}"
 
 
@@ -164,7 +170,14 @@ def _answer(row: Mapping[str, Any], largest: float) -> str:
     shade = 0.5 * min(abs(advantage or 0.0) / largest, 1.0)
     colour = f"rgba({_GREEN if (advantage or 0.0) > 0 else _RED},{shade:.2f})"
     pieces = row.get("pieces") or [row["response"]]
-    tokens = "".join(f'<span class="token" style="background:{colour}">{html.escape(piece)}</span>' for piece in pieces)
+    blocked, untrained = set(row.get("blocked", ())), set(row.get("untrained", ()))
+    tokens = "".join(
+        f'<span class="token untrained">{html.escape(piece)}</span>'
+        if number in untrained
+        else f'<span class="token{" blocked" if number in blocked else ""}" style="background:{colour}">'
+        f"{html.escape(piece)}</span>"
+        for number, piece in enumerate(pieces)
+    )
     shown = "" if advantage is None else f"{advantage:+.3g}"
     cells = [f"<pre>{html.escape(row['prompt'])}</pre>", f"<pre>{tokens}</pre>", html.escape(str(row["reference"]))]
     cells += [f"{row['reward']:.3g}", shown, str(row["tokens"]), html.escape(row["finish_reason"])]

@@ -38,6 +38,8 @@ class Experience:
     rewards: np.ndarray
     """float32 `[B]`"""
     metrics: dict[str, float]
+    looked_at: tuple[int, ...]
+    """Numbers of the sequences whose answers are kept to look at."""
 
     def source(self) -> SequenceSource:
         return open_rollout(self.handle)
@@ -193,6 +195,7 @@ class RolloutCollector:
             groups.rewards,
             _advantages(self._config, groups.rewards.reward),
             handle.finish_reasons,
+            handle.prompt_lengths,
         )
         metrics = {
             "reward/mean": float(rewards.reward.mean()),
@@ -206,7 +209,8 @@ class RolloutCollector:
             "data/tokens": float(handle.lengths.sum()),
         }
         metrics |= _part_metrics(rewards) | extra
-        experience = Experience(handle, groups.rewards.reward.astype(np.float32), metrics)
+        looked = tuple(sample.sequence for sample in looked_at)
+        experience = Experience(handle, groups.rewards.reward.astype(np.float32), metrics, looked)
         return _Collected(experience, looked_at, time.perf_counter() - start)
 
     def _ask(

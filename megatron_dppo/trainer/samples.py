@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,20 @@ class Sample:
     correct: bool
     tokens: int
     finish_reason: str
+    sequence: int
+    """Its number in the step."""
+    prompt_tokens: int
+    blocked: tuple[int, ...] = ()
+    """Numbers of `pieces` that the trust region took out of the update."""
+    untrained: tuple[int, ...] = ()
+    """Those that the policy did not sample (an environment's words), or that were not trained on."""
+
+    def marked(self, watched: np.ndarray) -> Sample:
+        """With `blocked` and `untrained`, from `UpdateReport.watched`: row `t` predicts token `t + 1`."""
+        rows = watched[watched[:, 0] == self.sequence]
+        piece = rows[:, 1] + 1 - self.prompt_tokens
+        untrained = np.setdiff1d(np.arange(self.tokens), piece)
+        return replace(self, blocked=tuple(piece[rows[:, 2] > 0].tolist()), untrained=tuple(untrained.tolist()))
 
     def row(self) -> dict[str, Any]:
         return asdict(self)
@@ -46,6 +60,7 @@ def choose_samples(
     rewards: Rewards,
     advantages: np.ndarray,
     finish_reasons: Sequence[str],
+    prompt_lengths: Sequence[int] | np.ndarray,
 ) -> list[Sample]:
     """The first answer to each of the first `count` prompts; more answers to them where there are fewer prompts."""
     order = sorted(range(len(responses)), key=lambda i: (i % samples, i // samples))[:count]
@@ -61,6 +76,8 @@ def choose_samples(
             correct=bool(rewards.correct[i]),
             tokens=len(responses[i]),
             finish_reason=finish_reasons[i],
+            sequence=i,
+            prompt_tokens=int(prompt_lengths[i]),
         )
         for i in order
     ]

@@ -148,6 +148,7 @@ def test_samples_blocked_tokens_and_wandb(whole):
     assert [row["step"] for row in samples] == [2, 2, 2, 4, 4, 4]
     assert all(row["prompt"].endswith("<|assistant|>") and row["tokens"] > 0 for row in samples)
     assert all(set(row["parts"]) == {"math-verify", "digits", "overlong", "length"} for row in samples)
+    assert all(row["untrained"] == [] and set(row["blocked"]) <= set(range(row["tokens"])) for row in samples)
     masked = rows(folder, "masked_tokens.jsonl")
     assert [row["step"] for row in masked] == [2, 4]
     for row in masked:

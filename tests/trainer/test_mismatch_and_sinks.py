@@ -73,7 +73,7 @@ def test_samples_and_blocked_tokens(tmp_path: Path) -> None:
     rewards = Rewards(
         reward=scores, correct=scores >= 1, well_formed=scores >= 0, parts={"exact-match": scores, "format": scores}
     )
-    chosen = choose_samples(3, tokenizer, prompts, 2, responses, rewards, scores - 0.5, ["stop"] * 4)
+    chosen = choose_samples(3, tokenizer, prompts, 2, responses, rewards, scores - 0.5, ["stop"] * 4, [7, 1, 5, 1])
     assert [(s.prompt, s.response, s.reward) for s in chosen] == [
         ("Q0", "a0\n<|end|>", 0.0),
         ("Q1", "a2\n<|end|>", 0.5),
@@ -81,6 +81,14 @@ def test_samples_and_blocked_tokens(tmp_path: Path) -> None:
     ]
     assert [s.advantage for s in chosen] == [-0.5, 0.0, 0.5]
     assert chosen[2].pieces == ["a", "1", "\n", "<|end|>"]
+    # Row t predicts token t + 1: of sequence 1, whose prompt is one token, row 0 predicts the first piece.
+    watched = np.array([[0, 6, 1], [1, 0, 0], [1, 2, 1], [1, 3, 0], [2, 4, 0]])
+    marked = [sample.marked(watched) for sample in chosen]
+    assert [(s.sequence, s.blocked, s.untrained) for s in marked] == [
+        (0, (0,), (1, 2, 3)),
+        (2, (), (1, 2, 3)),
+        (1, (2,), (1,)),
+    ]
     with Tracker(tmp_path) as tracker:
         tracker.samples(2, chosen)
         tracker.masked_tokens(2, spelled({"positive": [(tokenizer.encode("7")[0], 3)], "negative": []}, tokenizer))

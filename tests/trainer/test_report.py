@@ -26,9 +26,10 @@ def made_up(folder: Path, seed: int) -> Path:
     (folder / "config.yaml").write_text(f"run: {{dir: {folder}, seed: {seed}}}\nrollout: {{temperature: 1.0}}\n")
     answers = [
         Sample(prompt="1 + 1", response=f"2{HOSTILE}", pieces=["2", HOSTILE], reference="2", reward=1.0, advantage=0.75,
-               parts={}, correct=True, tokens=2, finish_reason="stop"),
+               parts={}, correct=True, tokens=2, finish_reason="stop", sequence=0, prompt_tokens=5),
         Sample(prompt="1 + 2", response="45", pieces=["4", "5"], reference="3", reward=0.0, advantage=-0.25, parts={},
-               correct=False, tokens=2, finish_reason="length"),
+               correct=False, tokens=2, finish_reason="length", sequence=1, prompt_tokens=5, blocked=(1,),
+               untrained=(0,)),
     ]  # fmt: skip
     with Tracker(folder) as tracker:
         for step in range(1, 6):
@@ -76,9 +77,10 @@ def test_the_page_holds_what_the_runs_logged(page: Path) -> None:
 def test_answers_have_their_tokens_on_the_colour_of_their_advantage(page: Path) -> None:
     text = own(page)
     assert text.count("<h3>first, step 4</h3>") == 1
-    assert text.count('<span class="token"') == 2 * 4
+    assert text.count('<span class="token') == 2 * 4
+    assert text.count('untrained">4</span><span class="token blocked" style="background:rgba(214,39,40,0.17)">5') == 2
     assert text.count('<span class="token" style="background:rgba(44,160,44,0.50)">') == 2 * 2
-    assert text.count('<span class="token" style="background:rgba(214,39,40,0.17)">') == 2 * 2
+    assert text.count('<span class="token" style="background:rgba(214,39,40,0.17)">') == 0
     assert HOSTILE not in text
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
     assert re.search(r"A &lt; 0<td><code>&#x27;&lt;b&gt;&#x27;</code> 4, <code>&#x27;so&#x27;</code> 2", text)

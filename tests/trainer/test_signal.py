@@ -24,7 +24,7 @@ def experience(cut: list[int]) -> Experience:
     handle, _ = columns_of(batch, store="none", key="none", layer_groups=None)
     reasons = tuple("length" if b in cut else "stop" for b in range(8))
     object.__setattr__(handle, "finish_reasons", reasons)
-    return Experience(handle, REWARDS, {})
+    return Experience(handle, REWARDS, {}, ())
 
 
 def config(overlong_filter: bool) -> Any:

@@ -34,6 +34,7 @@ task:
 trainer: {{{{steps: 3, prompts_per_step: 2, samples_per_prompt: 2, prompts_per_mini_batch: 1,
   export_hugging_face: false}}}}
 evaluation: {{{{every: 3, prompts: 1, samples: 2}}}}
+tracking: {{{{samples_every: 1, samples: 4}}}}
 """
 
 
@@ -54,7 +55,20 @@ def run(tmp_path_factory) -> tuple[Path, list[RolloutBatch], list[dict[str, floa
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     batches = [pickle.loads((folder / f"batches/{step}.pickle").read_bytes()) for step in range(3)]
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    kept = [json.loads(line) for line in (folder / "run/samples.jsonl").read_text().splitlines()]
+    for number, batch in enumerate(batches):
+        compare_kept(batch, [row for row in kept if row["step"] == number + 1])
     return folder / "model", batches, [row for row in rows if "optimizer/loss" in row]
+
+
+def compare_kept(batch: RolloutBatch, kept: list[dict]) -> None:
+    """What the environment said stands as not trained on."""
+    assert sorted(row["sequence"] for row in kept) == list(range(EPISODES))
+    for row in kept:
+        part = slice(*batch.offsets[row["sequence"] :][:2])
+        mask = batch.loss_mask[part][int(batch.prompt_lengths[row["sequence"]]) :]
+        assert row["untrained"] == np.flatnonzero(~mask).tolist()
+        assert mask[row["blocked"]].all()
 
 
 def expected_mask(ids: np.ndarray, prompt_length: int, tokenizer) -> tuple[np.ndarray, int, float]:
