@@ -16,6 +16,7 @@ node 0 was lost the others wait for a new one, whose store is empty.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -75,6 +76,7 @@ class Meeting(RendezvousHandler):
         """Name of this start of the ranks for torch's agent."""
         self._restarts, self._alive = restarts, alive
         self._attempt = 1
+        self._name = f"process {os.getpid()} of {socket.gethostname()}"
         self._store: dist.TCPStore | None = None
         self._ranks_store: dist.TCPStore | None = None
         self._port = 0
@@ -119,6 +121,10 @@ class Meeting(RendezvousHandler):
             self._store = self._bind(self.nodes.port, deadline)
         self._store.set("attempt", str(self._attempt))
         while missing := [i for i in others if not self._store.check([self._key(f"joined/{i}")])]:
+            if self._said("twice"):
+                outcome = _failed(self._store.get(self._key("twice")).decode())
+                self._farewell(outcome)
+                raise JobOver(outcome)
             if time.monotonic() > deadline:
                 here = self.nodes.count - len(missing)
                 names = ", ".join(map(str, missing))
@@ -185,9 +191,16 @@ class Meeting(RendezvousHandler):
         while not store.check(["attempt"]):
             time.sleep(_POLL_S)
         self._attempt = int(store.get("attempt"))
+        store.set(self._key(f"is/{self.nodes.number}"), self._name)
         if store.add(self._key(f"joined/{self.nodes.number}"), 1) > 1 and store.check([self._key("plan")]):
             self._fail(_failed(f"node {self.nodes.number} was lost, and came back"))
         while time.monotonic() < deadline:
+            if (other := store.get(self._key(f"is/{self.nodes.number}")).decode()) != self._name:
+                why = (
+                    f"NODE_RANK={self.nodes.number} was given twice, to {self._name} and {other}: each node has its own"
+                )
+                store.set(self._key("twice"), why)
+                raise UserError(why)
             if self._said("over"):
                 store.set(self._key(f"heard/{self.nodes.number}"), "1")
                 raise JobOver(self._read("over"))

@@ -72,9 +72,12 @@ def _nodes(environment: Mapping[str, str]) -> Nodes:
     count = _number(environment, "NODES", 1)
     if count == 1:
         return Nodes()
+    number = _number(environment, "NODE_RANK")
+    if number >= count:
+        raise UserError(f"NODE_RANK={number}: of NODES={count} nodes the last is {count - 1}")
     return Nodes(
         count=count,
-        number=_number(environment, "NODE_RANK"),
+        number=number,
         head=_needed(environment, "HEAD_ADDRESS"),
         port=_number(environment, "MASTER_PORT", 29500),
         join_timeout_s=_number(environment, "JOIN_TIMEOUT_S", 300),

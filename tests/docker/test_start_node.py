@@ -161,6 +161,8 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     several = {"NODES": "2", "NODE_RANK": "0", "HEAD_ADDRESS": "127.0.0.1"}
     status, said = start(tmp_path, **several, RAY_AUTH_TOKEN="")
     assert (status, "RAY_AUTH_TOKEN is not set" in said[-1]) == (2, True)
+    said = start(tmp_path, **several | {"NODE_RANK": "2"})[1]
+    assert said[-1] == "megatron-dppo: error: NODE_RANK=2: of NODES=2 nodes the last is 1"
 
 
 NODE = """
@@ -170,7 +172,7 @@ from megatron_dppo.launch import exit_status, launch_local
 from megatron_dppo.launch.meeting import Meeting, Nodes
 from megatron_dppo.launch.restarts import Restarts
 number, port, program = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-nodes = Nodes(2, number, "127.0.0.1", port, join_timeout_s=60)
+nodes = Nodes(int(os.environ.get("NODES", 2)), number, "127.0.0.1", port, join_timeout_s=60)
 meeting = Meeting(nodes, Restarts(Path(os.environ["RUN_DIR"]), limit=3, goes_on=True))
 sys.exit(exit_status(lambda: launch_local([sys.executable, program], processes=1, meeting=meeting)))
 """
@@ -251,6 +253,16 @@ def test_a_node_that_is_killed_and_started_again_joins_the_others(lost: int, tmp
     said = pair.end(nodes)
     if lost == 1:
         assert "restart 1 of 3 from the beginning" in said[0]
+
+
+def test_a_number_that_two_nodes_have_is_named(tmp_path: Path) -> None:
+    """Three nodes were asked for, and two of them are told to be node 1."""
+    pair = Pair(tmp_path, NODES="3")
+    nodes = [pair.node(0), pair.node(1), pair.node(1)]
+    said = [one.communicate(timeout=PATIENCE_S)[1].splitlines()[-1] for one in nodes]
+    assert all("NODE_RANK=1 was given twice, to process" in line for line in said)
+    assert all(f"process {one.pid} of" in line for line in said for one in nodes[1:])
+    assert sorted(one.returncode for one in nodes) == [1, 1, 2]
 
 
 def test_a_node_whose_ranks_are_done_starts_them_again_with_the_others(tmp_path: Path) -> None:
