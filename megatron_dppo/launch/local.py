@@ -152,12 +152,12 @@ def _free_shared_memory(since: float) -> None:
     """Remove the semaphores and segments of Python's multiprocessing that were made since then and that no process
     maps: their resource tracker, which would have removed them, was killed too."""
     made = [file for pattern in ("sem.mp-*", "psm_*") for file in Path("/dev/shm").glob(pattern)]
-    mapped: set[str] = set()
+    mapped: set[int] = set()  # by inode: whoever makes a semaphore maps it under another name, which it then deletes
     for maps in Path("/proc").glob("[0-9]*/maps") if made else ():
         with contextlib.suppress(OSError):  # it has ended, or is another user's
-            mapped.update(line.rpartition(" ")[2] for line in maps.read_text().splitlines() if "/dev/shm/" in line)
+            mapped.update(int(line.split()[4]) for line in maps.read_text().splitlines() if "/dev/shm/" in line)
     for file in made:
         with contextlib.suppress(OSError):
             status = file.stat()
-            if status.st_uid == os.getuid() and status.st_ctime >= since and str(file) not in mapped:
+            if status.st_uid == os.getuid() and status.st_ctime >= since and status.st_ino not in mapped:
                 file.unlink()

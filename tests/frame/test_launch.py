@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,6 +17,7 @@ import pytest
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import exit_status
+from megatron_dppo.launch.local import _free_shared_memory
 from tests.distributed import PATIENCE_S
 
 LAUNCHER = """
@@ -132,6 +135,22 @@ def test_a_rank_that_is_killed_ends_the_others_and_their_orphans(ended: dict[str
     assert not psutil.pid_exists(detached[0])
     semaphore = (run.folder / "semaphore").read_text()
     assert not Path(f"/dev/shm/sem.{semaphore}").exists()
+
+
+def test_what_another_job_of_this_user_made_meanwhile_stays() -> None:
+    """A semaphore that only its maker has, as between making a queue and starting whoever reads it."""
+    since = time.time() - 1
+    lock = multiprocessing.get_context("spawn").Lock()
+    file = Path(f"/dev/shm/sem.{lock._semlock.name[1:]}")
+    assert file.exists()
+    _free_shared_memory(since)
+    assert file.exists()
+    copy = file.with_name(f"{file.name}-left-behind")
+    os.link(file, copy)  # the same file, when nobody maps it any more
+    del lock
+    gc.collect()
+    _free_shared_memory(since)
+    assert not copy.exists()
 
 
 def test_ctrl_c_closes_everything(tmp_path: Path) -> None:
