@@ -112,15 +112,21 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 
 
 def encode_text(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, in_front: bool = False, continues: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    in_front: bool = False,
+    continues: bool = False,
+    mark: str = _SPLIT,
 ) -> np.ndarray:
-    """Token ids int32 of `text`, cut where `split_special` marked it; `in_front` after what the tokenizer puts before a
-    text of its own accord, or as what `continues` a text. Raises UserError for text that is no Unicode."""
+    """Token ids int32 of `text`, cut at every `mark` (where `split_special` put it); `in_front` after what the
+    tokenizer puts before a text of its own accord, or as what `continues` a text. Raises UserError for text that is no
+    Unicode."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise UserError("the prompt holds half of a surrogate pair; write the whole character") from None
-    first, *rest = text.split(_SPLIT)
+    first, *rest = text.split(mark)
     if continues:
         begin = _continued(tokenizer, first)
     else:

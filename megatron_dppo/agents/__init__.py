@@ -1,0 +1,2 @@
+"""Conversations of agents that keep every token: sessions between a harness, which speaks HTTP and text, and engines,
+which speak token ids."""

@@ -1,0 +1,331 @@
+"""A conversation between a harness and the policy, as token ids: what was sampled is never tokenised again."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron_dppo.agents.asked import Asked, OtherLaw, read_chat, read_ids
+from megatron_dppo.agents.drawing import Sample, draw
+from megatron_dppo.agents.errors import Refused
+from megatron_dppo.agents.history import History, Turn, TurnRecord
+from megatron_dppo.agents.messages import Message, ToolCall, read_messages
+from megatron_dppo.agents.parsing import AnswerParser
+from megatron_dppo.agents.rendering import CannotContinue, ChatRenderer
+from megatron_dppo.agents.replies import Answered, chat_reply, ids_reply
+from megatron_dppo.batch import RolloutBatch
+from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.engine import EnginesFailed, GenerationRequest, GenerationTimeout, SamplingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionLimits:
+    """Of one session. A request beyond them is refused, and named in `SessionRecord.cut`."""
+
+    max_turns: int
+    max_tokens: int
+    """Of a conversation, the answer under way included."""
+    max_response_tokens: int
+    """Of one answer; it ends there with finish reason "length", and the conversation may go on."""
+    max_prompt_tokens: int
+    """Before an answer."""
+    max_in_flight: int = 16
+    """Answers under way at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What all sessions of a server have."""
+
+    renderer: ChatRenderer | None
+    """None where the tokenizer has no chat template: ids alone are answered."""
+    parser: AnswerParser | None
+    vocab_size: int
+    stop_token_ids: frozenset[int]
+    """That end an answer in every session."""
+    template_kwargs: Mapping[str, Any]
+    other_law: OtherLaw
+    """What a request for another temperature or top-p gets: a refusal, or an answer that is not trained on."""
+    edited: Literal["branch", "refuse"]
+    """What a request gets that does not go on from the last turn of a branch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionRecord:
+    """What is left of a session."""
+
+    branches: tuple[RolloutBatch, ...]
+    """One sequence each, see `join_turns`; the first has the session's name, the others `name+1`, `name+2`, ..."""
+    turns: tuple[TurnRecord, ...]
+    cut: str
+    """The first limit that a request met, or empty."""
+    refused: int
+    """Requests answered with a status of 400 to 499."""
+    reported: dict[str, Any] | None
+    """The last object sent to `.../v1/reward`."""
+    error: BaseException | None
+    """What engines failed with where that is no fault of the request."""
+
+
+@dataclass(eq=False)
+class _Request:
+    """One that was answered, or is about to be."""
+
+    digest: bytes
+    done: Future[dict[str, Any]] = field(default_factory=Future)
+    again: int = 0
+
+
+class Session:
+    """One conversation. `answer` blocks and may be called from several threads: requests that are under way at the same
+    time each get an answer, and the first to end goes on with the branch."""
+
+    def __init__(
+        self,
+        name: str,
+        sample: Sample,
+        shared: Shared,
+        *,
+        base_url: str,
+        sampling: SamplingConfig,
+        training: bool,
+        seed: Callable[[int], int],
+        limits: SessionLimits,
+    ) -> None:
+        """
+        name      unique in the run; requests are `name/turn`
+        base_url  what a harness gets as OPENAI_BASE_URL, and `api_key` as OPENAI_API_KEY
+        sampling  how tokens are drawn; `max_tokens` of it is of no use here
+        seed      of the answer of a turn's number
+        """
+        self.name, self.base_url, self.api_key = name, base_url, f"session-{secrets.token_urlsafe(32)}"
+        self.limits = limits
+        self._sample, self._shared, self._sampling, self._training = sample, shared, sampling, training
+        self._seed = seed
+        self._lock = threading.Lock()  # of all that follows; never held while something is rendered or sampled
+        self._history = History(name)
+        self._requests: dict[bytes, _Request] = {}
+        self._answered: dict[int, _Request] = {}
+        self._begun = self._under_way = self._refused = 0
+        self._cut, self._closed = "", False
+        self._error: BaseException | None = None
+        self._reported: dict[str, Any] | None = None
+
+    def answer(
+        self, kind: Literal["chat", "generate"], body: dict[str, Any], digest: bytes, *, key: str = "", retried: bool
+    ) -> dict[str, Any]:
+        """The reply to a request, or the same again: to one with the same Idempotency-Key, to one that a client says it
+        has `retried`, and to the same while it is under way. Raises `Refused`."""
+        named = b"key:" + key.encode() if key else b"body:" + digest
+        with self._lock:
+            self._check_open()
+            known = self._requests.get(named)
+            if known is not None and known.digest != digest:
+                self._refused += 1
+                raise Refused(422, "the same Idempotency-Key came with another request", code="idempotency_key_reused")
+            again = known is not None and (bool(key) or retried or not known.done.done())
+            if known is None or not again:
+                if self._under_way >= self.limits.max_in_flight:
+                    self._refused += 1
+                    raise Refused(429, f"{self._under_way} answers of this session are under way", code="flood")
+                known = self._requests[named] = _Request(digest)
+                self._under_way += 1
+            known.again += again
+        if again:
+            return known.done.result()
+        try:
+            number, reply = self._chat(body) if kind == "chat" else self._generate(body)
+        except BaseException as error:
+            failure = self._failure(error)
+            with self._lock:
+                self._under_way -= 1
+                self._refused += failure.status < 500
+                del self._requests[named]
+            known.done.set_exception(failure)
+            raise failure from error
+        with self._lock:
+            self._under_way -= 1
+            self._answered[number] = known
+        known.done.set_result(reply)
+        return reply
+
+    def report(self, value: dict[str, Any]) -> None:
+        """What the harness says of itself; the last word counts."""
+        with self._lock:
+            self._check_open()
+            self._reported = value
+
+    def finish(self) -> SessionRecord:
+        """End it: from now on requests are refused, and answers under way are dropped. Idempotent."""
+        with self._lock:
+            self._closed = True
+            branches, turns = self._history.samples({n: one.again for n, one in self._answered.items()})
+            return SessionRecord(
+                branches=branches,
+                turns=turns,
+                cut=self._cut,
+                refused=self._refused,
+                reported=self._reported,
+                error=self._error,
+            )
+
+    def _chat(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """The number of the turn and a chat completion."""
+        renderer, parser = self._shared.renderer, self._shared.parser
+        if renderer is None or parser is None:
+            raise Refused(400, "the model's tokenizer has no chat template; send token ids to /inference/v1/generate")
+        asked = read_chat(body, self._sampling, self._shared.other_law, vocab_size=self._shared.vocab_size)
+        messages = read_messages(body.get("messages"))
+        tools, given = asked.tools, {**self._shared.template_kwargs, **asked.given}
+        with self._lock:
+            before = self._history.longest([tools, given], messages)
+            why = self._why_new(before)
+        rendered, new = None, messages
+        if before is not None and before.messages is not None:
+            new, last = messages[len(before.messages) :], before.messages[-1]
+            try:
+                rendered = renderer.after(last, new, tools, given, last=int(before.ids[-1]), closed=before.closed)
+                prompt = np.concatenate([before.ids, rendered.ids])
+            except CannotContinue as error:
+                why = self._refuse_edited(str(error))
+        if rendered is None:
+            before, new = None, messages
+            rendered = renderer.conversation(messages, tools, given)
+            prompt = rendered.ids
+        number, started, batch = self._draw(prompt, asked)
+        ids, closed = self._sampled(batch, asked)
+        text = self._spell(ids[:-1] if closed else ids)
+        text = text[: min((at for one in asked.stop if (at := text.find(one)) >= 0), default=len(text))]
+        parsed = parser.parse(text, tools, thinking=rendered.thinking)
+        calls = tuple(ToolCall(f"c{number:05d}{n:03d}", *one) for n, one in enumerate(parsed.calls))
+        answer = Message("assistant", parsed.content, parsed.reasoning, calls[:1] if asked.one_call else calls)
+        record = _record(number, batch, asked, started, new, answer, why)
+        with self._lock:
+            self._check_open()
+            self._history.add(before, record, batch, closed=closed, root=[tools, given], messages=(*messages, answer))
+        answered = Answered(self.name, number, batch, asked)
+        return number, chat_reply(answered, answer, lambda one: renderer.spell([one], keep=frozenset(renderer.added)))
+
+    def _generate(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """The number of the turn and ids for ids."""
+        given, asked = read_ids(body, self._sampling, self._shared.other_law, vocab_size=self._shared.vocab_size)
+        prompt = np.asarray(given, dtype=np.int32)
+        with self._lock:
+            before = self._history.longest_ids(prompt)
+            why = self._why_new(before)
+        number, started, batch = self._draw(prompt, asked)
+        record = _record(number, batch, asked, started, (), None, why)
+        with self._lock:
+            self._check_open()
+            self._history.add(before, record, batch, closed=self._sampled(batch, asked)[1])
+        return number, ids_reply(Answered(self.name, number, batch, asked))
+
+    def _draw(self, prompt: np.ndarray, asked: Asked) -> tuple[int, float, RolloutBatch]:
+        """The number of a turn, when the engines were asked, and their answer."""
+        limits = self.limits
+        with self._lock:
+            self._check_open()
+            number = self._begun
+            if number >= limits.max_turns:
+                self._cut = self._cut or "max_turns"
+                raise Refused(400, f"the session had its {number} turns", code="max_turns")
+            room = min(limits.max_response_tokens, limits.max_tokens - len(prompt))
+            if room < 1 or len(prompt) > limits.max_prompt_tokens:
+                self._cut = self._cut or ("max_tokens" if room < 1 else "max_prompt_tokens")
+                most = min(limits.max_tokens - 1, limits.max_prompt_tokens)
+                raise Refused(
+                    400,
+                    f"the conversation has {len(prompt)} tokens; {most} may stand before an answer",
+                    code="context_length_exceeded",
+                    param="messages",
+                )
+            self._begun += 1
+        request = GenerationRequest(request_id=f"{self.name}/{number}", prompt_ids=prompt, seed=self._seed(number))
+        sampling = replace(asked.sampling, max_tokens=min(room, asked.max_tokens or room))
+        started = time.monotonic()
+        batch = draw(
+            self._sample,
+            request,
+            sampling,
+            training=self._training and not asked.why_not,
+            most_prompt=limits.max_prompt_tokens,
+            stop=asked.stop,
+            spell=self._spell,
+        )
+        return number, started, batch
+
+    def _why_new(self, before: Turn | None) -> str:
+        """Why history is to be rendered: empty where there is none, or its ids are known."""
+        if before is None:
+            return self._refuse_edited("no turn is the beginning of it") if self._history.turns else ""
+        if not before.is_last:
+            self._refuse_edited(f"turn {before.record.number} was gone on from already")
+        return ""
+
+    def _refuse_edited(self, why: str) -> str:
+        """`why`, or the refusal."""
+        if self._shared.edited == "refuse":
+            raise Refused(400, f"this is not the session's conversation with something new at its end: {why}",
+                          code="history_edited", param="messages")  # fmt: skip
+        return why
+
+    def _sampled(self, batch: RolloutBatch, asked: Asked) -> tuple[np.ndarray, bool]:
+        """The ids of an answer, and whether the last of them is a stop token."""
+        ids = batch.response_ids(0)
+        return ids, int(ids[-1]) in self._shared.stop_token_ids or int(ids[-1]) in asked.sampling.stop_token_ids
+
+    def _spell(self, ids: np.ndarray) -> str:
+        renderer, parser = self._shared.renderer, self._shared.parser
+        if renderer is None or parser is None:
+            raise Refused(400, "stop: the model has no chat template; end answers by stop_token_ids", param="stop")
+        return renderer.spell(ids, keep=parser.markers)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Refused(410, "the session is over", code="session_over")
+
+    def _failure(self, error: BaseException) -> Refused:
+        """An error as an answer."""
+        told = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if isinstance(error, Refused):
+            return error
+        if isinstance(error, RecursionError):
+            return Refused(400, "the request is nested too deeply")
+        if isinstance(error, GenerationTimeout):
+            return Refused(504, told, code="generation_timeout")
+        if isinstance(error, UserError) and not isinstance(error, EnginesFailed):
+            return Refused(400, str(error))
+        with self._lock:
+            self._error = self._error or error
+        return Refused(503, f"no answer: {told}", code="no_answer")
+
+
+def _record(
+    number: int,
+    batch: RolloutBatch,
+    asked: Asked,
+    started: float,
+    new: tuple[Message, ...],
+    answer: Message | None,
+    why: str,
+) -> TurnRecord:
+    prompt = int(batch.prompt_lengths[0])
+    return TurnRecord(
+        number=number,
+        asked=new,
+        answer=answer,
+        started=started,
+        ended=time.monotonic(),
+        prompt=prompt,
+        sampled=len(batch.token_ids) - prompt,
+        finish_reason=batch.finish_reasons[0],
+        why_not=asked.why_not,
+        rendered_anew=why,
+    )
