@@ -139,6 +139,15 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="file to write (%(default)s)")
     report.add_argument("--title", default="")
     report.set_defaults(run=_report)
+
+    show = commands.add_parser("show", help="write one HTML page about one answer or episode of a run, token by token")
+    show.add_argument("folder", type=Path, metavar="RUN", help="folder of a run")
+    show.add_argument(
+        "--episode", type=int, help="its number in its step, as in samples.jsonl (the first that was kept)"
+    )
+    show.add_argument("--step", type=int, help="training step (the last that kept some)")
+    show.add_argument("-o", "--output", type=Path, help="file to write (step-S-episode-N.html)")
+    show.set_defaults(run=_show)
     return parser
 
 
@@ -178,6 +187,13 @@ def _report(arguments: argparse.Namespace) -> int:
     folders = {label: run.parent if run.is_file() else run for label, run in _labelled(arguments.runs).items()}
     write_report(folders, arguments.output, title=arguments.title)
     print(arguments.output)
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from megatron_dppo.trainer.episode_page import show_episode
+
+    print(show_episode(arguments.folder, arguments.output, episode=arguments.episode, step=arguments.step))
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -28,6 +27,7 @@ from megatron_dppo.actor.reduce import BlockedTokens, StepTotals, gather_rows, r
 from megatron_dppo.actor.reference_policy import ReferencePolicy
 from megatron_dppo.actor.results import ParityReport, ProgressTeller, UpdateProgress, UpdateReport
 from megatron_dppo.actor.runtime import Runtime
+from megatron_dppo.actor.signal import TrainingSignal
 from megatron_dppo.actor.weight_gradients import fuse_weight_gradients
 from megatron_dppo.algorithm import (
     Denominators,
@@ -55,23 +55,6 @@ _SHORT_NAMES = {"abs_prob_diff_mean": "mean_abs_pi_mu", "entropy_mean": "entropy
 
 class NonFiniteTraining(RuntimeError):
     """More gradient steps in a row than allowed had a loss or gradient that is not finite."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainingSignal:
-    """What a rollout step teaches, per sequence of the source; equal on all ranks.
-
-    advantages    float32 `[B]`
-    returns       float32 `[B]`, rewards before the baseline
-    mini_batches  sequence numbers of each gradient step, every sequence at most once
-    epochs        passes over the mini-batches. The anchor does not move between them: mu is the rollout's, and what is
-                  recomputed (its statistics and, for R2, its routes) is so once, before the first pass
-    """
-
-    advantages: np.ndarray
-    returns: np.ndarray
-    mini_batches: Sequence[np.ndarray]
-    epochs: int = 1
 
 
 class MegatronActor:
@@ -183,7 +166,7 @@ class MegatronActor:
         device = self.runtime.device
         advantages = torch.from_numpy(signal.advantages.astype(np.float32)).to(device)
         returns = torch.from_numpy(signal.returns.astype(np.float32)).to(device)
-        trained = torch.tensor(source.trained, device=device)
+        trained = torch.tensor(signal.trained_of_episode(source.trained), device=device)
         pulled_before = source.pulled_bytes
         plans = [self._passes.plan(source, sequences) for sequences in signal.mini_batches]
         # The anchor is the policy before the first of these steps, so all mini-batches are recomputed up front.
@@ -212,10 +195,11 @@ class MegatronActor:
                 preset=self._preset,
                 denominators=Denominators(
                     tokens=int(source.trained[sequences].sum()),
-                    sequences=len(sequences),
+                    sequences=signal.episodes_of(sequences),
                     constant=self._normaliser,
                 ),
                 advantages=advantages,
+                spans=signal.spans,
                 returns=returns,
                 trained=trained,
                 recomputed=None if before is None else before[number].statistics,

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.actor.microbatch import Microbatch
+from megatron_dppo.actor.signal import Spans
 from megatron_dppo.algorithm import (
     Denominators,
     Preset,
@@ -60,7 +61,7 @@ class MicrobatchReport:
 class MiniBatchObjective:
     """Everything the loss of a microbatch depends on besides its rows; equal on all ranks.
 
-    advantages, trained  `[B]` over the source's sequences: A of each, and its number of trained tokens
+    advantages, trained  `[B]` over the source's sequences: A of each, and the trained tokens of its episode
     recomputed           per microbatch, for presets with a recomputed anchor
     """
 
@@ -79,12 +80,15 @@ class MiniBatchObjective:
     """bool `[B]`: report what is blocked, and the rows of these sequences one by one. None reports nothing."""
     vocab_size: int = 0
     """Over which blocked tokens are counted by id."""
+    spans: Spans | None = None
+    """Advantages that change within sequences, in place of `advantages`."""
 
     def __call__(self, index: int, microbatch: Microbatch, stats: TokenStats) -> tuple[Tensor, MicrobatchReport]:
         """This microbatch's share of the mini-batch loss; gradient through `stats.logp` (and entropy bonus) only."""
         rows = microbatch.rows
         assert rows is not None, "the loss is computed on the last pipeline stage"
         sequence = rows.sequence.clamp(min=0)
+        advantages = self.advantages[sequence] if self.spans is None else self.spans.at(sequence, rows.position)
         recomputed = None if self.recomputed is None else self.recomputed[index]
         divergence = divergence_for(
             self.preset,
@@ -104,7 +108,7 @@ class MiniBatchObjective:
             self.preset,
             stats.logp,
             rows.mu_logp,
-            self.advantages[sequence],
+            advantages,
             loss_mask=rows.loss_mask,
             divergence=divergence,
             recomputed_logp=None if recomputed is None else recomputed.logp,
@@ -125,9 +129,7 @@ class MiniBatchObjective:
         if self.watch is not None:
             seen = rows.loss_mask & self.watch[sequence]
             blocked = Blocked(
-                masked_token_counts(
-                    rows.targets, self.advantages[sequence], rows.loss_mask, loss.mask, self.vocab_size
-                ),
+                masked_token_counts(rows.targets, advantages, rows.loss_mask, loss.mask, self.vocab_size),
                 torch.stack([rows.sequence[seen], rows.position[seen], (~loss.mask[seen]).long()], dim=1),
             )
         return value, MicrobatchReport(value.detach(), loss.metrics, (bad, rows.sequence, rows.position), blocked)

@@ -32,7 +32,6 @@ from megatron_dppo.models.hf_config import load_hf_config
 from megatron_dppo.rollout.engine import RolloutEngine, update_weights
 from megatron_dppo.rollout.seeds import TRAINING
 from megatron_dppo.rollout.start import open_engine, transformers_opinion
-from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.mismatch import Mismatch
 from megatron_dppo.trainer.requests import requests_for
@@ -174,8 +173,9 @@ def _roll_out(config: Config, dtype: str) -> RolloutBatch:
     tokenizer = load_tokenizer(config.model.path)
     suite = build_task_suite(config, tokenizer)
     try:
-        if isinstance(suite.task, EnvironmentTask):
-            raise UserError("doctor --parity: task.kind=environment is not compared; set another, or leave CONFIG out")
+        if suite.player is not None:
+            kind = config.task.kind
+            raise UserError(f"doctor --parity: task.kind={kind} is not compared; set another, or leave CONFIG out")
         prompts = suite.task.prompts(0, config.trainer.prompts_per_step)
     finally:
         suite.close()

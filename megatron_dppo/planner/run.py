@@ -164,8 +164,8 @@ def _time(config: Config, plan: Plan) -> Iterator[str]:
         yield "rollout.enforce_eager=true: planned with CUDA graphs; generation takes longer"
     if plan.layout.model.moe is None or not rollout.router_replay:
         yield "rollout without routes: planned with the host's time per token that recording them takes; it is shorter"
-    if config.task.kind == "environment":
-        yield "task.kind=environment: an episode counts as one answer; several turns take longer"
+    if config.task.kind in ("environment", "agent"):
+        yield f"task.kind={config.task.kind}: an episode counts as one answer; several turns take longer"
     if config.evaluation.every or config.trainer.checkpoint_every:
         yield "evaluation and checkpoints: time beside the steps"
 

@@ -66,10 +66,22 @@ def _episodes(config: Config) -> Finding | None:
     """An episode is sampled turn by turn; whole groups of answers are what is dropped."""
     rollout = config.rollout
     name = "oversample" if rollout.oversample else "dynamic_sampling"
-    if config.task.kind != "environment" or not getattr(rollout, name):
+    if config.task.kind not in ("environment", "agent") or not getattr(rollout, name):
         return None
     problem = f"rollout.{name}={getattr(rollout, name):g} drops groups of answers, which is not made for episodes"
     return error("task", problem, "set it to 0")
+
+
+def _credit(config: Config) -> Finding | None:
+    """A penalty in the reward is one number for a sequence."""
+    kl, agent = config.algorithm.reference_kl, config.task.agent
+    if agent is None or agent.credit != "turn" or kl is None or kl.place is not KLPlace.REWARD:
+        return None
+    return error(
+        "algorithm",
+        "algorithm.reference_kl.place=reward with task.agent.credit=turn: the penalty is of whole sequences",
+        "set the place to loss, or the credit to episode",
+    )
 
 
 def _dynamic_sampling(config: Config) -> Finding | None:
@@ -317,6 +329,7 @@ SECTIONS: tuple[Callable[[Config], Finding | None], ...] = (
     _mini_batches,
     _oversample,
     _episodes,
+    _credit,
     _dynamic_sampling,
     _baseline,
     _topk,

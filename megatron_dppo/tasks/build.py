@@ -23,7 +23,9 @@ def build_task(
     """The task that `config` describes, its prompts encoded by `tokenizer`; the limits are those of the rollout,
     and `make_pool` says where rewards run that need processes of their own.
     Raises UserError for a name or parameter that does not exist, and for data that cannot be used."""
-    if config.kind == "data":
+    if config.environment is not None:
+        return EnvironmentTask(config, tokenizer, max_prompt_tokens=max_prompt_tokens)
+    if config.data is not None:
         return DataTask(
             config,
             tokenizer,
@@ -31,8 +33,6 @@ def build_task(
             max_response_tokens=max_response_tokens,
             make_pool=make_pool,
         )
-    if config.kind == "environment":
-        return EnvironmentTask(config, tokenizer, max_prompt_tokens=max_prompt_tokens)
     return ReasoningGymTask(
         config,
         tokenizer,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from megatron_dppo.config_base import ConfigModel
+from megatron_dppo.tasks.agent import AgentConfig
 from megatron_dppo.tasks.data.config import DataConfig
 from megatron_dppo.tasks.environments.config import EnvironmentConfig
 from megatron_dppo.tasks.rewards.config import RewardConfig
@@ -18,18 +19,22 @@ from megatron_dppo.tasks.template import PromptTemplate
 class TaskConfig(ConfigModel):
     """Where prompts come from, how they are put to the model, and how a response becomes an answer."""
 
-    kind: Literal["reasoning-gym", "data", "environment"] = "reasoning-gym"
+    kind: Literal["reasoning-gym", "data", "environment", "agent"] = "reasoning-gym"
     """Family of tasks. `reasoning-gym`: a procedural dataset of that library, with its own verifier as the reward.
-    `data`: the questions of `task.data`. `environment`: episodes of several turns in `task.environment`."""
+    `data`: the questions of `task.data`. `environment`: episodes of several turns in `task.environment`, all of a step
+    turn by turn. `agent`: episodes that the harness of `task.agent` plays, each at its own pace, on the questions of
+    `task.data`, in `task.environment`, or else of the reasoning-gym dataset."""
     dataset: str = "chain_sum"
     """Name of a reasoning-gym dataset; other kinds do not look at it, nor at `parameters`."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """The reasoning-gym dataset's own parameters, for example `{min_terms: 3, max_terms: 3}`; what is absent has the
     dataset's default."""
     data: DataConfig | None = None
-    """Questions from files or from the Hugging Face hub, for the kind `data`."""
+    """Questions from files or from the Hugging Face hub, for the kinds `data` and `agent`."""
     environment: EnvironmentConfig | None = None
-    """Where the policy acts, for the kind `environment`."""
+    """Where the policy acts, for the kinds `environment` and `agent`."""
+    agent: AgentConfig | None = None
+    """Who plays the episodes, for the kind `agent`."""
     seed: int = Field(default=0, ge=0)
     """Draws the questions and their order; it also decides which questions are held out, so a model that was trained
     on this task under another seed may have seen them."""
@@ -62,7 +67,7 @@ class TaskConfig(ConfigModel):
     its own rewards."""
     reward_workers: int = Field(default=2, ge=1)
     """Workers that score answers for `verifier`, `math-verify` and `python` rewards, or hold the episodes of an
-    environment."""
+    environment or an agent."""
     reward_placement: Literal["local", "ray"] = "local"
     """Where those that score are: on the controller's machine, or as many on every node of the run's Ray cluster.
     `evaluate` has no Ray and scores locally."""
@@ -79,14 +84,36 @@ class TaskConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _has_its_section(self) -> TaskConfig:
-        for kind in ("data", "environment"):
-            if (self.kind == kind) != (getattr(self, kind) is not None):
+        for kind in ("data", "environment", "agent"):
+            stray = getattr(self, kind) is not None and self.kind not in (kind, "agent")
+            if stray or (self.kind == kind and getattr(self, kind) is None):
                 raise ValueError(f"task.kind={kind} and the section task.{kind} go together; set both or neither")
+        if self.kind == "agent":
+            self._agent_has_a_harness()
         if self.chat_template_kwargs and not self.chat_template:
             raise ValueError("task.chat_template=false uses no chat_template_kwargs; leave them out")
-        if self.kind == "environment" and self.rewards:
+        if self.environment is not None and self.rewards:
             raise ValueError("an environment gives its own rewards; task.rewards must be empty")
         return self
+
+    def _agent_has_a_harness(self) -> None:
+        assert self.agent is not None
+        own = self.agent.function is not None or bool(self.agent.command)
+        if self.environment is None and not own:
+            raise ValueError("task.kind=agent needs a harness; set task.agent.function or task.agent.command")
+        if self.environment is not None:
+            if own or self.data is not None:
+                raise ValueError(
+                    "task.kind=agent with task.environment plays that; leave task.agent.function, task.agent.command "
+                    "and task.data out"
+                )
+            if self.environment.sandbox != "none":
+                raise ValueError(
+                    "task.kind=agent plays an environment in the harness's process, which has the run's rights; set "
+                    "task.environment.sandbox=none, or task.kind=environment"
+                )
+        if not self.chat_template:
+            raise ValueError("task.kind=agent speaks by the tokenizer's chat template; task.chat_template must be true")
 
     @field_validator("answer_pattern")
     @classmethod

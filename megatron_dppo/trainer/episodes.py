@@ -1,27 +1,46 @@
-"""Episodes of several turns: the engine writes, the environment answers, until it ends."""
+"""Episodes of several turns, whoever plays them: what a step gets of them, and what their turns are worth."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+import torch
 
-from megatron_dppo.batch import RolloutBatch, join_turns
-from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.engine import GenerationRequest
-from megatron_dppo.rollout.seeds import TRAINING, request_seed
-from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
-from megatron_dppo.tasks.environments.episode import Begun, Turn
+from megatron_dppo.actor.signal import Spans
+from megatron_dppo.algorithm import Baseline, group_advantages
+from megatron_dppo.batch import RolloutBatch
+from megatron_dppo.rollout.engine import Generates, SamplingConfig
 from megatron_dppo.tasks.task import Prompt, Rewards
-from megatron_dppo.trainer.requests import numbered
 
-logger = logging.getLogger(__name__)
 
-PART = "environment"
-"""Name under which an environment's reward is logged."""
+@dataclass(frozen=True)
+class TurnReturns:
+    """What was earned from each turn on, `n` turns of all episodes: `returns[t] = reward[t] + discount returns[t + 1]`.
+
+    sequence  int64 `[n]`    of the batch, in order
+    row       int64 `[n]`    of the sequence: where the turn's first token is predicted; within a sequence they rise
+    episode   int64 `[n]`
+    number    int64 `[n]`    of the turn in its episode, from 0
+    returns   float32 `[n]`
+    """
+
+    sequence: np.ndarray
+    row: np.ndarray
+    episode: np.ndarray
+    number: np.ndarray
+    returns: np.ndarray
+
+    def spans(self, samples: int, baseline: Baseline, divide_by_std: bool) -> Spans:
+        """Advantages: a turn is compared with the turns of the same number in the episodes of its group that came so
+        far; the only one that did says nothing and gets 0, as a group of one does (see `group_advantages`)."""
+        group = (self.episode // samples) * (int(self.number.max(initial=0)) + 1) + self.number
+        advantages = group_advantages(
+            torch.from_numpy(self.returns), torch.from_numpy(group), baseline=baseline, normalize_std=divide_by_std
+        )
+        return Spans(self.sequence, self.row, advantages.numpy())
 
 
 @dataclass(frozen=True)
@@ -29,121 +48,43 @@ class Episodes:
     """Finished episodes, in the order of the prompts and their samples."""
 
     batch: RolloutBatch
-    """One sequence per episode, see `join_turns`."""
+    """What they are trained on, episode by episode: a sequence for each that went straight on, several for one that
+    branched, none for one without a token of the policy."""
+    episode: np.ndarray
+    """int64 `[B]`, number of the episode that each sequence belongs to; it rises."""
     rewards: Rewards
-    """The reward of an episode is the sum of its steps' (no discount); it is correct when its last step ended it with a
-    positive reward, and well-formed when the policy ended every turn itself."""
+    """Of the episodes."""
     turns: np.ndarray
-    """int64 `[B]`, turns of the policy."""
+    """int64 `[E]`, turns of the policy."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    turn_returns: TurnReturns | None = None
+    """Where tokens are trained with the rewards of their turn and those after it."""
 
 
-@dataclass(eq=False)
-class _Running:
-    """An episode under way."""
+class Player(Protocol):
+    """Who plays the episodes of a task whose prompts are no questions with one answer."""
 
-    prompt: Prompt
-    sample: int
-    episode: Begun
-    ids: np.ndarray
-    """Everything so far: the prompt of the next turn."""
-    turns: list[RolloutBatch] = field(default_factory=list)
-    total: float = 0.0
-    correct: bool = False
-    ended: bool = False
-    """By the environment, not for want of turns or tokens."""
-    failed: Turn | None = None
-    """The step that the environment did not take."""
+    any_prompts: bool
+    """Whether it plays prompts that are not its task's own, those of evaluation sets."""
 
+    def play(
+        self,
+        engine: Generates,
+        sampling: SamplingConfig,
+        prompts: Sequence[Prompt],
+        samples: int,
+        *,
+        run_seed: int,
+        step: int,
+        stream: int,
+        score: Callable[[Sequence[Prompt], Sequence[str]], Rewards] | None = None,
+    ) -> Episodes:
+        """`samples` episodes from each prompt; may be called from several threads. Seeds derive from (run, stream,
+        step, prompt, sample, turn). An episode that fails keeps the rewards that it has and is counted. `score` has
+        verdicts on answers, where it is not the task's own. Raises UserError where all fail, and what the engine
+        raises."""
+        ...
 
-def play(
-    task: EnvironmentTask,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    samples: int,
-    generate: Callable[[list[GenerationRequest]], RolloutBatch],
-    *,
-    run_seed: int,
-    step: int,
-    stream: int,
-    max_prompt_tokens: int,
-) -> Episodes:
-    """Play `samples` episodes from each prompt. Turn n of all unfinished episodes is one call of `generate`, with seeds
-    from (run, stream, step, prompt, sample, turn). An episode is cut off after the task's most turns, or where the
-    prompt of its next turn would be longer than `max_prompt_tokens`, and where a step of its environment fails, see
-    `EnvironmentConfig.step_timeout_s`. Raises UserError where all episodes fail."""
-    episodes = [
-        _Running(prompt, sample, task.begin(prompt), prompt.prompt_ids) for prompt, sample in numbered(prompts, samples)
-    ]
-    try:
-        active = list(episodes)
-        for turn in range(task.max_turns):
-            if not active:
-                break
-            batch = generate([_request(running, run_seed, step, stream, turn) for running in active])
-            parts = [batch.select([number]) for number in range(len(active))]
-            actions = [tokenizer.decode(part.response_ids(0), skip_special_tokens=True) for part in parts]
-            answers, begun = task.episodes.step([running.episode for running in active], actions)
-            for running, part, answer, episode in zip(active, parts, answers, begun, strict=True):
-                running.episode = episode
-                _take(running, part, answer, task)
-            unfinished = [r for r in active if not r.ended and not r.failed and len(r.ids) <= max_prompt_tokens]
-            task.episodes.end(running.episode for running in active if running not in unfinished)
-            active = unfinished
-    finally:
-        task.episodes.end(running.episode for running in episodes)
-    _report(episodes)
-    joined = [
-        join_turns(
-            running.turns,
-            request_id=_name(running, step, stream),
-            finish_reason="stop" if running.ended else "length",
-        )
-        for running in episodes
-    ]
-    returns = np.array([running.total for running in episodes], dtype=np.float32)
-    by_themselves = [all(part.finish_reasons[0] == "stop" for part in running.turns) for running in episodes]
-    rewards = Rewards(
-        reward=returns,
-        correct=np.array([running.correct for running in episodes], dtype=bool),
-        well_formed=np.array(by_themselves, dtype=bool),
-        parts={PART: returns},
-        verifier_errors=sum(running.failed is not None for running in episodes),
-        errors={PART: sum(running.failed is not None for running in episodes)},
-        timeouts={PART: sum(running.failed is not None and running.failed.timed_out for running in episodes)},
-    )
-    return Episodes(RolloutBatch.concatenate(joined), rewards, np.array([len(r.turns) for r in episodes]))
-
-
-def _take(running: _Running, part: RolloutBatch, answer: Turn, task: EnvironmentTask) -> None:
-    """A turn and what the environment answered."""
-    running.turns.append(part)
-    if answer.error:
-        running.failed = answer
-        return
-    running.total += answer.reward
-    if answer.terminated or answer.truncated:
-        running.ended = True
-        running.correct = answer.terminated and not answer.truncated and answer.reward > 0
-        return
-    said = task.turns.between(answer.observation, int(part.token_ids[-1]))
-    running.ids = np.concatenate([part.token_ids, said]).astype(np.int32)
-
-
-def _report(episodes: Sequence[_Running]) -> None:
-    failed = [running.failed for running in episodes if running.failed is not None]
-    if failed and len(failed) == len(episodes):
-        raise UserError(f"task.environment failed in all {len(failed)} episodes: {failed[0].error}")
-    if failed:
-        logger.warning("the environment failed in %d of %d episodes: %s", len(failed), len(episodes), failed[0].error)
-
-
-def _name(running: _Running, step: int, stream: int) -> str:
-    return f"{'train' if stream == TRAINING else 'eval'}/{step}/{running.prompt.index}/{running.sample}"
-
-
-def _request(running: _Running, run_seed: int, step: int, stream: int, turn: int) -> GenerationRequest:
-    return GenerationRequest(
-        request_id=f"{_name(running, step, stream)}/{turn}",
-        prompt_ids=running.ids,
-        seed=request_seed(run_seed, step, running.prompt.index, running.sample, stream=stream, turn=turn),
-    )
+    def close(self) -> None:
+        """End what was started to play."""
+        ...

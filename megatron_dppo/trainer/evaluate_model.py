@@ -77,6 +77,11 @@ def evaluate_model(model: Path, config: EvaluateConfig, out: Path, *, keep: tupl
     """
     if keep is not None and not 0 <= keep[0] <= keep[1] <= 1:
         raise UserError(f"--keep {keep[0]:g} {keep[1]:g}: give two fractions from 0 to 1, the smaller first")
+    if config.task.kind == "agent":
+        raise UserError(
+            "evaluate: samples one answer to each question, which is not how task.kind=agent answers; evaluate it "
+            "inside a run (evaluation.every, evaluation.sets)"
+        )
     if not (model / "config.json").is_file():
         raise UserError(f"{model}: holds no Hugging Face model (config.json)")
     require_unchanged(model, which=lambda name: not name.endswith(WEIGHTS))

@@ -16,7 +16,6 @@ from megatron_dppo.rollout.engine import Generates, SamplingConfig
 from megatron_dppo.rollout.seeds import EVALUATION
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.task import Prompt, Rewards
-from megatron_dppo.trainer.episodes import play
 from megatron_dppo.trainer.requests import requests_for
 from megatron_dppo.trainer.task_suite import Scorer, TaskSuite, score_responses
 
@@ -40,10 +39,7 @@ class Evaluator:
         count = self.config.prompts if task.held_out_size else 0
         if count:
             prompts = task.held_out(count)
-            if isinstance(task, EnvironmentTask):
-                batch, rewards = self._play(task, prompts, step)
-            else:
-                batch, rewards = self._answer(task, prompts, self.config.samples, step)
+            batch, rewards = self._answer(task, prompts, self.config.samples, step)
             metrics |= _metrics("eval", batch, rewards, self.config.samples)
         for one in self.suite.sets:
             batch, rewards = self._answer(one.scorer, one.prompts, one.samples, step)
@@ -51,26 +47,16 @@ class Evaluator:
         return metrics
 
     def _answer(
-        self, scorer: Scorer, prompts: Sequence[Prompt], samples: int, step: int
+        self, scorer: Scorer | EnvironmentTask, prompts: Sequence[Prompt], samples: int, step: int
     ) -> tuple[RolloutBatch, Rewards]:
         sampling = evaluation_sampling(self.config, self.rollout)
-        tokenizer = self.suite.tokenizer
-        return answer(self.engine, sampling, scorer, tokenizer, prompts, samples, run_seed=self.run_seed, step=step)
-
-    def _play(self, task: EnvironmentTask, prompts: Sequence[Prompt], step: int) -> tuple[RolloutBatch, Rewards]:
-        sampling = evaluation_sampling(self.config, self.rollout)
-        episodes = play(
-            task,
-            self.suite.tokenizer,
-            prompts,
-            self.config.samples,
-            lambda requests: self.engine.generate(requests, sampling, training=False),
-            run_seed=self.run_seed,
-            step=step,
-            stream=EVALUATION,
-            max_prompt_tokens=self.rollout.max_prompt_tokens,
-        )
-        return episodes.batch, episodes.rewards
+        player, named = self.suite.player, {"run_seed": self.run_seed, "step": step}
+        if player is not None and (scorer is self.suite.task or player.any_prompts):
+            score = None if isinstance(scorer, EnvironmentTask) else scorer.score
+            played = player.play(self.engine, sampling, prompts, samples, stream=EVALUATION, score=score, **named)
+            return played.batch, played.rewards
+        assert not isinstance(scorer, EnvironmentTask)
+        return answer(self.engine, sampling, scorer, self.suite.tokenizer, prompts, samples, **named)
 
 
 def evaluation_sampling(config: EvaluationConfig, rollout: RolloutConfig) -> SamplingConfig:
@@ -105,7 +91,7 @@ def _metrics(prefix: str, batch: RolloutBatch, rewards: Rewards, samples: int) -
     values = accuracy_metrics(rewards.correct.reshape(-1, samples)) | {
         "well_formed": float(rewards.well_formed.mean()),
         "reward": float(rewards.reward.mean()),
-        "response_length": float(batch.sampled_per_sequence.mean()),
+        "response_length": float(batch.sampled_per_sequence.sum() / len(rewards)),
         "truncated_fraction": float(np.mean([reason == "length" for reason in batch.finish_reasons])),
     }
     return {f"{prefix}/{name}": value for name, value in values.items()}

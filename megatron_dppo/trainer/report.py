@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 _COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")
-_GREEN, _RED = "44,160,44", "214,39,40"
+GREEN, RED = "44,160,44", "214,39,40"
 _PHASES = ("rollout", "hand_over", "train", "sync")
 _DOTS = 3000
 """Tokens of a run that the picture of the mismatch shows."""
-_STYLE = """
+STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 76em; padding: 0 1em; color: #222 }
 h2 { margin-top: 2em; border-bottom: 1px solid #ccc } table { border-collapse: collapse }
 td, th { border: 1px solid #ddd; padding: .2em .6em; text-align: left; vertical-align: top }
@@ -39,6 +39,13 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; font-size: 13px
 .token { border-radius: 2px; outline: 1px solid #fff8 } .none { color: #888 }
 .blocked { text-decoration: line-through 2px } .untrained { color: #999 }
 """
+
+TOKEN_KEY = (
+    f'Tokens are <span style="background:rgba({GREEN},.4)">green</span> where the answer\'s advantage is above 0, '
+    f'<span style="background:rgba({RED},.4)">red</span> where it is below; those that the trust region '
+    '<span class="blocked">blocked</span> are struck out, and those that were '
+    '<span class="untrained">not trained on</span> are grey.'
+)
 
 
 def write_report(runs: Mapping[str, Path], path: Path, *, title: str = "") -> None:
@@ -60,16 +67,22 @@ def write_report(runs: Mapping[str, Path], path: Path, *, title: str = "") -> No
         ("Configurations", _configurations(runs)),
     ]
     body = "\n".join(f"<h2>{html.escape(name)}</h2>\n{content}" for name, content in sections)
-    heading = html.escape(title or ", ".join(runs))
+    write_page(path, title or ", ".join(runs), body, script=get_plotlyjs())
+
+
+def write_page(path: Path, title: str, body: str, *, style: str = STYLE, script: str = "") -> None:
+    """Write a page that needs nothing else. Raises UserError where that cannot be."""
+    heading = html.escape(title)
+    head = f"<style>{style}</style>\n" + (f"<script>{script}</script>" if script else "")
     page = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title>\n'
-        f"<style>{_STYLE}</style>\n<script>{get_plotlyjs()}</script></head>\n<body><h1>{heading}</h1>\n{body}\n</body></html>\n"
+        f"{head}</head>\n<body><h1>{heading}</h1>\n{body}\n</body></html>\n"
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise UserError(f"{path}: cannot write the report: {error.strerror}") from error
+        raise UserError(f"{path}: cannot write the page: {error.strerror}") from error
 
 
 def _curves(runs: Mapping[str, History]) -> str:
@@ -156,32 +169,30 @@ def _answers(runs: Mapping[str, Path]) -> str:
             f"<h3>{html.escape(label)}, step {last[0]['step']}</h3><table><tr><th>prompt<th>answer<th>reference"
             f"<th>reward<th>advantage<th>tokens<th>ended by</tr>{lines}</table>"
         )
-    green, red = (f'<span style="background:rgba({shade},.4)">' for shade in (_GREEN, _RED))
-    key = (
-        f"Tokens are {green}green</span> where the answer's advantage is above 0, {red}red</span> where it is below; "
-        'those that the trust region <span class="blocked">blocked</span> are struck out, and those that were '
-        '<span class="untrained">not trained on</span> are grey.'
-    )
-    return f"<p>{key}</p>{''.join(parts)}"
+    return f"<p>{TOKEN_KEY}</p>{''.join(parts)}"
 
 
 def _answer(row: Mapping[str, Any], largest: float) -> str:
     advantage = row.get("advantage")
     shade = 0.5 * min(abs(advantage or 0.0) / largest, 1.0)
-    colour = f"rgba({_GREEN if (advantage or 0.0) > 0 else _RED},{shade:.2f})"
-    pieces = row.get("pieces") or [row["response"]]
-    blocked, untrained = set(row.get("blocked", ())), set(row.get("untrained", ()))
-    tokens = "".join(
-        f'<span class="token untrained">{html.escape(piece)}</span>'
-        if number in untrained
-        else f'<span class="token{" blocked" if number in blocked else ""}" style="background:{colour}">'
-        f"{html.escape(piece)}</span>"
-        for number, piece in enumerate(pieces)
-    )
+    colour = f"rgba({GREEN if (advantage or 0.0) > 0 else RED},{shade:.2f})"
+    tokens = "".join(token_spans(row, colour))
     shown = "" if advantage is None else f"{advantage:+.3g}"
     cells = [f"<pre>{html.escape(row['prompt'])}</pre>", f"<pre>{tokens}</pre>", html.escape(str(row["reference"]))]
     cells += [f"{row['reward']:.3g}", shown, str(row["tokens"]), html.escape(row["finish_reason"])]
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def token_spans(row: Mapping[str, Any], colour: str) -> list[str]:
+    """The tokens of an answer in `samples.jsonl`, those that were trained on with `colour` behind them."""
+    blocked, untrained = set(row.get("blocked", ())), set(row.get("untrained", ()))
+    return [
+        f'<span class="token untrained">{html.escape(piece)}</span>'
+        if number in untrained
+        else f'<span class="token{" blocked" if number in blocked else ""}" style="background:{colour}">'
+        f"{html.escape(piece)}</span>"
+        for number, piece in enumerate(row.get("pieces") or [row["response"]])
+    ]
 
 
 def _masked(runs: Mapping[str, Path]) -> str:

@@ -17,12 +17,17 @@ def requests_for(
     requests of a step have one name."""
     return [
         GenerationRequest(
-            request_id=f"{'train' if stream == TRAINING else 'eval'}/{step}/{prompt.index}/{sample}",
+            request_id=sequence_name(prompt, sample, step=step, stream=stream),
             prompt_ids=prompt.prompt_ids,
             seed=request_seed(run_seed, step, prompt.index, sample, stream=stream),
         )
         for prompt, sample in numbered(prompts, samples)
     ]
+
+
+def sequence_name(prompt: Prompt, sample: int, *, step: int, stream: int) -> str:
+    """Unique within a run."""
+    return f"{'train' if stream == TRAINING else 'eval'}/{step}/{prompt.index}/{sample}"
 
 
 def numbered(prompts: Sequence[Prompt], samples: int) -> Iterator[tuple[Prompt, int]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from megatron_dppo.actor.actor import TrainingSignal
+from megatron_dppo.actor.signal import TrainingSignal
 from megatron_dppo.algorithm import group_advantages
 from megatron_dppo.batch import SequenceSource
 from megatron_dppo.config.schema import Config
@@ -24,7 +24,7 @@ from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.task import Prompt, Rewards
 from megatron_dppo.trainer.coordinator import RankCoordinator
 from megatron_dppo.trainer.dynamic_sampling import Groups, draw, reserve
-from megatron_dppo.trainer.episodes import play
+from megatron_dppo.trainer.episodes import TurnReturns
 from megatron_dppo.trainer.requests import requests_for
 from megatron_dppo.trainer.samples import Sample, choose_samples
 from megatron_dppo.trainer.task_suite import TaskSuite, score_responses
@@ -36,10 +36,14 @@ class Experience:
 
     handle: RolloutHandle
     rewards: np.ndarray
-    """float32 `[B]`"""
+    """float32 `[E]`, of the answers to each prompt in turn, or of the episodes."""
     metrics: dict[str, float]
     looked_at: tuple[int, ...]
     """Numbers of the sequences whose answers are kept to look at."""
+    episode: np.ndarray | None = None
+    """int64 `[B]`, number of the episode that each sequence belongs to; None where every sequence is one."""
+    turn_returns: TurnReturns | None = None
+    """Where tokens are trained with what was earned from their turn on."""
 
     def source(self) -> SequenceSource:
         return open_rollout(self.handle)
@@ -48,19 +52,34 @@ class Experience:
         """Advantages over the answers to each prompt, and the mini-batches in prompt order. `penalties` `[B]` are
         subtracted from the rewards, before the baseline."""
         samples, per_batch = config.trainer.samples_per_prompt, config.trainer.prompts_per_mini_batch
-        rewards = self.rewards if penalties is None else (self.rewards - penalties).astype(np.float32)
-        advantages = _advantages(config, rewards)
-        sequences = list(np.arange(len(self.rewards)).reshape(-1, per_batch * samples))
-        if config.algorithm.overlong_filter:
-            whole = np.array([reason != "length" for reason in self.handle.finish_reasons])
-            sequences = [kept for batch in sequences if len(kept := batch[whole[batch]])]
-            if not sequences:
+        episode = np.arange(len(self.handle)) if self.episode is None else self.episode
+        rewards, algorithm = self.rewards, config.algorithm
+        if penalties is not None:
+            of_episode = np.bincount(episode, weights=penalties, minlength=len(rewards))
+            rewards = (rewards - of_episode).astype(np.float32)
+        kept = np.ones(len(rewards), dtype=bool)
+        if algorithm.overlong_filter:
+            cut = [reason == "length" for reason in self.handle.finish_reasons]
+            kept[episode[cut]] = False
+            if not kept[episode].any():
                 raise UserError(
                     "algorithm.overlong_filter=true leaves nothing to train on: every answer was cut at "
                     f"rollout.max_response_tokens={config.rollout.max_response_tokens}; raise that, or set the filter "
                     "off"
                 )
-        return TrainingSignal(advantages, self.rewards, sequences, config.trainer.ppo_epochs)
+        batch_of = episode // (per_batch * samples)
+        batches = [np.flatnonzero(kept[episode] & (batch_of == n)) for n in range(len(rewards) // per_batch // samples)]
+        spans = None
+        if self.turn_returns is not None:
+            spans = self.turn_returns.spans(samples, algorithm.baseline, algorithm.divide_by_std)
+        return TrainingSignal(
+            _advantages(config, rewards)[episode],
+            self.rewards[episode],
+            [batch for batch in batches if len(batch)],
+            config.trainer.ppo_epochs,
+            self.episode,
+            spans,
+        )
 
 
 @dataclass(frozen=True)
@@ -154,24 +173,12 @@ class RolloutCollector:
         prompts = suite.task.prompts(step * asked, asked)
         sampling = training_sampling(self._config.rollout)
         extra: dict[str, float] = {}
-        if isinstance(suite.task, EnvironmentTask):
-            episodes = play(
-                suite.task,
-                suite.tokenizer,
-                prompts,
-                samples,
-                lambda requests: engine.generate(requests, sampling, training=True),
-                run_seed=self._config.run.seed,
-                step=step,
-                stream=TRAINING,
-                max_prompt_tokens=self._config.rollout.max_prompt_tokens,
-            )
-            rewards = episodes.rewards
-            handle = engine.keep(episodes.batch, self._layer_groups)
-            responses = [episodes.batch.response_ids(i) for i in range(len(episodes.batch))]
-            groups = Groups(prompts, handle, responses, rewards)
-            extra["episode/turns_mean"] = float(episodes.turns.mean())
-            extra["episode/environment_tokens_mean"] = float((handle.response_lengths - handle.trained).mean())
+        played = None
+        if suite.player is not None:
+            run = self._config.run.seed
+            played = suite.player.play(engine, sampling, prompts, samples, run_seed=run, step=step, stream=TRAINING)
+            handle, rewards, extra = engine.keep(played.batch, self._layer_groups), played.rewards, {**played.metrics}
+            groups = Groups(prompts, handle, [played.batch.response_ids(i) for i in range(len(handle))], rewards)
         elif rounds := self._config.rollout.dynamic_sampling:
             drawn = draw(
                 prompts,
@@ -196,12 +203,13 @@ class RolloutCollector:
             _advantages(self._config, groups.rewards.reward),
             handle.finish_reasons,
             handle.prompt_lengths,
+            played,
         )
         metrics = {
             "reward/mean": float(rewards.reward.mean()),
             "reward/accuracy": float(rewards.correct.mean()),
             "reward/well_formed": float(rewards.well_formed.mean()),
-            "response/length_mean": float(handle.trained.mean()),
+            "response/length_mean": float(handle.trained.sum() / len(groups.rewards)),
             "response/truncated_fraction": float(np.mean([reason == "length" for reason in handle.finish_reasons])),
             "reward/verifier_errors": float(rewards.verifier_errors),
             "data/route_bytes": float(handle.route_bytes.sum()),
@@ -211,6 +219,8 @@ class RolloutCollector:
         metrics |= _part_metrics(rewards) | extra
         looked = tuple(sample.sequence for sample in looked_at)
         experience = Experience(handle, groups.rewards.reward.astype(np.float32), metrics, looked)
+        if played is not None:
+            experience = replace(experience, episode=played.episode, turn_returns=played.turn_returns)
         return _Collected(experience, looked_at, time.perf_counter() - start)
 
     def _ask(

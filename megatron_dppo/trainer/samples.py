@@ -10,6 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.tasks.task import Prompt, Rewards
+from megatron_dppo.trainer.episodes import Episodes
 
 MaskedTokens = Mapping[str, Sequence[tuple[int, int]]]
 """(token id, count) of the tokens blocked most, under `positive` and `negative` (the sign of the advantage)."""
@@ -34,6 +35,8 @@ class Sample:
     finish_reason: str
     sequence: int
     """Its number in the step."""
+    episode: int
+    """The number of its episode in the step. One that branched has several sequences."""
     prompt_tokens: int
     blocked: tuple[int, ...] = ()
     """Numbers of `pieces` that the trust region took out of the update."""
@@ -61,25 +64,37 @@ def choose_samples(
     advantages: np.ndarray,
     finish_reasons: Sequence[str],
     prompt_lengths: Sequence[int] | np.ndarray,
+    played: Episodes | None = None,
 ) -> list[Sample]:
-    """The first answer to each of the first `count` prompts; more answers to them where there are fewer prompts."""
-    order = sorted(range(len(responses)), key=lambda i: (i % samples, i // samples))[:count]
+    """The first answer to each of the first `count` prompts; more answers to them where there are fewer prompts. Of
+    episodes that were `played` all sequences, each after what it began with."""
+    of = np.arange(len(responses)) if played is None else played.episode
+    chosen = sorted(range(len(rewards)), key=lambda e: (e % samples, e // samples))[:count]
+
+    def opening(i: int) -> str:
+        if played is None:
+            return prompts[of[i] // samples].text
+        first = int(played.batch.offsets[i])
+        return tokenizer.decode(played.batch.token_ids[first : first + int(prompt_lengths[i])])
+
     return [
         Sample(
-            prompt=prompts[i // samples].text,
+            prompt=opening(i),
             response=tokenizer.decode(responses[i], skip_special_tokens=False),
-            reference=prompts[i // samples].answer,
+            reference=prompts[episode // samples].answer,
             pieces=[tokenizer.decode([token], skip_special_tokens=False) for token in responses[i]],
-            reward=float(rewards.reward[i]),
-            advantage=float(advantages[i]),
-            parts={name: float(scores[i]) for name, scores in rewards.parts.items()},
-            correct=bool(rewards.correct[i]),
+            reward=float(rewards.reward[episode]),
+            advantage=float(advantages[episode]),
+            parts={name: float(scores[episode]) for name, scores in rewards.parts.items()},
+            correct=bool(rewards.correct[episode]),
             tokens=len(responses[i]),
             finish_reason=finish_reasons[i],
             sequence=i,
+            episode=episode,
             prompt_tokens=int(prompt_lengths[i]),
         )
-        for i in order
+        for episode in chosen
+        for i in np.flatnonzero(of == episode).tolist()
     ]
 
 

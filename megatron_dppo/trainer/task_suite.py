@@ -19,6 +19,9 @@ from megatron_dppo.tasks.rewards.grader import Grader
 from megatron_dppo.tasks.rewards.pool import LocalVerifierPool, MakePool
 from megatron_dppo.tasks.rewards.ray_workers import RayVerifierPool
 from megatron_dppo.tasks.task import Prompt, Rewards, Task
+from megatron_dppo.trainer.agents import AgentPlayer
+from megatron_dppo.trainer.episodes import Player
+from megatron_dppo.trainer.lockstep import EnvironmentPlayer
 
 Scorer = Task | Grader
 """Whatever scores responses one by one."""
@@ -40,12 +43,16 @@ class TaskSuite:
 
     task: Task | EnvironmentTask
     tokenizer: PreTrainedTokenizerBase
+    player: Player | None = None
+    """Who plays its episodes; None where a response is all there is."""
     sets: Sequence[EvaluationSet] = ()
     report: Sequence[str] = ()
     """Lines for people: what the prompts are and what was left out."""
 
     def close(self) -> None:
         """End the processes that score."""
+        if self.player is not None:
+            self.player.close()
         self.task.close()
         for one in self.sets:
             one.scorer.close()
@@ -95,7 +102,16 @@ def build_task_suite(config: Config, tokenizer: PreTrainedTokenizerBase) -> Task
             f"evaluation.prompts={evaluation.prompts}, but task.held_out_size={task.held_out_size}; raise the latter, "
             "or lower the former"
         )
-    return TaskSuite(task, tokenizer, sets, [*task.report(), *report])
+    return TaskSuite(task, tokenizer, _player(config, task, tokenizer), sets, [*task.report(), *report])
+
+
+def _player(config: Config, task: Task | EnvironmentTask, tokenizer: PreTrainedTokenizerBase) -> Player | None:
+    if config.task.kind == "agent":
+        score = None if isinstance(task, EnvironmentTask) else task.score
+        return AgentPlayer(config.task, config.rollout, tokenizer, score)
+    if isinstance(task, EnvironmentTask):
+        return EnvironmentPlayer(task, tokenizer, max_prompt_tokens=config.rollout.max_prompt_tokens)
+    return None
 
 
 def build_sets(
@@ -112,7 +128,7 @@ def build_sets(
     if not evaluation.sets:
         return [], []
     if scorer is None:
-        rewards = task.rewards if task.kind == "data" else ()
+        rewards = task.rewards if task.data is not None else ()
         scorer = data_grader(task.model_copy(update={"rewards": rewards}), max_response_tokens, make_pool)
     sets, lines = [], []
     for one in evaluation.sets:

@@ -168,7 +168,8 @@ def test_no_sink_has_it(config_file: Path, tmp_path: Path, monkeypatch: pytest.M
     print(f"of the terminal: {VALUE}")
     sample = Sample(
         prompt=f"{config.task.system_prompt} 1+1", response=f"<think>{OTHER}", reference=VALUE, reward=0.0, parts={},
-        correct=False, tokens=1, finish_reason="stop", advantage=0.0, pieces=["<think>", *OTHER],
+        correct=False, tokens=1, finish_reason="stop", advantage=0.0, pieces=["<think>", *OTHER], sequence=0, episode=0,
+        prompt_tokens=1,
     )  # fmt: skip
     with logging_to(folder, 0), Tracker(folder, sinks=[service]) as tracker:
         logging.getLogger("megatron_dppo").info("with %r", config.task)

@@ -36,6 +36,16 @@ FAULTS: dict[str, tuple[list[str], str, str]] = {
         "task",
         "rollout.dynamic_sampling=4 drops groups of answers, which is not made for episodes; set it to 0",
     ),
+    "a penalty of turns": (
+        [
+            "task.kind=agent",
+            "task.agent={function: 'x:y', credit: turn}",
+            "algorithm.reference_kl={coefficient: 0.1, place: reward}",
+        ],
+        "algorithm",
+        "algorithm.reference_kl.place=reward with task.agent.credit=turn: the penalty is of whole sequences; set the "
+        "place to loss, or the credit to episode",
+    ),
     "equal groups without a baseline": (
         ["rollout.dynamic_sampling=4", "algorithm.baseline=none"],
         "algorithm",

@@ -26,9 +26,9 @@ def made_up(folder: Path, seed: int) -> Path:
     (folder / "config.yaml").write_text(f"run: {{dir: {folder}, seed: {seed}}}\nrollout: {{temperature: 1.0}}\n")
     answers = [
         Sample(prompt="1 + 1", response=f"2{HOSTILE}", pieces=["2", HOSTILE], reference="2", reward=1.0, advantage=0.75,
-               parts={}, correct=True, tokens=2, finish_reason="stop", sequence=0, prompt_tokens=5),
+               parts={}, correct=True, tokens=2, finish_reason="stop", sequence=0, episode=0, prompt_tokens=5),
         Sample(prompt="1 + 2", response="45", pieces=["4", "5"], reference="3", reward=0.0, advantage=-0.25, parts={},
-               correct=False, tokens=2, finish_reason="length", sequence=1, prompt_tokens=5, blocked=(1,),
+               correct=False, tokens=2, finish_reason="length", sequence=1, episode=1, prompt_tokens=5, blocked=(1,),
                untrained=(0,)),
     ]  # fmt: skip
     with Tracker(folder) as tracker:
@@ -123,3 +123,36 @@ def test_a_browser_draws_it(page: Path, tmp_path: Path) -> None:
     assert body.count('class="plot-container plotly"') == 3 + 1 + 2
     assert body.count('class="main-svg"') >= 6
     assert "tickformat" not in re.sub(r"<script.*?</script>", "", body, flags=re.DOTALL)
+
+
+def test_one_episode_has_a_page_of_its_own_with_each_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    common = {"parts": {"agent": 1.0}, "correct": True, "finish_reason": "stop", "reference": "3", "reward": 1.0,
+              "advantage": 0.5, "episode": 6}  # fmt: skip
+    branches = [
+        Sample(prompt="user: 1 + 2", response="abcd", pieces=["a", HOSTILE, "c", "d"], tokens=4, sequence=9,
+               prompt_tokens=5, untrained=(1, 2), blocked=(3,), **common),
+        Sample(prompt="user: other", response="e", pieces=["e"], tokens=1, sequence=10, prompt_tokens=5, **common),
+    ]  # fmt: skip
+    with Tracker(folder) as tracker:
+        tracker.samples(2, branches)
+    assert main(["show", str(folder), "--episode", "6", "-o", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert HOSTILE not in text
+    assert re.findall("<h4>(.*?)</h4>", text) == [
+        "before the policy&#x27;s first word", "policy, 1", "not trained on", "policy, 2",
+        "before the policy&#x27;s first word", "policy, 1",
+    ]  # fmt: skip
+    assert text.count('class="token untrained"') == 2
+    assert text.count('class="token blocked"') == 1
+    assert "Sequence 2 of 2" in text
+    assert not re.search(r"""(src|href)\s*=|<script|url\(|@import|<link|<iframe""", text)
+    for wrong, said in (
+        (["--episode", "7"], "of step 2 the episodes 6 were kept, not 7"),
+        (["--step", "3"], "step 3 is not among those that were kept (2)"),
+    ):
+        assert main(["show", str(folder), *wrong]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["show", str(tmp_path)]) == 2

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.config.trainer import TrainerConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.stored import columns_of
+from megatron_dppo.trainer.episodes import TurnReturns
 from megatron_dppo.trainer.rollouts import Experience
 from tests.batch.rollouts import random_batch
 
@@ -57,3 +60,54 @@ def test_a_mini_batch_of_cut_answers_is_no_gradient_step_and_a_step_of_them_is_r
     assert [b.tolist() for b in experience([4, 5, 6, 7]).signal(config(True)).mini_batches] == [[0, 1, 2, 3]]
     with pytest.raises(UserError, match=r"every answer was cut at rollout.max_response_tokens=16384"):
         experience(list(range(8))).signal(config(True))
+
+
+def played(**changes: Any) -> Experience:
+    """Two prompts with two episodes each, which have 1, 2, 0 and 5 of the eight sequences."""
+    episode = np.array([0, 1, 1, 3, 3, 3, 3, 3])
+    return replace(experience([]), rewards=np.array([1, 0, 0, 3], dtype=np.float32), episode=episode, **changes)
+
+
+def small(**algorithm: Any) -> Any:
+    made = config(False)
+    made.trainer = TrainerConfig(prompts_per_step=2, samples_per_prompt=2, prompts_per_mini_batch=1)
+    made.algorithm = AlgorithmConfig(**algorithm)
+    return made
+
+
+def test_baselines_are_over_episodes_and_mini_batches_count_prompts() -> None:
+    signal = played().signal(small())
+    np.testing.assert_allclose(signal.advantages, [0.5, -0.5, -0.5, 1.5, 1.5, 1.5, 1.5, 1.5])
+    np.testing.assert_array_equal(signal.returns, [1, 0, 0, 3, 3, 3, 3, 3])
+    assert [b.tolist() for b in signal.mini_batches] == [[0, 1, 2], [3, 4, 5, 6, 7]]
+    assert [signal.episodes_of(b) for b in signal.mini_batches] == [2, 1]
+    trained = np.array([3, 1, 2, 1, 1, 1, 1, 1])
+    assert signal.trained_of_episode(trained).tolist() == [3, 3, 3, 5, 5, 5, 5, 5]
+
+
+def test_a_penalty_of_an_episode_is_that_of_all_its_sequences() -> None:
+    penalties = np.array([0, 0.1, 0.3, 0, 0, 0, 0, 1.0])
+    signal = played().signal(small(), penalties)
+    np.testing.assert_allclose(signal.advantages, [0.7, -0.7, -0.7, 1, 1, 1, 1, 1], atol=1e-6)
+
+
+def test_an_episode_with_one_sequence_cut_is_left_out_whole() -> None:
+    cut = played()
+    object.__setattr__(cut.handle, "finish_reasons", ("stop", "length", *["stop"] * 6))
+    assert [b.tolist() for b in cut.signal(small(overlong_filter=True)).mini_batches] == [[0], [3, 4, 5, 6, 7]]
+
+
+def test_turns_are_compared_with_the_turns_of_their_number() -> None:
+    turns = TurnReturns(
+        sequence=np.array([0, 0, 1, 2, 3]),
+        row=np.array([4, 9, 4, 6, 2]),
+        episode=np.array([0, 0, 1, 1, 3]),
+        number=np.array([0, 1, 0, 1, 0]),
+        returns=np.array([2, 1, 0, 3, 5], dtype=np.float32),
+    )
+    spans = played(turn_returns=turns).signal(small()).spans
+    assert spans is not None
+    np.testing.assert_allclose(spans.advantage, [1, -1, -1, 1, 0])  # the last has no other turn 0 in its group
+    sequence = torch.tensor([0, 0, 0, 1, 1, 2, 3])
+    row = torch.tensor([4, 8, 9, 4, 100, 6, 2])
+    np.testing.assert_allclose(spans.at(sequence, row), [1, 1, -1, -1, -1, 1, 0])

@@ -107,7 +107,7 @@ def test_what_is_logged_is_flushed_to_the_disk(tmp_path: Path, monkeypatch: pyte
 def sample(text: str) -> Sample:
     return Sample(
         prompt=text, response=text, reference=text, reward=0.0, parts={}, correct=False, tokens=1, finish_reason="stop",
-        advantage=0.0, pieces=list(text),
+        advantage=0.0, pieces=list(text), sequence=0, episode=0, prompt_tokens=1,
     )  # fmt: skip
 
 

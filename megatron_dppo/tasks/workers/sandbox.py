@@ -48,6 +48,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP = 1, 4, 8, 22
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH = 1, 2
+_FIRST_USER, _USERS = 60_000, 5_000
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,17 @@ def guard_supervisor() -> None:
     """For the process that starts those that are locked down: nobody of the same user reads its memory, and what its
     children leave behind becomes its child."""
     _prctl(_PR_SET_DUMPABLE, 0)
+    adopt_orphans()
+
+
+def adopt_orphans() -> None:
+    """What children of this process leave behind becomes its child, until it ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def nobody() -> int:
+    """For a process started by root: a user that should own nothing, the same for all that this process starts."""
+    return _FIRST_USER + os.getpid() % _USERS
 
 
 def lock_down(folder: Path, readable: Sequence[str], limits: Limits, user: int) -> None:

@@ -39,18 +39,18 @@ from megatron_dppo.tasks.workers.calls import Asked, Call, Hosted, Start
 from megatron_dppo.tasks.workers.channel import HEADER, LARGEST_REPLY, Channel, Closed
 from megatron_dppo.tasks.workers.sandbox import (
     Limits,
+    adopt_orphans,
     code_folders,
     die_with_parent,
     guard_supervisor,
     lock_down,
+    nobody,
     without_home,
 )
 
 FOLDER_BYTES, FOLDER_FILES = 64 << 20, 1000
 """What a locked process may write in all; it is killed beyond (looked at every `_LOOK_S`)."""
 _LOOK_S = 0.05
-_FIRST_USER, _USERS = 60_000, 5_000
-"""As root, users that should own nothing."""
 
 
 class _Stop(BaseException):
@@ -176,14 +176,15 @@ class Supervisor:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         _, status = os.waitpid(process.pid, 0)
-        if not process.hosted.sandboxed and all(other.hosted.sandboxed for other in self._processes.values()):
+        if not process.hosted.sandboxed:
             self._end_orphans()
         process.channel.close()
         shutil.rmtree(process.folder, ignore_errors=True)
         return os.waitstatus_to_exitcode(status)
 
     def _end_orphans(self) -> None:
-        """Children of an ended process are children of this one now (PR_SET_CHILD_SUBREAPER)."""
+        """Children of an ended process are children of this one now; those of a living one are its own (both are
+        PR_SET_CHILD_SUBREAPER)."""
         known = {process.pid for process in self._processes.values()}
         while orphans := [child for child in psutil.Process().children() if child.pid not in known]:
             for orphan in orphans:
@@ -198,7 +199,7 @@ class Supervisor:
         folder = Path(self._folder, str(self._forked))
         folder.mkdir(mode=0o700)
         ours, theirs = socket.socketpair()
-        user = _FIRST_USER + os.getpid() % _USERS
+        user = nobody()
         pid = os.fork()
         if pid == 0:
             try:
@@ -225,6 +226,7 @@ def _be_the_process(
     random.seed()  # or every process would draw the same numbers
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     handle, failed = None, ""
     try:
         handle = hosted.service.open(call.opening)
@@ -243,6 +245,7 @@ def _be_the_process(
         seconds = int(call.timeout_s) + 2 if hosted.single else None
         lock_down(folder, readable, Limits(memory_bytes, seconds), user)
     else:
+        adopt_orphans()
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     for payload in _payloads(end):
         reply: dict[str, Any]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import secrets
 import select
 import signal
@@ -42,16 +43,17 @@ class Workers:
         services: Mapping[str, Hosted],
         *,
         size: int,
-        memory_mib: int,
+        memory_mib: int | None,
         environment: Sequence[str] = (),
         at_once: int | None = 1,
     ) -> None:
         """
-        memory_mib   address space of each process
+        memory_mib   address space of each process; None where nothing limits it, which no sandbox allows
         environment  variables that workers get besides `sandbox.ENVIRONMENT`
         at_once      calls that one worker runs at the same time; None for all
         """
-        self._services, self._size, self._memory = dict(services), size, memory_mib << 20
+        self._services, self._size = dict(services), size
+        self._memory = resource.RLIM_INFINITY if memory_mib is None else memory_mib << 20
         self._environment, self._at_once = tuple(environment), at_once
         self._workers: list[_Worker] = []
         self._homes: dict[str, _Worker] = {}

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.engine import SamplingConfig
 from megatron_dppo.rollout.seeds import EVALUATION, TRAINING, request_seed
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.config import TaskConfig
@@ -25,7 +26,8 @@ from megatron_dppo.tasks.environments.episode import Episode, read_turn
 from megatron_dppo.tasks.environments.make import own_random_state
 from megatron_dppo.tasks.task import Prompt
 from megatron_dppo.tasks.workers.calls import Outcome
-from megatron_dppo.trainer.episodes import Episodes, play
+from megatron_dppo.trainer.episodes import Episodes
+from megatron_dppo.trainer.lockstep import EnvironmentPlayer
 
 HERE = "tests.tasks.environments.test_environments"
 
@@ -48,7 +50,8 @@ class Scripted:
     def __init__(self, tokenizer, lines: dict[int, list[str]]) -> None:
         self.tokenizer, self.lines, self.requests = tokenizer, lines, []
 
-    def __call__(self, requests) -> RolloutBatch:
+    def generate(self, requests, sampling, *, training) -> RolloutBatch:
+        assert training
         self.requests.append(requests)
         sequences = []
         for request in requests:
@@ -74,8 +77,8 @@ class Scripted:
 
 
 def run(task, tokenizer, policy, prompts, samples: int = 1, max_prompt_tokens: int = 8192) -> Episodes:
-    return play(task, tokenizer, prompts, samples, policy, run_seed=5, step=3, stream=TRAINING,
-                max_prompt_tokens=max_prompt_tokens)  # fmt: skip
+    player = EnvironmentPlayer(task, tokenizer, max_prompt_tokens=max_prompt_tokens)
+    return player.play(policy, SamplingConfig(), prompts, samples, run_seed=5, step=3, stream=TRAINING)
 
 
 def here(task: EnvironmentTask, prompt: Prompt) -> Episode:

@@ -1,0 +1,352 @@
+"""Episodes that harnesses play, each at its own pace against a session of its own.
+
+```
+a step's thread ── play ──► sessions opened ─► workers ─► a process per episode ──┐
+   │ waits for all                                                               │ HTTP
+session server, its threads ◄────────────────────────────────────────────────────┘
+   └── generate, one turn each ──► fleet ──► engines
+```
+The loop of rank 0 waits for none of this but the step's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megatron_dppo.agents.harness import BadReport, HarnessService, Report, read_report
+from megatron_dppo.agents.server import SessionServer
+from megatron_dppo.agents.sessions import Session, SessionLimits, SessionRecord
+from megatron_dppo.batch import RolloutBatch
+from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.engine import Generates, GenerationRequest, SamplingConfig
+from megatron_dppo.rollout.seeds import TRAINING, request_seed
+from megatron_dppo.tasks.config import TaskConfig
+from megatron_dppo.tasks.prompting import user_message, with_system_prompt
+from megatron_dppo.tasks.task import Prompt, Rewards
+from megatron_dppo.tasks.workers.calls import Call, Hosted, Outcome
+from megatron_dppo.tasks.workers.workers import Workers, printable
+from megatron_dppo.trainer.episodes import Episodes, TurnReturns
+from megatron_dppo.trainer.requests import numbered, sequence_name
+
+logger = logging.getLogger(__name__)
+
+PART = "agent"
+"""Name under which rewards, failures and timeouts of episodes are logged, and of the workers' service."""
+_MOST_LINES = 20
+"""In the log, on failures of a step."""
+
+
+@dataclass(eq=False)
+class _Played:
+    """An episode that has ended."""
+
+    prompt: Prompt
+    record: SessionRecord
+    report: Report
+    error: str
+    """Why there is no report; "" where there is one, or where the session's own limit ended the episode."""
+    timed_out: bool
+
+    @property
+    def cut(self) -> bool:
+        return bool(self.record.cut) or self.timed_out
+
+
+class AgentPlayer:
+    """Plays the episodes of `task.kind: agent`."""
+
+    any_prompts = True
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        rollout: RolloutConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        score: Callable[[Sequence[Prompt], Sequence[str]], Rewards] | None,
+    ) -> None:
+        """`score` has verdicts on answers; None where nothing can be scored (an environment's prompts). Raises
+        UserError where there is no such harness."""
+        assert config.agent is not None
+        self._config, self._agent, self._score = config, config.agent, score
+        self._service = HarnessService(config.agent, config.environment, os.getcwd())
+        self._service.check()
+        self._limits = SessionLimits(
+            max_turns=config.agent.max_turns,
+            max_tokens=rollout.max_model_len,
+            max_response_tokens=rollout.max_response_tokens,
+            max_prompt_tokens=rollout.max_prompt_tokens,
+        )
+        self._engine: Generates | None = None
+        self._server = SessionServer(
+            self._sample,
+            tokenizer,
+            stop_token_ids=rollout.stop_token_ids,
+            chat_template_kwargs=config.chat_template_kwargs,
+            date=config.date,
+            tool_format=config.agent.tool_format,
+            other_law=config.agent.other_law,
+            edited=config.agent.edited,
+        )
+        self._idle: list[Workers] = []
+        self._lock = threading.Lock()
+
+    def play(
+        self,
+        engine: Generates,
+        sampling: SamplingConfig,
+        prompts: Sequence[Prompt],
+        samples: int,
+        *,
+        run_seed: int,
+        step: int,
+        stream: int,
+        score: Callable[[Sequence[Prompt], Sequence[str]], Rewards] | None = None,
+    ) -> Episodes:
+        """See `Player.play`."""
+        self._engine = engine
+        started = time.monotonic()
+        asked = list(numbered(prompts, samples))
+        sessions: list[Session] = []
+        try:
+            for prompt, sample in asked:
+                session = self._server.open(
+                    sequence_name(prompt, sample, step=step, stream=stream),
+                    sampling=sampling,
+                    training=stream == TRAINING,
+                    seed=_seeds(run_seed, step, stream, prompt, sample),
+                    limits=self._limits,
+                )
+                sessions.append(session)
+            outcomes = self._run([self._call(*one) for one in zip(asked, sessions, strict=True)])
+        finally:
+            records = [self._finish(session) for session in sessions]
+        for record in records:
+            if record.error is not None:  # the engines', not the harness's
+                raise record.error
+        played = [
+            self._read(prompt, record, outcome)
+            for (prompt, _), record, outcome in zip(asked, records, outcomes, strict=True)
+        ]
+        _report([session.name for session in sessions], played)
+        rewards = self._rewards(played, score or self._score)
+        return self._episodes(played, rewards, time.monotonic() - started)
+
+    def close(self) -> None:
+        """End the server and the processes of all episodes."""
+        self._server.close()
+        while self._idle:
+            self._idle.pop().close()
+
+    def _finish(self, session: Session) -> SessionRecord:
+        self._server.forget(session)
+        return session.finish()
+
+    def _sample(self, request: GenerationRequest, sampling: SamplingConfig, training: bool) -> RolloutBatch:
+        assert self._engine is not None
+        return self._engine.generate([request], sampling, training=training)
+
+    def _call(self, asked: tuple[Prompt, int], session: Session) -> Call:
+        prompt, sample = asked
+        given = {
+            "row": self._row(prompt, sample),
+            "base_url": session.base_url,
+            "api_key": session.api_key,
+            "timeout_s": self._agent.timeout_s,
+        }
+        return Call(PART, session.api_key, given, self._agent.timeout_s)
+
+    def _row(self, prompt: Prompt, sample: int) -> dict[str, object]:
+        """What a harness learns of its question. JSON has no other kinds of values than these."""
+        message = user_message(self._config, prompt.question, prompt.metadata)
+        return {
+            "index": prompt.index,
+            "sample": sample,
+            "question": prompt.question,
+            "answer": prompt.answer,
+            "messages": with_system_prompt(self._config, [{"role": "user", "content": message}]),
+            "metadata": _plain(dict(prompt.metadata)),
+        }
+
+    def _run(self, calls: Sequence[Call]) -> list[Outcome]:
+        """Steps that are sampled ahead, and an evaluation meanwhile, each have workers of their own."""
+        with self._lock:
+            workers = self._idle.pop() if self._idle else self._start()
+        outcomes = workers.run(calls)
+        with self._lock:
+            self._idle.append(workers)
+        return outcomes
+
+    def _start(self) -> Workers:
+        size = min(self._config.reward_workers, self._agent.at_once)
+        return Workers(
+            {PART: Hosted(self._service, sandboxed=False, single=True)},
+            size=size,
+            memory_mib=self._agent.memory_mib,
+            environment=self._agent.environment,
+            at_once=math.ceil(self._agent.at_once / size),
+        )
+
+    def _read(self, prompt: Prompt, record: SessionRecord, outcome: Outcome) -> _Played:
+        """What a process said, which may be anything."""
+        reply = outcome.reply or {}
+        error = outcome.error or str(reply.get("failed", ""))
+        report = Report()
+        if not error:
+            said = reply.get("said", record.reported)
+            try:
+                if said is None:
+                    raise BadReport("it ended without a report")
+                report = read_report(said, len(record.turns), self._agent.bounds)
+                if report.answer is not None and self._score is None:
+                    raise BadReport("it reported an answer, which no task.rewards can score; report a reward")
+            except BadReport as problem:
+                error = str(problem)
+        if record.cut and not outcome.timed_out and "failed" in reply:
+            error = ""  # it was refused another turn, and gave up
+        return _Played(prompt, record, report, printable(error), outcome.timed_out)
+
+    def _rewards(
+        self, played: Sequence[_Played], score: Callable[[Sequence[Prompt], Sequence[str]], Rewards] | None
+    ) -> Rewards:
+        total = np.array([one.report.reward + sum(one.report.turns.values()) for one in played], dtype=np.float32)
+        correct = total > 0
+        answered = [number for number, one in enumerate(played) if one.report.answer is not None]
+        errors, timeouts, parts = {}, {}, {}
+        if answered and score is not None:
+            verdicts = score([played[n].prompt for n in answered], [str(played[n].report.answer) for n in answered])
+            total[answered] += verdicts.reward
+            correct[answered] = verdicts.correct
+            errors, timeouts = dict(verdicts.errors), dict(verdicts.timeouts)
+            for name, values in verdicts.parts.items():
+                parts[name] = np.zeros(len(played), dtype=np.float32)
+                parts[name][answered] = values
+        for number, one in enumerate(played):
+            if one.report.correct is not None:
+                correct[number] = one.report.correct
+        failed = sum(bool(one.error) for one in played)
+        whole = [
+            not one.error and not one.cut and all(t.finish_reason != "length" for t in one.record.turns)
+            for one in played
+        ]
+        return Rewards(
+            reward=total,
+            correct=correct,
+            well_formed=np.array(whole, dtype=bool),
+            verifier_errors=failed + sum(errors.values()),
+            parts={PART: total, **parts},
+            errors={PART: failed, **errors},
+            timeouts={PART: sum(one.timed_out for one in played), **timeouts},
+        )
+
+    def _episodes(self, played: Sequence[_Played], rewards: Rewards, seconds: float) -> Episodes:
+        sequences = [
+            replace(branch, finish_reasons=("length",)) if one.cut else branch
+            for one in played
+            for branch in one.record.branches
+        ]
+        if not sequences:
+            raise UserError(f"task.agent: none of the {len(played)} episodes asked the policy anything")
+        episode = np.repeat(np.arange(len(played)), [len(one.record.branches) for one in played])
+        returns = None
+        if self._agent.credit == "turn":
+            returns = _turn_returns(played, rewards.reward, self._agent.discount)
+        turns = np.array([len(one.record.turns) for one in played])
+        metrics = _metrics(played, seconds)
+        return Episodes(RolloutBatch.concatenate(sequences), episode, rewards, turns, metrics, returns)
+
+
+def _seeds(run: int, step: int, stream: int, prompt: Prompt, sample: int) -> Callable[[int], int]:
+    return lambda turn: request_seed(run, step, prompt.index, sample, stream=stream, turn=turn)
+
+
+def _plain(value: object) -> object:
+    """As JSON can say it; what it cannot is text."""
+    if isinstance(value, dict):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _report(names: Sequence[str], played: Sequence[_Played]) -> None:
+    """A line for each episode that failed; not for thousands."""
+    failed = [(name, one.error) for name, one in zip(names, played, strict=True) if one.error]
+    if failed and len(failed) == len(played):
+        raise UserError(f"task.agent failed in all {len(failed)} episodes: {failed[0][1]}")
+    for name, error in failed[:_MOST_LINES]:
+        logger.warning("episode %s failed: %s", name, error)
+    if len(failed) > _MOST_LINES:
+        logger.warning("%d of %d episodes failed", len(failed), len(played))
+
+
+def _turn_returns(played: Sequence[_Played], rewards: np.ndarray, discount: float) -> TurnReturns:
+    """The episode's own reward, or that of its answer, comes with its last turn."""
+    rows: list[tuple[int, int, int, int, float]] = []
+    first = 0
+    for number, one in enumerate(played):
+        gained = [one.report.turns.get(turn, 0.0) for turn in range(len(one.record.turns))]
+        left = float(rewards[number]) - sum(gained)
+        for turn in reversed(range(len(gained))):
+            left = gained[turn] + (left if turn == len(gained) - 1 else discount * left)
+            record = one.record.turns[turn]
+            if record.trained:
+                rows.append((first + record.branch, record.first_token - 1, number, turn, left))
+        first += len(one.record.branches)
+    sequence, row, episode, turn_number, returns = zip(*sorted(rows), strict=True)
+    return TurnReturns(
+        np.array(sequence, dtype=np.int64),
+        np.array(row, dtype=np.int64),
+        np.array(episode, dtype=np.int64),
+        np.array(turn_number, dtype=np.int64),
+        np.array(returns, dtype=np.float32),
+    )
+
+
+def _metrics(played: Sequence[_Played], seconds: float) -> dict[str, float]:
+    """Means per episode, and counts of the step."""
+    records = [one.record for one in played]
+    turns = [turn for record in records for turn in record.turns]
+    waits = [
+        max(0.0, later.started - earlier.ended)
+        for record in records
+        for earlier, later in zip(record.turns, record.turns[1:], strict=False)
+    ]
+    count, branches = len(played), [branch for record in records for branch in record.branches]
+    others = sum(int((branch.response_lengths - branch.sampled_per_sequence).sum()) for branch in branches)
+    return {
+        "episode/turns_mean": len(turns) / count,
+        "episode/environment_tokens_mean": others / count,
+        "agent/turns_max": float(max(len(record.turns) for record in records)),
+        "agent/turn_tokens_mean": sum(turn.sampled for turn in turns) / max(len(turns), 1),
+        "agent/turn_seconds_mean": sum(turn.ended - turn.started for turn in turns) / max(len(turns), 1),
+        "agent/tool_seconds_mean": sum(waits) / count,
+        "agent/engine_busy_fraction": _busy([(turn.started, turn.ended) for turn in turns]) / max(seconds, 1e-9),
+        "agent/branches": float(len(branches) - sum(bool(record.branches) for record in records)),
+        "agent/rendered_anew": float(sum(bool(turn.rendered_anew) for turn in turns)),
+        "agent/untrained_turns": float(sum(not turn.trained for turn in turns)),
+        "agent/retries": float(sum(turn.retries for turn in turns)),
+        "agent/refused_requests": float(sum(record.refused for record in records)),
+        "agent/cut_episodes": float(sum(bool(record.cut) for record in records)),
+        "agent/silent_episodes": float(sum(not record.branches for record in records)),
+    }
+
+
+def _busy(spans: Sequence[tuple[float, float]]) -> float:
+    """Seconds in at least one of these spans."""
+    total, until = 0.0, -math.inf
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, until))
+        until = max(until, stop)
+    return total

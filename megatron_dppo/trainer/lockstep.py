@@ -1,0 +1,160 @@
+"""Episodes of an environment, turn by turn: the engine writes in all of them, the environment answers in all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megatron_dppo.batch import RolloutBatch, join_turns
+from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.engine import Generates, GenerationRequest, SamplingConfig
+from megatron_dppo.rollout.seeds import TRAINING, request_seed
+from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
+from megatron_dppo.tasks.environments.episode import Begun, Turn
+from megatron_dppo.tasks.task import Prompt, Rewards
+from megatron_dppo.trainer.episodes import Episodes
+from megatron_dppo.trainer.requests import numbered, sequence_name
+
+logger = logging.getLogger(__name__)
+
+PART = "environment"
+"""Name under which an environment's reward is logged."""
+
+
+@dataclass(eq=False)
+class _Running:
+    """An episode under way."""
+
+    prompt: Prompt
+    sample: int
+    episode: Begun
+    ids: np.ndarray
+    """Everything so far: the prompt of the next turn."""
+    turns: list[RolloutBatch] = field(default_factory=list)
+    total: float = 0.0
+    correct: bool = False
+    ended: bool = False
+    """By the environment, not for want of turns or tokens."""
+    failed: Turn | None = None
+    """The step that the environment did not take."""
+
+
+class EnvironmentPlayer:
+    """Plays the episodes of `task.kind: environment`. The reward of an episode is the sum of its steps' (no discount);
+    it is correct when its last step ended it with a positive reward, and well-formed when the policy ended every turn
+    itself."""
+
+    any_prompts = False
+
+    def __init__(self, task: EnvironmentTask, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int) -> None:
+        self._task, self._tokenizer, self._max_prompt_tokens = task, tokenizer, max_prompt_tokens
+
+    def play(
+        self,
+        engine: Generates,
+        sampling: SamplingConfig,
+        prompts: Sequence[Prompt],
+        samples: int,
+        *,
+        run_seed: int,
+        step: int,
+        stream: int,
+        score: Callable[[Sequence[Prompt], Sequence[str]], Rewards] | None = None,
+    ) -> Episodes:
+        """See `Player.play`. Turn n of all unfinished episodes is one call of `generate`. An episode is cut off after
+        the task's most turns, or where the prompt of its next turn would be longer than `max_prompt_tokens`, and where
+        a step of its environment fails, see `EnvironmentConfig.step_timeout_s`."""
+        task = self._task
+        episodes = [
+            _Running(prompt, sample, task.begin(prompt), prompt.prompt_ids)
+            for prompt, sample in numbered(prompts, samples)
+        ]
+        try:
+            active = list(episodes)
+            for turn in range(task.max_turns):
+                if not active:
+                    break
+                requests = [_request(running, run_seed, step, stream, turn) for running in active]
+                batch = engine.generate(requests, sampling, training=stream == TRAINING)
+                parts = [batch.select([number]) for number in range(len(active))]
+                actions = [self._tokenizer.decode(part.response_ids(0), skip_special_tokens=True) for part in parts]
+                answers, begun = task.episodes.step([running.episode for running in active], actions)
+                for running, part, answer, episode in zip(active, parts, answers, begun, strict=True):
+                    running.episode = episode
+                    _take(running, part, answer, task)
+                unfinished = [r for r in active if not (r.ended or r.failed) and len(r.ids) <= self._max_prompt_tokens]
+                task.episodes.end(running.episode for running in active if running not in unfinished)
+                active = unfinished
+        finally:
+            task.episodes.end(running.episode for running in episodes)
+        _report(episodes)
+        return _joined(episodes, step, stream)
+
+    def close(self) -> None:
+        """Its processes are the task's."""
+
+
+def _joined(episodes: Sequence[_Running], step: int, stream: int) -> Episodes:
+    batch = RolloutBatch.concatenate(
+        [
+            join_turns(
+                running.turns,
+                request_id=sequence_name(running.prompt, running.sample, step=step, stream=stream),
+                finish_reason="stop" if running.ended else "length",
+            )
+            for running in episodes
+        ]
+    )
+    returns = np.array([running.total for running in episodes], dtype=np.float32)
+    by_themselves = [all(part.finish_reasons[0] == "stop" for part in running.turns) for running in episodes]
+    rewards = Rewards(
+        reward=returns,
+        correct=np.array([running.correct for running in episodes], dtype=bool),
+        well_formed=np.array(by_themselves, dtype=bool),
+        parts={PART: returns},
+        verifier_errors=sum(running.failed is not None for running in episodes),
+        errors={PART: sum(running.failed is not None for running in episodes)},
+        timeouts={PART: sum(running.failed is not None and running.failed.timed_out for running in episodes)},
+    )
+    others = batch.response_lengths - batch.sampled_per_sequence
+    turns = np.array([len(running.turns) for running in episodes])
+    metrics = {
+        "episode/turns_mean": float(turns.mean()),
+        "episode/environment_tokens_mean": float(others.mean()),
+    }
+    return Episodes(batch, np.arange(len(episodes)), rewards, turns, metrics)
+
+
+def _take(running: _Running, part: RolloutBatch, answer: Turn, task: EnvironmentTask) -> None:
+    """A turn and what the environment answered."""
+    running.turns.append(part)
+    if answer.error:
+        running.failed = answer
+        return
+    running.total += answer.reward
+    if answer.terminated or answer.truncated:
+        running.ended = True
+        running.correct = answer.terminated and not answer.truncated and answer.reward > 0
+        return
+    said = task.turns.between(answer.observation, int(part.token_ids[-1]))
+    running.ids = np.concatenate([part.token_ids, said]).astype(np.int32)
+
+
+def _report(episodes: Sequence[_Running]) -> None:
+    failed = [running.failed for running in episodes if running.failed is not None]
+    if failed and len(failed) == len(episodes):
+        raise UserError(f"task.environment failed in all {len(failed)} episodes: {failed[0].error}")
+    if failed:
+        logger.warning("the environment failed in %d of %d episodes: %s", len(failed), len(episodes), failed[0].error)
+
+
+def _request(running: _Running, run_seed: int, step: int, stream: int, turn: int) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=f"{sequence_name(running.prompt, running.sample, step=step, stream=stream)}/{turn}",
+        prompt_ids=running.ids,
+        seed=request_seed(run_seed, step, running.prompt.index, running.sample, stream=stream, turn=turn),
+    )

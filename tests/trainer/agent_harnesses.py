@@ -1,0 +1,83 @@
+"""Harnesses of our own: each way in, and each way to go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+
+MODEL = "policy"
+
+
+async def _ask(client, messages) -> str:
+    answer = (await client.chat.completions.create(model=MODEL, messages=messages)).choices[0].message
+    messages.append({"role": "assistant", "content": answer.content})
+    return answer.content or ""
+
+
+async def two_turns(client, row):
+    """Asks twice and says what came; the reward is the number of the sample."""
+    messages = list(row["messages"])
+    await _ask(client, messages)
+    messages.append({"role": "user", "content": "and then?"})
+    await _ask(client, messages)
+    return {"reward": float(row["sample"]), "turn_rewards": [0.25, 0.5]}
+
+
+async def edited(client, row):
+    """The second turn goes on, the third has another question at the front."""
+    messages = list(row["messages"])
+    await _ask(client, messages)
+    messages.append({"role": "user", "content": "more"})
+    await _ask(client, messages)
+    messages[-3:-2] = [{"role": "assistant", "content": "something else"}]
+    messages.append({"role": "user", "content": "once more"})
+    await _ask(client, messages)
+    return float(row["sample"])
+
+
+async def answers(client, row):
+    """What a calculator says, in place of what the policy said."""
+    await _ask(client, list(row["messages"]))
+    return row["answer"] if row["sample"] % 2 else "999"
+
+
+async def misbehaves(client, row):
+    """Sample n has fault n; sample 0 has none."""
+    await _ask(client, list(row["messages"]))
+    match row["sample"]:
+        case 0:
+            return 1.0
+        case 1:
+            time.sleep(1000)
+        case 2:
+            raise KeyError("no such tool")
+        case 3:
+            return None
+        case 4:
+            return {"reward": 1.0, "metadata": "x" * (100 << 20)}
+        case 5:
+            print("x" * (100 << 20), flush=True)
+            raise ValueError("after much text")
+        case 6:
+            return 1e9
+        case 7:
+            os._exit(3)
+        case 8:
+            escaped = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+            with open(os.environ["PIDS"], "a") as file:
+                file.write(f"{escaped.pid}\n")
+            await asyncio.sleep(1000)
+        case 9:
+            for _ in range(100):  # more turns than there are
+                await _ask(client, list(row["messages"]))
+        case 10:
+            from openai import AsyncOpenAI
+
+            other = AsyncOpenAI(base_url=os.environ["OPENAI_BASE_URL"], api_key="session-of-somebody-else")
+            await _ask(other, list(row["messages"]))
+        case 11:
+            messages = [{"role": "user", "content": "x" * (100 << 20)}]
+            await _ask(client, messages)
