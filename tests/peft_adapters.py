@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 RANK, ALPHA = 4, 10.0
 LORA = {"rank": RANK, "alpha": ALPHA}
-_LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)")
+_LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(shared_experts\.)?(gate|up|down)_proj)")
 
 
 def write_adapter(folder: Path, model: PreTrainedModel, *, dtype: torch.dtype = torch.float32, seed: int = 5) -> None:
@@ -37,7 +37,7 @@ def write_adapter(folder: Path, model: PreTrainedModel, *, dtype: torch.dtype = 
         elif name.endswith(".mlp.experts"):
             experts, both, cols = module.gate_up_proj.shape
             names = ["gate_proj", "up_proj", "down_proj"]
-            if model.config.model_type == "mixtral":
+            if model.config.model_type in ("mixtral", "minimax_m2"):
                 name, names = name.replace(".mlp.", ".block_sparse_moe."), ["w1", "w3", "w2"]
             for expert in range(experts):
                 for kind in names[:2]:

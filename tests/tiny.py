@@ -44,6 +44,28 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "rms_norm_eps": 1e-5,
     },
+    "glm4_moe": {
+        "head_dim": 32,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 1,
+        "rms_norm_eps": 1e-5,
+    },
+    "minimax_m2": {
+        "head_dim": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
+        "rotary_dim": 16,
+        "partial_rotary_factor": 0.5,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    },
     "qwen3": {"head_dim": 32},
     "qwen2": {},
     "llama": {"rms_norm_eps": 1e-5},
@@ -69,6 +91,9 @@ def tiny_model(family: str, path: Path | str, seed: int = 0, **overrides: Any) -
                 parameter.copy_(centre + 0.2 * noise)
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     model.tie_weights()
     model = model.to(dtype).eval()
     model.save_pretrained(path, max_shard_size=max_shard_size)

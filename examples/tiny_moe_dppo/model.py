@@ -58,13 +58,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _EXPERTS
     | {"num_experts": 8, "moe_intermediate_size": 64, "intermediate_size": 256, "norm_topk_prob": True},
     "mixtral": _EXPERTS | {"num_local_experts": 8, "intermediate_size": 64},
+    "glm4_moe": _EXPERTS
+    | {
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 64,
+        "intermediate_size": 256,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
+    "minimax_m2": _EXPERTS
+    | {
+        "num_local_experts": 8,
+        "intermediate_size": 64,
+        "rotary_dim": 16,
+        "partial_rotary_factor": 0.5,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    },
     "olmoe": _EXPERTS | {"num_experts": 8, "intermediate_size": 64, "norm_topk_prob": False, "rms_norm_eps": 1e-5},
 }
 """What each model type's configuration says of its experts."""
 
 
 def tiny_config(tokenizer: PreTrainedTokenizerBase, family: str) -> PreTrainedConfig:
-    """Four MoE layers, eight experts of which two are chosen, grouped-query attention 4:2, untied head.
+    """Four layers (GLM's first is dense), eight experts of which two are chosen, grouped-query attention 4:2, untied
+    head.
 
     The vocabulary is the tokenizer's own size, which no tensor-parallel size divides: like the large models' it has to
     be padded for training.
@@ -88,10 +109,14 @@ def tiny_config(tokenizer: PreTrainedTokenizerBase, family: str) -> PreTrainedCo
 
 
 def random_tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int, family: str) -> PreTrainedModel:
-    """Freshly initialised in float32 from `seed`; the caller's random state is left as it was."""
+    """Freshly initialised in float32 from `seed`; the caller's random state is left as it was. Correction biases are
+    drawn too: transformers begins with zeros, with which nobody would see them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_config(tokenizer, family), dtype=torch.float32)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.02)
         return model
 
 

@@ -34,6 +34,10 @@ class ActorConfig(ConfigModel):
     """Coefficient of the Switch Transformer's load-balancing loss of every MoE layer; 0 is off, as in the paper."""
     router_z_loss: float = Field(default=0.0, ge=0.0)
     """Coefficient of ST-MoE's loss on the size of the router's logits; 0 is off, as in the paper."""
+    router_bias_update_rate: float = Field(default=0.0, ge=0.0)
+    """0 holds the correction bias of routers that have one (GLM-4.5, MiniMax-M2) constant. Above, every gradient step
+    adds this to the bias of each expert that fewer tokens went to than to the average one, and takes it from the
+    others', as in pretraining (DeepSeek-V3: 0.001)."""
     max_skipped_steps: int = Field(default=3, ge=0)
     """Gradient steps in a row that may be skipped because loss or gradients are not finite; one more stops the run."""
 

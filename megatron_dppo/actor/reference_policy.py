@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from megatron_dppo.models.live import buffers
 from megatron_dppo.models.lora.attach import adapters
 
 _PIECE, _ALIGNMENT = 1 << 28, 256
@@ -24,9 +25,10 @@ class ReferencePolicy:
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
         self._adapters = list(adapters(chunks))
-        self._kept: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         if not self._adapters:
-            unique = {id(p): p for chunk in chunks for p in chunk.parameters()}
+            unique: dict[int, torch.Tensor] = {id(p): p for chunk in chunks for p in chunk.parameters()}
+            unique |= {id(b): b for chunk in chunks for _, b in buffers(chunk)}
             left = sum(_bytes(p) for p in unique.values())
             slab = torch.empty(0, dtype=torch.uint8)
             for parameter in unique.values():
@@ -58,6 +60,6 @@ class ReferencePolicy:
                 kept.copy_(now)
 
 
-def _bytes(parameter: torch.nn.Parameter) -> int:
+def _bytes(parameter: torch.Tensor) -> int:
     """Of a host buffer, with what keeps the next weight aligned."""
     return -(-parameter.numel() * parameter.element_size() // _ALIGNMENT) * _ALIGNMENT

@@ -38,6 +38,7 @@ from megatron_dppo.launch.network import init_process_group
 from megatron_dppo.models.build import build_model
 from megatron_dppo.models.groups import initialize_groups
 from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.live import buffers
 from megatron_dppo.models.megatron_config import transformer_config
 from megatron_dppo.models.parallel import ParallelConfig
 
@@ -75,7 +76,7 @@ def convert_command(
     shard_bytes  largest Hugging Face weight file
     base         the Hugging Face folder that adapters were trained on: a state of theirs holds nothing else, and
                  becomes that model with the adapters merged. Of a Megatron-LM folder: the one whose config.json and
-                 tokenizer go with it; its weights are not read
+                 tokenizer go with it; its weights are not read, but what it holds beside the model goes along
     allow_inf    numbers beyond the range of dtype (65504 for float16) become inf; else the tensor is named and refused
 
     `UserError` before any work: no such source, weights that do not match the config, a layout that does not fit, no
@@ -120,6 +121,7 @@ def convert_command(
                     overwrite=overwrite,
                     progress=progress,
                     allow_inf=allow_inf,
+                    beside=base,
                 )
             if verify and opened.lora:
                 config = transformer_config(opened.model, layout, params_dtype=wanted)
@@ -157,7 +159,14 @@ def _check_formats(source: Path, opened: Source, target: Format, verify: bool) -
 
 
 def _say_rounded(opened: Source, console: Console) -> None:
-    wider = [name for name, tensor in opened.tensors.items() if tensor.dtype.itemsize > opened.dtype.itemsize]
+    model = opened.model
+    wider = [
+        name
+        for name, tensor in opened.tensors.items()
+        if tensor.dtype.itemsize > opened.dtype.itemsize
+        and name not in model.float32_tensors
+        and not model.carries(name)
+    ]
     if wider:
         console.print(
             f"{len(wider)} of {len(opened.tensors)} tensors are stored more finely and are rounded ({wider[0]}); "
@@ -180,8 +189,8 @@ def _cast(models: list[GPTModel], dtype: torch.dtype, allow_inf: bool) -> None:
 def _spoil(models: list[GPTModel]) -> None:
     """What is not read again will show."""
     for chunk in models:
-        for parameter in chunk.parameters():
-            parameter.fill_(float("nan"))
+        for tensor in (*chunk.parameters(), *(buffer for _, buffer in buffers(chunk))):
+            tensor.fill_(float("nan"))
 
 
 def _read_again(models: list[GPTModel], model: HFConfig, groups: ProcessGroupCollection, folder: Path) -> None:

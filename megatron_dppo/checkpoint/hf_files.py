@@ -79,14 +79,15 @@ class HFFiles:
 
     REOPEN_BYTES = 64 * 2**20
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, only: str | None = None) -> None:
+        """`only`: the one file of the folder that is read, in place of those with the model."""
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
         self._open_file: Path | None = None
         self._handle: Any = None
         self._touched = 0
         require_unchanged(folder, which=lambda name: not name.endswith(WEIGHTS))
-        for file, indexed in _files(folder).items():
+        for file, indexed in ({folder / only: None} if only else _files(folder)).items():
             self._add(file, indexed)
 
     def check_weights(self, share: tuple[int, int] = (0, 1)) -> None:

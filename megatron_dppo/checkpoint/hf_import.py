@@ -41,7 +41,8 @@ def load_hf_weights(
     of the files each and agree that these hold. Collective over all ranks.
 
     `UserError` lists what is missing, unused or of the wrong shape before anything is read; afterwards every parameter
-    of the model and every stored tensor has been used exactly once. `progress(done, of)` counts parameters.
+    of the model and every stored tensor has been used exactly once, but for those that are only carried
+    (`HFConfig.carries`). `progress(done, of)` counts parameters.
     """
     folder = Path(path) if path is not None else model.path
     if folder is None:
@@ -95,7 +96,7 @@ def check_tensors(files: HFFiles, model: HFConfig, stacked: bool) -> None:
     if model.tied and _HEAD in stored:
         expected = expected | {_HEAD: expected[_EMBEDDING]}
     missing = [name for name in expected if name not in stored]
-    unused = sorted(name for name in stored if name not in expected)
+    unused = sorted(name for name in stored if name not in expected and not model.carries(name))
     wrong = [
         f"{name} {stored[name].shape} in place of {shape}"
         for name, shape in expected.items()

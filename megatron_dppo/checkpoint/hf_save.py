@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_dppo.checkpoint.atomic import check_target, whole_folder, write_synced
+from megatron_dppo.checkpoint.carried import carried
 from megatron_dppo.checkpoint.checksums import write_checksums
 from megatron_dppo.checkpoint.first_rank import on_first_rank, raise_everywhere
 from megatron_dppo.checkpoint.hf_export import BUCKET_BYTES, ExportedTensor, WeightExporter
@@ -36,9 +38,11 @@ def save_hf_checkpoint(
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
     allow_inf: bool = False,
+    beside: Path | None = None,
 ) -> None:
     """Write the model as transformers reads it: safetensors (several files and an index beyond `shard_bytes`),
     config, tokenizer, chat template and generation config, the latter copied from `model.path`, and checksums of all.
+    What the folder `beside` (default `model.path`) holds beside the model (`HFConfig.carries`) is copied bit by bit.
 
     A collective over all ranks; rank 0 writes, with two buckets of memory beside its shard. The same weights always
     give the same bytes. The folder appears whole, by a rename at the end, or not at all; every rank then raises the
@@ -47,9 +51,13 @@ def save_hf_checkpoint(
     """
     target = Path(path)
     exporter = WeightExporter(models, model, groups)
-    tensors = [ExportedTensor(t.name, t.shape, dtype or t.dtype) for t in exporter.tensors]
+    kept = model.float32_tensors
+    tensors = [
+        ExportedTensor(t.name, t.shape, t.dtype if t.name in kept else dtype or t.dtype) for t in exporter.tensors
+    ]
     writer = dist.get_rank() == 0
-    on_first_rank(lambda: _check_writable(target, tensors, model, overwrite))
+    more = on_first_rank(lambda: carried(model, beside or model.path).tensors)
+    on_first_rank(lambda: _check_writable(target, [*tensors, *more], model, overwrite))
 
     problem: str | None = None
     stream = exporter.stream(bucket_bytes=bucket_bytes)
@@ -60,7 +68,9 @@ def save_hf_checkpoint(
         try:
             assert model.path is not None
             with whole_folder(target, overwrite=overwrite) as folder:
-                digests = _write_weights(folder, stream, _shards(tensors, shard_bytes), progress, allow_inf)
+                together = chain(stream, carried(model, beside or model.path).stream())
+                shards = _shards([*tensors, *more], shard_bytes)
+                digests = _write_weights(folder, together, shards, progress, allow_inf)
                 copy_side_files(model.path, folder, tensors[0].dtype)
                 write_checksums(folder, mark=CONFIG, known=digests)
         except (OSError, UserError) as error:

@@ -50,6 +50,12 @@ _ARGUMENTS = {
     "moe_router_topk": "moe_router_topk",
     "moe_router_pre_softmax": "moe_router_pre_softmax",
     "moe_layer_freq": "moe_layer_freq",
+    "moe_router_score_function": "moe_router_score_function",
+    "moe_router_enable_expert_bias": "moe_router_enable_expert_bias",
+    "moe_router_topk_scaling_factor": "moe_router_topk_scaling_factor",
+    "moe_router_num_groups": "moe_router_num_groups",
+    "moe_router_group_topk": "moe_router_group_topk",
+    "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
 }
 """Fields of `TransformerConfig` that the weights are for, with Megatron-LM's arguments for them."""
 _SHAPES = ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_layer_freq")
@@ -180,7 +186,8 @@ def arguments(model: HFConfig, config: TransformerConfig) -> Namespace:
         position_embedding_type="rope",
         add_position_embedding=True,
         rotary_base=rotary_base(model),
-        rotary_percent=1.0,
+        rotary_percent=model.rotary_factor,
+        moe_router_bias_update_rate=config.moe_router_bias_update_rate,
         max_position_embeddings=model.max_position_embeddings,
         seq_length=model.max_position_embeddings,
         padded_vocab_size=model.padded_vocab_size(config.tensor_model_parallel_size),
@@ -214,6 +221,7 @@ def check_same_model(files: MegatronFiles, model: HFConfig, config: TransformerC
     if model.moe is None:
         expected = {name: value for name, value in expected.items() if "moe" not in name and "expert" not in name}
     expected |= {"position_embedding_type": "rope", "rotary_base": rotary_base(model)}
+    expected |= {"rotary_percent": model.rotary_factor}
     for name, value in expected.items():
         there = stated.get(name)
         if there is not None and there != value:

@@ -40,6 +40,7 @@ def random_tensor(name: str, model: HFConfig, seed: int, device: torch.device) -
     on the same kind of device.
     """
     shape, dtype = model.tensors[name], getattr(model.config, "dtype", None) or torch.float32
+    dtype = torch.float32 if name in model.float32_tensors else dtype
     if "norm" in name.rsplit(".", 2)[-2]:
         return torch.ones(shape, dtype=dtype, device=device)
     if name.endswith(".bias"):

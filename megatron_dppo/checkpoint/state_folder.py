@@ -27,8 +27,8 @@ from megatron_dppo.json_object import read_json_object
 
 LATEST, DESCRIPTION, HF = "latest", "state.json", "hf"
 FORMAT = 2
-_DATA = ".distcp"
-"""Ending of the files with the tensors."""
+_DATA = (".distcp", ".safetensors")
+"""Endings of the files with the tensors."""
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "step": int,
     "model": dict,

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_dppo.checkpoint import optimizer_state, state_folder
 from megatron_dppo.checkpoint.adapter_state import load_adapters, sharded_adapters
 from megatron_dppo.checkpoint.atomic import INCOMPLETE
+from megatron_dppo.checkpoint.carried import keep_carried
 from megatron_dppo.checkpoint.checksums import ChecksummedFile
 from megatron_dppo.checkpoint.first_rank import on_first_rank
 from megatron_dppo.checkpoint.hf_side_files import check_side_files, copy_side_files
@@ -295,6 +296,8 @@ class TrainingStates:
             hf.mkdir()
             assert self.trainee.model.path is not None
             copy_side_files(self.trainee.model.path, hf, self._dtype())
+            if not self.trainee.lora:  # a state of adapters needs its base anyway
+                keep_carried(self.trainee.model, self.trainee.model.path, hf)
             state_folder.finish_state(partial, self.root, step, described, self.keep, digests)
         except OSError as error:
             raise UserError(f"cannot finish the checkpoint {partial}: {error.strerror}") from None

@@ -9,6 +9,8 @@ Facts of vLLM 0.26 that this module answers:
 - without a stated size the KV cache takes most of the machine's memory;
 - the CPU mixture-of-experts kernels choose experts in `cpu_fused_moe.select_experts`, which never calls the capture
   function that the router of the layer holds, so recorded routes come out all zero;
+- there sigmoid scores and a correction bias are known to the choice from groups of experts alone (MiniMax-M2: "assert
+  scoring_func == 'softmax'");
 - the same kernels take the ids of experts for places among their own weights, which under expert parallelism are those
   of a part of the experts only;
 - linear layers multiply by a packed copy of their weight, and reloading weights packs anew only the layers that a
@@ -18,6 +20,7 @@ Facts of vLLM 0.26 that this module answers:
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +87,8 @@ def mend_expert_choice() -> None:
 
     Two functions are wrapped: the layer's forward notes which layer is at work, and `select_experts` hands its ids
     `[tokens, topk]` to the capture function that vLLM's own recorder put on that layer's router; then they become
-    `own_experts`. Without expert parallelism no number changes.
+    `own_experts`. Without expert parallelism no number changes. Sigmoid scores without groups are a choice from one
+    group of all experts.
     """
     from vllm.model_executor.layers.fused_moe import cpu_fused_moe
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -93,6 +97,7 @@ def mend_expert_choice() -> None:
         return
     at_work: list[MoERunner] = []
     apply_layer, select_experts = MoERunner._apply_quant_method, cpu_fused_moe.select_experts
+    signature = inspect.signature(select_experts)
 
     @functools.wraps(apply_layer)
     def apply_and_note_layer(self: MoERunner, *args: Any, **kwargs: Any) -> Any:
@@ -104,6 +109,10 @@ def mend_expert_choice() -> None:
 
     @functools.wraps(select_experts)
     def select_and_report(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        asked = signature.bind(*args, **kwargs).arguments
+        if asked.get("scoring_func") == "sigmoid" and not asked["use_grouped_topk"]:
+            one_group = {"use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1}
+            args, kwargs = (), asked | one_group
         weights, ids = select_experts(*args, **kwargs)
         if not at_work:
             return weights, ids

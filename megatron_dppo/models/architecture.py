@@ -11,11 +11,12 @@ VOCAB_MULTIPLE = 128
 """The vocabulary is padded to a multiple of this (and of the tensor-parallel size, where that is no divisor of it)."""
 
 QKNorm = Literal["none", "head", "projection"]
+Score = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoE:
-    """Mixture-of-experts layers: softmax over `experts` logits, the `topk` likeliest run."""
+    """Mixture-of-experts layers: of `experts` scores the `topk` largest say which run, and with what weight."""
 
     experts: int
     topk: int
@@ -24,6 +25,18 @@ class MoE:
     """The weights of the chosen experts are divided by their sum."""
     layers: tuple[bool, ...]
     """Per layer: mixture of experts (True) or one dense MLP."""
+    score: Score = "softmax"
+    """Of an expert: its share in the softmax over all logits, or the sigmoid of its own."""
+    bias: bool = False
+    """A number per expert is added to the scores for the choice alone; weights are made of the scores."""
+    scaling: float = 1.0
+    """Factor of the weights of the chosen experts."""
+    groups: int = 1
+    """Experts are divided into so many groups; 1: no limit."""
+    group_topk: int = 1
+    """Experts are chosen from so many groups, those whose two best scores have the largest sums."""
+    shared_size: int = 0
+    """Width of the MLP that every token passes beside its experts; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +61,11 @@ class Architecture:
     qk_norm: QKNorm = "none"
     """RMSNorm of queries and keys before the rotation: none, of each head, or of all
     heads of the projection at once."""
+    rotary_factor: float = 1.0
+    """Share of a head's dimensions, the first ones, that positions rotate."""
+    mtp_layers: int = 0
+    """Layers that a checkpoint holds after the last one, for predicting further tokens. They are not trained: their
+    tensors are carried from checkpoint to checkpoint."""
     moe: MoE | None = None
 
     @cached_property
@@ -61,7 +79,11 @@ class Architecture:
             "ffn": self.intermediate_size,
         }
         if self.moe:
-            sizes |= {"experts": self.moe.experts, "moe_ffn": self.moe.intermediate_size}
+            sizes |= {
+                "experts": self.moe.experts,
+                "moe_ffn": self.moe.intermediate_size,
+                "shared_ffn": self.moe.shared_size,
+            }
         return sizes
 
     @property

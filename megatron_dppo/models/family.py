@@ -46,6 +46,8 @@ class Family:
     on top of `decoder.FIXED`."""
     largest: Mapping[str, int] = field(default_factory=dict)
     """Config fields with the largest size that any model has, besides `decoder.LARGEST`."""
+    amend: Callable[[PreTrainedConfig], None] = lambda config: None
+    """Puts right what transformers makes of a published config.json, before `read` and wherever its class computes."""
     engine: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Config fields that vLLM reads for this model type and transformers does not, with the values that change nothing;
     they come on top of `engine_fields.NEUTRAL`."""
@@ -64,6 +66,14 @@ class Family:
     spec: str = ""
     """`module:function` that changes Megatron-Core's layer specs, called with the block's spec, the architecture and
     the process groups. A path: families are read where there is no Megatron-Core (engines, the planner)."""
+
+
+def amended(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A configuration that transformers resolved, put right by the family of its model type where there is one."""
+    family = families().get(config.model_type)
+    if family is not None:
+        family.amend(config)
+    return config
 
 
 @cache

@@ -23,7 +23,7 @@ from megatron_dppo.models.architecture import Architecture
 from megatron_dppo.models.engine_fields import refuse_engine_fields
 from megatron_dppo.models.families import decoder
 from megatron_dppo.models.family import Family, families
-from megatron_dppo.models.names import Shape, Stacked, Table, Transform, is_expert
+from megatron_dppo.models.names import Buffer, Shape, Stacked, Table, Transform, is_expert
 from megatron_dppo.models.rope import check_rope
 from megatron_dppo.router_replay.record import RouteSchema
 
@@ -40,6 +40,7 @@ _WITHOUT_EFFECT = decoder.words(
         chunk_size_feed_forward pretraining_tp
     """
 )
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _MOST_EXPERTS = 2**18
 """In all layers together."""
 
@@ -129,6 +130,17 @@ class HFConfig(Architecture):
         """The same where all experts of a layer are in one; empty where the family knows no such checkpoint."""
         return self._sources(stacked=True) if self.moe and self.family.stacked else {}
 
+    @cached_property
+    def float32_tensors(self) -> frozenset[str]:
+        """Tensors that stay float32 whatever the type of the weights."""
+        return frozenset(name for _, t in self.parameters() if isinstance(t, Buffer) for name in t.sources(self))
+
+    def carries(self, tensor: str) -> bool:
+        """Whether a checkpoint may hold this tensor although the model has no place for it: one of a layer after the
+        last (`mtp_layers`)."""
+        layer = _LAYER.match(tensor)
+        return layer is not None and self.layers <= int(layer[1]) < self.layers + self.mtp_layers
+
     def _sources(self, *, stacked: bool) -> dict[str, Shape]:
         shapes: dict[str, Shape] = {}
         for _, transform in self.parameters(stacked=stacked):
@@ -188,6 +200,7 @@ def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig
         # a copy: transformers writes into nested settings
         settings = copy.deepcopy({k: v for k, v in raw.items() if k != "model_type" and k not in ignored})
         config = AutoConfig.for_model(family.model_type, **settings)
+        family.amend(config)
         usual = type(config)()
     except Exception as error:  # transformers validates with several exception types of its own
         raise UserError(f"{where}: {' '.join(str(error).split())}") from None
@@ -205,7 +218,7 @@ def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig
         found = family.read(config)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    check_rope(config, where)
+    check_rope(config, where, found.rotary_factor)
     refuse_engine_fields(raw, config, family, where)
     if found.moe and found.layers * found.moe.experts > _MOST_EXPERTS:
         raise UserError(

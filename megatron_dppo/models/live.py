@@ -38,10 +38,11 @@ class Adapter(Protocol):
 
 @dataclass(frozen=True)
 class Owned:
-    """One parameter of this rank. `name` is global (layer and expert numbers of the whole model, local-spec names)."""
+    """One parameter of this rank, or a buffer that checkpoints hold. `name` is global (layer and expert numbers of the
+    whole model, local-spec names)."""
 
     name: str
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
     pieces: tuple[Piece, ...]
     shape: Shape
     adapter: Adapter | None = None
@@ -60,11 +61,16 @@ def unwrap(module: torch.nn.Module) -> GPTModel:
     return module
 
 
+def buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those that checkpoints hold, by their names in the chunk: the correction biases of its routers."""
+    return ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias"))
+
+
 def owned_parameters(
     models: Sequence[torch.nn.Module], model: HFConfig, groups: ProcessGroupCollection, *, stacked: bool = False
 ) -> Iterator[Owned]:
-    """Every parameter of this rank's chunks, in the chunks' order, with their adapters where they have some. `stacked`:
-    pieces are those of a checkpoint that holds all experts of a layer in one tensor.
+    """Every parameter of this rank's chunks and then its `buffers`, chunk by chunk, with their adapters where they have
+    some. `stacked`: pieces are those of a checkpoint that holds all experts of a layer in one tensor.
 
     Raises RuntimeError where the family's table and the layer spec disagree: a parameter the table does not know, or
     one it has for these layers that the chunks lack.
@@ -76,7 +82,7 @@ def owned_parameters(
         gpt = unwrap(chunk)
         numbers = [layer.layer_number - 1 for layer in gpt.decoder.layers]
         missing = _expected(transforms, gpt, set(numbers), range(first_expert, first_expert + experts))
-        for local_name, parameter in gpt.named_parameters():
+        for local_name, parameter in (*gpt.named_parameters(), *buffers(gpt)):
             if ADAPTER in local_name.split("."):
                 continue
             name = _global_name(local_name, numbers, first_expert)

@@ -24,6 +24,7 @@ def transformer_config(
     token_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall",
     load_balancing_loss: float = 0.0,
     router_z_loss: float = 0.0,
+    router_bias_update_rate: float = 0.0,
     **overrides: Any,
 ) -> TransformerConfig:
     """Megatron-Core's config of `model` under `parallel`, for the device at hand.
@@ -33,6 +34,7 @@ def transformer_config(
     router_dtype      of the router's logits and probabilities; None is params_dtype
     token_dispatcher  how tokens reach their experts; with allgather a pipeline's microbatches must be equally long
     load_balancing_loss, router_z_loss  coefficients; 0 leaves the loss out
+    router_bias_update_rate  what a gradient step moves the routers' correction bias by; 0 holds it constant
     overrides         any field of `TransformerConfig`, set last
 
     Losses are summed, not averaged (`calculate_per_token_loss`): the caller divides by the global denominator.
@@ -82,6 +84,7 @@ def transformer_config(
             "moe_router_load_balancing_type": "aux_loss" if load_balancing_loss else "none",
             "moe_aux_loss_coeff": load_balancing_loss,
             "moe_z_loss_coeff": router_z_loss or None,
+            "moe_router_bias_update_rate": router_bias_update_rate,
             "moe_router_dtype": router_dtype,
             "moe_router_fusion": False,  # the fused router returns before the replay hook
             "moe_grouped_gemm": gpu,

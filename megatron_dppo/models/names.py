@@ -82,6 +82,11 @@ class Whole(_Named):
 
 
 @dataclass(frozen=True)
+class Buffer(Whole):
+    """A tensor that no gradient changes: float32 whatever the weights' type, here and in every checkpoint."""
+
+
+@dataclass(frozen=True)
 class Columns(_Named):
     """A `[rows, cols]` matrix whose columns are divided (the second matrix of a pair: row-parallel)."""
 

@@ -100,6 +100,11 @@ class ParallelConfig(ConfigModel):
                 f"the intermediate size {model.intermediate_size} cannot be divided by tensor = {self.tensor}",
             ),
             (
+                model.moe is not None and model.moe.shared_size % self.tensor != 0,
+                f"the shared expert's size {model.moe.shared_size if model.moe else 0} cannot be divided by tensor = "
+                f"{self.tensor}",
+            ),
+            (
                 model.layers < self.pipeline * self.chunks,
                 f"{model.layers} layers are fewer than pipeline x virtual_pipeline = {self.pipeline} x {self.chunks}",
             ),

@@ -13,7 +13,10 @@ rows that reach its experts, h hidden, q and k the query and key-value widths on
                       whole QKV product alive                                     2 T (2 q + k) + 2 T (q + 2 k)
     output projection nothing (its input is attention's output)
     norm              input, output (the router's input)                          4 S h + 4 S
+    shared expert     as a dense MLP of its width w, but that the router's norm has put out its input; its output is
+                      there until the layer returns                               2 T 2 w + 2 T w
     router            chosen ids (int64, twice), their probabilities              20 S topk
+      sigmoid         the scores of all experts besides                           4 S E
     dispatch          row map int32 [S, 2 E + 1]; while the layer runs also fp32
                       probabilities and mask [S, E] (`release_dispatched`)        8 S E
     experts, fc1      rows sorted by expert, their probabilities                  2 R h + 4 R
@@ -38,7 +41,7 @@ gradients of A, of B and of the spread B.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_dppo.planner.workload import Layout
 
@@ -156,12 +159,14 @@ def _experts(layout: Layout) -> Sequence[Operator]:
     factors = _HALF * local * 2 * lora * (hidden + width)
     row_map = _FLOAT * rows * (2 * moe.experts + 1)
     # The forward's own variables hold the rows as sent and as arrived, and the chosen experts, until the layer returns.
-    held = sent + arrived + rows * moe.experts * (_FLOAT + 1)
+    held = sent + arrived + rows * moe.experts * (_FLOAT + 1) + (residual if moe.shared_size else 0)
+    scores = _FLOAT * rows * moe.experts if moe.score == "sigmoid" else 0
     return (
         Operator("norm", 2 * residual + _FLOAT * rows, residual, 3 * residual),
+        *_shared(layout),
         Operator(
             "router",
-            (2 * _INT64 + _FLOAT) * rows * moe.topk,
+            (2 * _INT64 + _FLOAT) * rows * moe.topk + scores,
             rows * moe.experts * (4 * _FLOAT),
             3 * residual + 2 * _FLOAT * rows * hidden,
         ),
@@ -183,12 +188,24 @@ def _experts(layout: Layout) -> Sequence[Operator]:
     )
 
 
-def _dense(layout: Layout) -> Sequence[Operator]:
+def _shared(layout: Layout) -> Sequence[Operator]:
+    """The expert that every token passes. Its input is the norm's output, which the router keeps."""
+    assert layout.model.moe is not None
+    if not layout.model.moe.shared_size:
+        return ()
+    first, *others = _dense(layout, layout.model.moe.shared_size)
+    normed = (2 if layout.lora is None or layout.adapts("mlp") else 1) * _HALF * layout.rows_per_rank
+    kept = first.kept - normed * layout.model.hidden_size - _FLOAT * layout.rows_per_rank
+    return (replace(first, name="shared expert, fc1", kept=kept), *others)
+
+
+def _dense(layout: Layout, size: int | None = None) -> Sequence[Operator]:
+    """`size`: of the MLP, default the dense layers'."""
     model, parallel = layout.model, layout.parallel
     tokens, hidden = layout.tokens_per_rank, model.hidden_size
     residual = _HALF * layout.rows_per_rank * hidden
     gathered = _HALF * tokens * hidden if parallel.sequence_parallel else 0
-    width = model.intermediate_size // parallel.tensor
+    width = (size or model.intermediate_size) // parallel.tensor
     gate_up = _HALF * tokens * 2 * width
     fc2 = 0 if layout.weight_gradients_in_place else _HALF * width * hidden
     lora = layout.adapter_rank("mlp")

@@ -10,7 +10,7 @@ from math import prod
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.lora.size import adapter_sizes
-from megatron_dppo.models.names import is_expert
+from megatron_dppo.models.names import Buffer, is_expert
 from megatron_dppo.models.parallel import ParallelConfig, uneven_layout
 
 _PARTS = (("norm", "norms"), (".self_attention.", "attention"), (".router.", "router"), (".mlp.", "mlp"))
@@ -28,7 +28,7 @@ class Parameters:
     router: int = 0
     experts: int = 0
     mlp: int = 0
-    """Dense feed-forward layers."""
+    """Dense feed-forward layers, and the experts that every token passes."""
     head: int = 0
     """Output layer; with tied weights only where the embedding is on another rank."""
 
@@ -86,9 +86,11 @@ def _stage_layers(layers: int, stages: int, chunks: int) -> tuple[StageLayers, .
 
 
 def layer_parameters(model: HFConfig, parallel: ParallelConfig, layer: int) -> Parameters:
-    """Of one decoder layer on one rank: what the family's table has for it."""
+    """Of one decoder layer on one rank: what the family's table has for it, but no buffers."""
     counts: Counter[str] = Counter()
     for name, transform in model.layer_tables[layer].items():
+        if isinstance(transform, Buffer):
+            continue
         if model.moe is not None and is_expert(name):
             one = prod(transform.shape(model, parallel.expert_tensor))
             counts["experts"] += model.moe.experts // parallel.expert * one

@@ -173,20 +173,10 @@ def _attention(layout: Layout, e: Efficiency) -> PassTime:
 
 def _mlp(layout: Layout, layer: int, e: Efficiency) -> PassTime:
     model, parallel, gpu = layout.model, layout.parallel, layout.gpu
-    hidden = model.hidden_size
     if not model.is_moe_layer(layer):
-        tokens = layout.tokens_per_rank
-        width = model.intermediate_size / parallel.tensor
-        products = 6 * tokens * hidden * width / (gpu.bf16_flops * e.dense)
-        moved = 2 * (7 * layout.rows_per_rank * hidden + 3 * tokens * width)
-        elementwise = moved / (gpu.memory_bandwidth * e.memory)
-        comm = 2 * all_gather(layout, 2 * tokens * hidden, parallel.tensor, parallel.tensor, e)
-        gathers = (1.0 if layout.lora else 1.5) * comm
-        return PassTime(
-            products + elementwise + comm, _backward_products(layout) * products + 1.6 * elementwise + gathers
-        )
+        return _dense(layout, model.intermediate_size, e)
     assert model.moe is not None
-    moe, rows, received = model.moe, layout.rows_per_rank, layout.expert_rows
+    moe, rows, received, hidden = model.moe, layout.rows_per_rank, layout.expert_rows, model.hidden_size
     width = moe.intermediate_size / parallel.expert_tensor
     products = 6 * received * hidden * width / (gpu.bf16_flops * e.grouped)
     sent = rows * moe.topk * hidden
@@ -195,7 +185,20 @@ def _mlp(layout: Layout, layer: int, e: Efficiency) -> PassTime:
     comm = 2 * all_to_all(layout, 2 * sent, e)
     if parallel.expert_tensor > 1:
         comm += 2 * all_gather(layout, 2 * received * hidden, parallel.expert_tensor, parallel.expert_tensor, e)
-    return PassTime(products + elementwise + comm, _backward_products(layout) * products + 1.2 * elementwise + comm)
+    routed = PassTime(products + elementwise + comm, _backward_products(layout) * products + 1.2 * elementwise + comm)
+    return routed + _dense(layout, moe.shared_size, e) if moe.shared_size else routed
+
+
+def _dense(layout: Layout, size: int, e: Efficiency) -> PassTime:
+    """An MLP of `size` that every token passes."""
+    parallel, gpu, hidden, tokens = layout.parallel, layout.gpu, layout.model.hidden_size, layout.tokens_per_rank
+    width = size / parallel.tensor
+    products = 6 * tokens * hidden * width / (gpu.bf16_flops * e.dense)
+    moved = 2 * (7 * layout.rows_per_rank * hidden + 3 * tokens * width)
+    elementwise = moved / (gpu.memory_bandwidth * e.memory)
+    comm = 2 * all_gather(layout, 2 * tokens * hidden, parallel.tensor, parallel.tensor, e)
+    gathers = (1.0 if layout.lora else 1.5) * comm
+    return PassTime(products + elementwise + comm, _backward_products(layout) * products + 1.6 * elementwise + gathers)
 
 
 def _backward_products(layout: Layout) -> int:
@@ -234,7 +237,7 @@ def _trained_tensors(layout: Layout, layer: int) -> int:
     if not model.is_moe_layer(layer):
         return 8 + 3
     assert model.moe is not None
-    return 8 + 2 * (model.moe.experts // layout.parallel.expert)
+    return 8 + 2 * (model.moe.experts // layout.parallel.expert) + (2 if model.moe.shared_size else 0)
 
 
 def bandwidth(layout: Layout, span: int, e: Efficiency) -> float:

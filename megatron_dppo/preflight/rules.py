@@ -154,6 +154,17 @@ def _reference_kl(config: Config) -> Finding | None:
     return None
 
 
+def _router_bias(config: Config) -> Finding | None:
+    rate = config.actor.router_bias_update_rate
+    if not rate or not config.lora:
+        return None
+    return error(
+        "lora",
+        f"actor.router_bias_update_rate={rate:g} would move a part of the model that adapters are not saved with",
+        "set it to 0, or train all weights",
+    )
+
+
 def _own_code(config: Config) -> Finding | None:
     """A divergence and a loss of the user's own do what is asked of them."""
     try:
@@ -333,6 +344,7 @@ SECTIONS: tuple[Callable[[Config], Finding | None], ...] = (
     _dynamic_sampling,
     _baseline,
     _topk,
+    _router_bias,
     _own_code,
     _reference_kl,
     _engine,

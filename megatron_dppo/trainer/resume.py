@@ -20,6 +20,7 @@ RESULT = (
     "model.random_weights",
     "lora", "lora.rank", "lora.alpha", "lora.targets", "lora.adapter",
     "actor.dtype", "actor.router_replay", "actor.load_balancing_loss", "actor.router_z_loss",
+    "actor.router_bias_update_rate",
     "optimizer.lr", "optimizer.min_lr", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.decay_steps",
     "optimizer.beta1", "optimizer.beta2", "optimizer.epsilon", "optimizer.weight_decay", "optimizer.clip_grad",
     "optimizer.cpu_offload_fraction", "optimizer.initial_loss_scale", "optimizer.min_loss_scale",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_dppo.batch import RolloutBatch
 
-SHAPE = {"groups": 4, "samples": 3, "topk": 5, "moe_layers": 4, "experts": 8, "k": 2}
+SHAPE = {"groups": 4, "samples": 3, "topk": 5, "experts": 8, "k": 2}
 LR, CLIP, NORMALISER, BUDGET = 2e-3, 1.0, 12.0, 64
 TEMPERATURE = 0.25  # peaked distributions, so that divergences are large enough to be masked
 EPSILON = 1e-3  # large, so that Adam does not blow the rounding of a vanishing gradient up to a full step
@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP2 EP2 ETP2": (4, {"tensor": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True}),
 }
 
-FAMILIES = ["mixtral", "olmoe"]
+FAMILIES = ["mixtral", "olmoe", "glm4_moe", "minimax_m2"]
 """Model types beside Qwen3-MoE that are trained in the layouts of these tests."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -121,6 +121,7 @@ def build_actor(
     temperature: float = TEMPERATURE,
     lora: dict[str, Any] | None = None,
     reference_kl: Any = None,
+    router_bias_update_rate: float = 0.0,
     **optimizer: Any,
 ):
     """A `MegatronActor` with the weights of `path` on this rank. `mode`: whose routes, where the case does not say;
@@ -151,6 +152,7 @@ def build_actor(
         token_dispatcher=case.dispatcher,
         load_balancing_loss=aux[0],
         router_z_loss=aux[1],
+        router_bias_update_rate=router_bias_update_rate,
     )
     settings = transformer_config(
         model,
@@ -160,6 +162,7 @@ def build_actor(
         token_dispatcher=config.token_dispatcher,
         load_balancing_loss=config.load_balancing_loss,
         router_z_loss=config.router_z_loss,
+        router_bias_update_rate=config.router_bias_update_rate,
     )
     chunks = build_model(model, settings, runtime.groups)
     load_hf_weights(chunks, model, runtime.groups, path)
@@ -209,7 +212,8 @@ def train_actor(rank: int, actor: Any, lesson: Lesson) -> Trained:
 
 
 def exported(actor: Any) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy().copy() for name, tensor in actor.export_weights() if tensor is not None}
+    tensors = ((name, tensor) for name, tensor in actor.export_weights() if tensor is not None)
+    return {name: (tensor.float() if tensor.dtype.itemsize < 4 else tensor).numpy().copy() for name, tensor in tensors}
 
 
 @contextmanager

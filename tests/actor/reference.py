@@ -21,6 +21,8 @@ from tests.actor.matrix import CLIP, EPSILON, LR, NORMALISER, TEMPERATURE, Lesso
 MARGIN = 5e-6
 """Router logits here are about 1 in size, and a float32 forward is off by 1e-6 of that."""
 
+BIAS = "e_score_correction_bias"
+
 
 def make_rollout(
     model: PreTrainedModel,
@@ -28,11 +30,11 @@ def make_rollout(
     groups: int,
     samples: int,
     topk: int,
-    moe_layers: int,
     experts: int,
     k: int,
     temperature: float,
     seed: int,
+    moe_layers: int | None = None,
 ) -> RolloutBatch:
     """Sequences of random tokens, as an engine might have sampled them: mu is the model's own distribution, perturbed.
 
@@ -40,6 +42,7 @@ def make_rollout(
     """
     rng = np.random.default_rng(seed)
     vocab = model.config.vocab_size
+    moe_layers = moe_layers or len(moe_blocks(model))
     prompts = rng.integers(3, 9, size=groups)
     parts = []
     for group in range(groups):
@@ -81,6 +84,11 @@ def make_rollout(
     return RolloutBatch.concatenate(parts)
 
 
+def moe_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Of the layers that have experts, in order."""
+    return [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+
+
 def margins(logits: torch.Tensor, k: int) -> torch.Tensor:
     """By how much each row's k-th choice is ahead of the next one."""
     best = logits.detach().topk(k + 1, dim=-1).values
@@ -92,25 +100,32 @@ def force_routes(model: PreTrainedModel, routes: Routes | None, rows: np.ndarray
 
     A choice of its own that another processor's rounding could turn fails the test here, by its cause.
     """
-    for index, layer in enumerate(model.model.layers):
-        gate = layer.mlp.gate
+    for index, block in enumerate(moe_blocks(model)):
+        sigmoid = any(name.endswith(BIAS) for name, _ in block.named_buffers())
 
-        def forward(self, hidden_states, index=index):
+        def forward(self, hidden_states, bias=None, index=index, sigmoid=sigmoid):
             logits = hidden_states.reshape(-1, self.hidden_dim) @ self.weight.t()
-            chosen = logits.topk(self.top_k, dim=-1).indices
+            scores = logits
+            if sigmoid:
+                bias = self.e_score_correction_bias if bias is None else bias
+                scores = logits.sigmoid() + bias
+            chosen = scores.topk(self.top_k, dim=-1).indices
             own = torch.from_numpy(~routes.valid[rows]) if routes is not None else slice(None)
-            ahead = margins(logits, self.top_k)[own]
+            ahead = margins(scores, self.top_k)[own]
             assert (ahead > MARGIN).all(), f"layer {index}: a router's choice is {ahead.min()} from a tie; other seeds"
             if routes is not None:
                 record = torch.from_numpy(routes.experts[rows, index].astype(np.int64))
                 chosen = torch.where(torch.from_numpy(routes.valid[rows])[:, None], record, chosen)
-            if getattr(self, "norm_topk_prob", True):  # a router without the setting always does
+            if sigmoid:
+                weights = logits.sigmoid().gather(1, chosen)
+                weights = weights / weights.sum(-1, keepdim=True) * getattr(self, "routed_scaling_factor", 1.0)
+            elif getattr(self, "norm_topk_prob", True):  # a router without the setting always does
                 weights = logits.gather(1, chosen).softmax(-1)
             else:
                 weights = logits.softmax(-1).gather(1, chosen)
             return logits, weights, chosen
 
-        gate.forward = MethodType(forward, gate)
+        block.gate.forward = MethodType(forward, block.gate)
 
 
 class Step(NamedTuple):
@@ -292,6 +307,8 @@ def compare_training(
         assert moved < 2e-5, f"{case}: step {number} says nothing, a rounding moves its gradient by {moved}"
         off = step.norm * max(2e-6, 2 * moved)
         for name, gradient in gradients.items():
+            if name.endswith(BIAS):  # a buffer: what is exported here is its value
+                continue
             right, where = by_hf_name(step.gradients, name), f"{case}: gradient {number} of {name}"
             np.testing.assert_allclose(gradient, right, atol=off, rtol=1e-5, err_msg=where)
     for name, tensor in got.weights.items():
@@ -306,4 +323,5 @@ def expected_training(
     trained.set_experts_implementation("eager")  # the grouped product has no float64
     reference = Reference(trained, lesson.batch, lesson.advantages, preset, NORMALISER, TEMPERATURE, replay)
     history = reference.train(lesson.updates, lr=LR, clip=CLIP, epsilon=EPSILON)
-    return history, {name: p.detach().numpy() for name, p in trained.named_parameters()}
+    state = {**dict(trained.named_parameters()), **dict(trained.named_buffers())}
+    return history, {name: tensor.detach().numpy() for name, tensor in state.items()}

@@ -34,6 +34,20 @@ MIXED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", {}),
     "mixtral": ("mixtral", {}),
     "olmoe": ("olmoe", {}),
+    "minimax-m2": ("minimax_m2", {}),
+    "glm4-moe": ("glm4_moe", {}),
+    "glm4-moe-air": (
+        "glm4_moe",
+        {
+            "use_qk_norm": False,
+            "attention_bias": False,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 4,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 2,
+        },
+    ),
     "mixed": ("qwen3_moe", {"mlp_only_layers": [0], "decoder_sparse_step": 2, "norm_topk_prob": False}),
 }
 
@@ -47,7 +61,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, tuple[str, dict[str, Any
     "etp2": (2, {"tensor": 2, "expert_tensor": 2, "sequence_parallel": True}, MIXED),
     "tp2-pp2-ep2": (4, {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True}, MIXED),
     "tp2-ep2-etp2": (4, {"tensor": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True}, MIXED),
-    "tp4": (4, {"tensor": 4, "sequence_parallel": True}, DENSE | {"olmoe": MIXED["olmoe"]}),
+    "tp4": (
+        4,
+        {"tensor": 4, "sequence_parallel": True},
+        DENSE | {name: MIXED[name] for name in ("olmoe", "glm4-moe", "minimax-m2")},
+    ),
 }
 
 

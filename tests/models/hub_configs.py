@@ -73,6 +73,15 @@ _CODER: Config = {
     "use_qk_norm": True,
 }
 
+_GLM: Config = CONFIGS["GLM-4.5-Air"] | {
+    "first_k_dense_replace": 3,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 160,
+    "routed_scaling_factor": 2.5,
+    "use_qk_norm": True,
+}
+_355B = (5120, 12288, 92, 96, 8)
+
 _LLAMA2: Config = {
     "architectures": ["LlamaForCausalLM"],
     "bos_token_id": 1,
@@ -223,6 +232,11 @@ LOADED: dict[str, Config] = {
         "vocab_size": 32768,
     },
     "allenai/OLMoE-1B-7B-0924": CONFIGS["OLMoE-1B-7B"],
+    "zai-org/GLM-4.5-Air": CONFIGS["GLM-4.5-Air"],
+    "zai-org/GLM-4.5": _sized(_GLM, *_355B),
+    "zai-org/GLM-4.6": _sized(_GLM, *_355B, max_position_embeddings=202752),
+    "zai-org/GLM-4.7": _sized(_GLM, *_355B, max_position_embeddings=202752, dtype="bfloat16", torch_dtype=_ABSENT),
+    "MiniMaxAI/MiniMax-M2, without its 8-bit numbers": CONFIGS["MiniMax-M2"],
     "huggyllama/llama-7b": _sized(
         _LLAMA2, *_7B, max_position_embeddings=2048, rms_norm_eps=1e-06, pad_token_id=0, pretraining_tp=_ABSENT
     ),
@@ -349,6 +363,23 @@ REFUSED: dict[str, tuple[Config, str]] = {
         "sliding_window",
     ),
     "Mixtral with noise": (CONFIGS["Mixtral-8x7B"] | {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+    "MiniMaxAI/MiniMax-M2": (CONFIGS["MiniMax-M2"] | {"quantization_config": _FP8}, "quantization_config"),
+    "MiniMax whose bias vLLM would leave out": (
+        _sized(CONFIGS["MiniMax-M2"], 3072, 1536, 62, 48, 8, use_routing_bias=_ABSENT),
+        "use_routing_bias",
+    ),
+    "MiniMax with one expert a token": (CONFIGS["MiniMax-M2"] | {"num_experts_per_tok": 1}, "num_experts_per_tok"),
+    "GLM whose groups Megatron-Core ranks by three experts": (
+        CONFIGS["GLM-4.5-Air"] | {"n_group": 8, "topk_group": 2, "num_experts_per_tok": 6},
+        "topk_group is 2 of n_group 8",
+    ),
+    "GLM with weights that are no shares": (CONFIGS["GLM-4.5-Air"] | {"norm_topk_prob": False}, "norm_topk_prob"),
+    "GLM of dense layers": (CONFIGS["GLM-4.5-Air"] | {"first_k_dense_replace": 46}, "first_k_dense_replace"),
+    "GLM without a shared expert": (CONFIGS["GLM-4.5-Air"] | {"n_shared_experts": 0}, "n_shared_experts"),
+    "GLM that rotates 45 of 128": (
+        CONFIGS["GLM-4.5-Air"] | {"partial_rotary_factor": 0.352},
+        "partial_rotary_factor",
+    ),
     "OLMoE, its weights normalised": (CONFIGS["OLMoE-1B-7B"] | {"norm_topk_prob": True}, "norm_topk_prob"),
     "OLMoE with clipped projections": (CONFIGS["OLMoE-1B-7B"] | {"clip_qkv": 8.0}, "clip_qkv"),
     "OLMoE clipped to nothing": (CONFIGS["OLMoE-1B-7B"] | {"clip_qkv": 0.0}, "clip_qkv"),

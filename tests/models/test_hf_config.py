@@ -31,7 +31,7 @@ MOE: dict[str, Any] = {
 
 
 def test_every_family_is_there() -> None:
-    assert set(families()) == {"qwen3_moe", "qwen3", "qwen2", "llama", "mixtral", "olmoe"}
+    assert set(families()) == {"qwen3_moe", "qwen3", "qwen2", "llama", "mixtral", "olmoe", "glm4_moe", "minimax_m2"}
 
 
 @pytest.mark.parametrize(

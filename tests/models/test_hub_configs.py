@@ -12,8 +12,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.models.family import amended
 from megatron_dppo.models.hf_config import resolve_hf_config
 from megatron_dppo.models.packed_logits import packed_logits
+from megatron_dppo.models.rope import rope_frequencies
 from tests.distributed import run_ranks
 from tests.megatron import build_from
 from tests.models.hub_configs import LOADED, REFUSED
@@ -25,6 +27,12 @@ UNPUBLISHED: dict[str, dict[str, Any]] = {
     "no layer slides": _DENSE | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
     "nothing to slide over": _MOE | {"use_sliding_window": True, "sliding_window": None},
     "a window that is off": _DENSE | {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0},
+    "groups of experts, ranked by the best two": LOADED["zai-org/GLM-4.5"]
+    | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_routed_experts": 16},
+    "all groups of experts": LOADED["zai-org/GLM-4.5"] | {"n_group": 4, "topk_group": 4},
+    "three of eight dimensions rotated": LOADED["zai-org/GLM-4.5-Air"] | {"partial_rotary_factor": 0.375},
+    "GLM with yarn": LOADED["zai-org/GLM-4.5"]
+    | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 131072}},
     "neutral values": _DENSE | {"is_causal": True, "quantization_config": None, "partial_rotary_factor": 1.0},
 }
 """What transformers makes of fields that no file above has."""
@@ -47,9 +55,14 @@ def cut(config: dict[str, Any]) -> dict[str, Any]:
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "rotary_dim": 16,
+        "first_k_dense_replace": 1,
     }
-    if config.get("num_experts_per_tok") == 1:
-        sizes["num_experts_per_tok"] = 1
+    if config.get("num_experts_per_tok") in (1, 4):
+        sizes["num_experts_per_tok"] = config["num_experts_per_tok"]
+    if config.get("n_routed_experts") == 16:
+        sizes["n_routed_experts"] = 16
     small = config | {name: size for name, size in sizes.items() if name in config}
     if (config.get("pad_token_id") or 0) >= VOCAB:
         small["pad_token_id"] = VOCAB - 1
@@ -60,7 +73,7 @@ def publish(folder: Path, config: dict[str, Any], seed: int) -> None:
     """Random weights by transformers, from the file alone, and what they give."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(amended(AutoConfig.from_pretrained(folder)), dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -68,6 +81,9 @@ def publish(folder: Path, config: dict[str, Any], seed: int) -> None:
             centre = 1.0 if parameter.ndim == 1 and parameter.abs().max() > 0 else 0.0
             parameter.copy_(centre + (0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5) * noise)
         model.tie_weights()
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
         ids = torch.randint(0, VOCAB, (sum(LENGTHS),), generator=generator)
         logits = torch.cat([model(part[None]).logits[0] for part in ids.split(LENGTHS)])
     model.save_pretrained(folder)
@@ -124,6 +140,17 @@ def test_what_transformers_would_compute_otherwise_is_refused_by_its_field(name:
     with pytest.raises(UserError, match=field) as refusal:
         resolve_hf_config(config)
     assert "\n" not in str(refusal.value)
+
+
+def test_minimax_rotates_the_dimensions_that_its_file_says() -> None:
+    """transformers 5.17 reads another field; vLLM and the model's own code read this one."""
+    config = LOADED["MiniMaxAI/MiniMax-M2, without its 8-bit numbers"]
+    for fields, rotated in (({}, 64), ({"rotary_dim": 32}, 32), ({"partial_rotary_factor": 0.25}, 32)):
+        model = resolve_hf_config(config | fields)
+        frequencies, _ = rope_frequencies(model.config)
+        assert (model.rotary_factor * 128, 2 * len(frequencies)) == (rotated, rotated)
+        exact = 5e6 ** -(torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+        torch.testing.assert_close(frequencies.double(), exact, rtol=1e-6, atol=0)
 
 
 def test_fields_that_transformers_does_not_read_are_named() -> None:

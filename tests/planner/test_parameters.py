@@ -35,6 +35,11 @@ LAYOUTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "DeepSeek-R1-Distill-Qwen-1.5B": [(1, {}), (4, {"tensor": 4, "sequence_parallel": True})],
     "Mixtral-8x7B": [(16, {"tensor": 2, "pipeline": 2, "expert": 4, "sequence_parallel": True})],
     "OLMoE-1B-7B": [(1, {}), (8, {"tensor": 4, "expert": 8, "sequence_parallel": True})],
+    "GLM-4.5-Air": [
+        (1, {}),
+        (16, {"tensor": 2, "pipeline": 2, "expert": 8, "sequence_parallel": True}),
+    ],
+    "MiniMax-M2": [(16, {"tensor": 4, "pipeline": 2, "expert": 8, "sequence_parallel": True})],
     "OctoThinker-3B": [(1, {}), (24, {"tensor": 8, "pipeline": 3, "sequence_parallel": True})],
 }
 LORA = LoraConfig(rank=32)
@@ -86,7 +91,7 @@ def part(name: str) -> str:
         ("norm", "norms"),
         (".self_attention.", "attention"),
         (".router.", "router"),
-        (".experts.", "experts"),
+        (".mlp.experts.", "experts"),
         (".mlp.", "mlp"),
     ):
         if key in name:

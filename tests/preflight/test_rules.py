@@ -63,6 +63,12 @@ FAULTS: dict[str, tuple[list[str], str, str]] = {
         "trainer.samples_per_prompt=1 with algorithm.baseline=mean: an answer has no others to compare with, so every "
         "advantage would be 0; sample several, or set algorithm.baseline=none",
     ),
+    "a correction bias that adapters do not have": (
+        ["actor.router_bias_update_rate=0.001", "lora={rank: 4}"],
+        "lora",
+        "actor.router_bias_update_rate=0.001 would move a part of the model that adapters are not saved with; set "
+        "it to 0, or train all weights",
+    ),
     "no top-K": (
         ["algorithm.preset=dppo-topk-kl", "rollout.top_k_logprobs=0"],
         "algorithm",

@@ -19,7 +19,7 @@ class Reference:
 
     logps    float64 `[N, V]` log-softmax of logits / temperature that the token was drawn from; 0 for first tokens
     experts  `[N, L, k]` expert ids of the token's own forward, best first
-    margin   `[N, L]` probability of the last chosen expert minus that of the first one left out
+    margin   `[N, L]` score of the last chosen expert minus that of the first one left out
     """
 
     logps: np.ndarray
@@ -35,17 +35,30 @@ def load(path: Path) -> PreTrainedModel:
 def reference(model: PreTrainedModel, batch: RolloutBatch, temperature: float = 1.0) -> Reference:
     topk = model.config.num_experts_per_tok
     parts, experts, margins = [], [], []
+    blocks = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    seen: dict[int, torch.Tensor] = {}
+    hooks = [
+        block.gate.register_forward_hook(lambda _, given, out, i=i: seen.__setitem__(i, out[0]))
+        for i, block in enumerate(blocks)
+    ]
     for b in range(len(batch)):
         ids = torch.from_numpy(batch.token_ids[batch.offsets[b] : batch.offsets[b + 1]].astype(np.int64))[None]
-        out = model(ids, output_router_logits=True)
+        out = model(ids)
         logps = torch.log_softmax(out.logits[0].double() / temperature, dim=-1)
         parts.append(torch.cat([torch.zeros_like(logps[:1]), logps[:-1]]))
-        routers = torch.stack(list(out.router_logits), dim=1).double()
-        routers = routers if routers.max() <= 1 and routers.min() >= 0 else torch.softmax(routers, dim=-1)
-        best = routers.topk(topk + 1, dim=-1)
+        scores = torch.stack([_scores(block, seen[i].double()) for i, block in enumerate(blocks)], dim=1)
+        best = scores.topk(topk + 1, dim=-1)
         experts.append(best.indices[..., :topk])
         margins.append(best.values[..., topk - 1] - best.values[..., topk])
+    for hook in hooks:
+        hook.remove()
     return Reference(torch.cat(parts).numpy(), torch.cat(experts).numpy(), torch.cat(margins).numpy())
+
+
+def _scores(block: torch.nn.Module, logits: torch.Tensor) -> torch.Tensor:
+    """By which experts are chosen."""
+    bias = [b.double() for name, b in block.named_buffers() if name.endswith("e_score_correction_bias")]
+    return logits.sigmoid() + bias[0] if bias else logits.softmax(-1)
 
 
 def other_weights(path: Path, seed: int) -> dict[str, torch.Tensor]:
@@ -57,7 +70,8 @@ def other_weights(path: Path, seed: int) -> dict[str, torch.Tensor]:
     for file in sorted(path.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
             spread = tensor.std() if tensor.ndim > 1 else 0.2
-            weights[name] = torch.randn(tensor.shape, generator=generator) * spread + (1.0 if tensor.ndim == 1 else 0.0)
+            centre = 1.0 if name.endswith("norm.weight") else 0.0
+            weights[name] = torch.randn(tensor.shape, generator=generator) * spread + centre
     return weights
 
 

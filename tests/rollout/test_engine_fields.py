@@ -35,8 +35,8 @@ HARMLESS = {
     "experts of models that have none: vLLM counts them to divide them over ranks": """
         moe_num_experts n_routed_experts num_experts num_local_experts""",
     "the most tokens: vLLM refuses rollout.max_model_len beyond it": """
-        max_seq_len max_seq_length max_sequence_length max_target_positions model_max_length n_positions seq_len
-        seq_length""",
+        max_model_len max_seq_len max_seq_length max_sequence_length max_target_positions model_max_length n_positions
+        seq_len seq_length""",
     "refused or resolved by models/hf_config.py, whatever the class": """
         head_dim is_causal layer_types quantization_config text_config rope_scaling rope_theta partial_rotary_factor
         sliding_window""",
@@ -119,7 +119,8 @@ def test_every_field_that_vllm_alone_reads_has_its_place(tmp_path: Path) -> None
     assert set(found) == set(families())
     for model_type, names in found.items():
         assert {"dual_chunk_attention_config", "hidden_size", "rswa_window"} <= set(names)  # the record works
-        placed = set(NEUTRAL) | set(families()[model_type].engine) | set(SAME_AS) | SPARED
+        family = families()[model_type]
+        placed = set(NEUTRAL) | set(family.engine) | set(SAME_AS) | SPARED | family.reads
         read = set(names) | read_by_the_model(model_type)
         assert read - known_to_transformers(model_type) - placed == set(), model_type
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.architecture import Architecture, MoE, QKNorm
-from megatron_dppo.models.names import QKV, Columns, GateUp, Table, Vocabulary, Whole
+from megatron_dppo.models.names import QKV, Buffer, Columns, GateUp, Table, Vocabulary, Whole
 
 
 def words(text: str) -> frozenset[str]:
@@ -67,6 +67,14 @@ DENSE_MLP: Table = {
     f"{_L}.mlp.linear_fc1.weight": GateUp(f"{_H}.mlp.gate_proj.weight", f"{_H}.mlp.up_proj.weight"),
     f"{_L}.mlp.linear_fc2.weight": Columns(f"{_H}.mlp.down_proj.weight", cols="ffn"),
 }
+SHARED_EXPERT: Table = {
+    f"{_L}.mlp.shared_experts.linear_fc1.weight": GateUp(
+        f"{_H}.mlp.shared_experts.gate_proj.weight", f"{_H}.mlp.shared_experts.up_proj.weight", rows="shared_ffn"
+    ),
+    f"{_L}.mlp.shared_experts.linear_fc2.weight": Columns(
+        f"{_H}.mlp.shared_experts.down_proj.weight", cols="shared_ffn"
+    ),
+}
 _FC1, _FC2 = f"{_L}.mlp.experts.{{expert}}.linear_fc1.weight", f"{_L}.mlp.experts.{{expert}}.linear_fc2.weight"
 STACKED_EXPERTS = {_FC1: f"{_H}.mlp.experts.gate_up_proj", _FC2: f"{_H}.mlp.experts.down_proj"}
 """How transformers 5 holds the experts of a layer."""
@@ -92,12 +100,25 @@ def experts(
     }
 
 
+def correction_bias(tensor: str) -> Table:
+    """What is added to the scores for the choice of experts, by the name that it has in a layer."""
+    return {f"{_L}.mlp.router.expert_bias": Buffer(f"{_H}.{tensor}", ("experts",))}
+
+
 def whole(config: PreTrainedConfig, name: str) -> int:
     """A size; `UserError` where it is none."""
     value = getattr(config, name, None)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"{name} is {value!r}, it must be a whole number above 0")
     return value
+
+
+def further_layers(config: PreTrainedConfig, name: str) -> int:
+    """How many layers a checkpoint may hold after the last."""
+    count = getattr(config, name, None) or 0
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= 2**10:
+        raise UserError(f"{name} is {count!r}, it must be a number of layers")
+    return count
 
 
 def topk(config: PreTrainedConfig, experts: int) -> int:
@@ -108,10 +129,48 @@ def topk(config: PreTrainedConfig, experts: int) -> int:
     return chosen
 
 
+def number(config: PreTrainedConfig, name: str) -> float:
+    """A factor; `UserError` where it is none."""
+    value = getattr(config, name, None)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UserError(f"{name} is {value!r}, it must be a number above 0")
+    return float(value)
+
+
+def check_sigmoid(topk: int, *, normalise: bool, groups: int = 1, group_topk: int = 1, experts: int = 0) -> None:
+    """`UserError` for what Megatron-Core's router does in another way than transformers and vLLM where scores are
+    sigmoids: it divides the weights by their sum whenever there are several, and ranks groups of experts by the sum of
+    their best `topk // group_topk` scores, not of the best two."""
+    if normalise != (topk > 1):
+        raise UserError(
+            f"norm_topk_prob is {normalise} with num_experts_per_tok {topk}; with sigmoid scores only several experts "
+            "whose weights are divided by their sum, or one whose weight is not, are supported"
+        )
+    if groups == 1:
+        return
+    if experts % groups or group_topk > groups or experts // groups < 2 or group_topk * (experts // groups) < topk:
+        raise UserError(
+            f"n_group {groups} and topk_group {group_topk} do not fit: {topk} of {experts} experts are to be chosen "
+            f"from {group_topk} groups of equal size"
+        )
+    if topk // group_topk != 2 and group_topk != groups:
+        raise UserError(
+            f"topk_group is {group_topk} of n_group {groups} with num_experts_per_tok {topk}; the groups' choice is "
+            "supported where num_experts_per_tok // topk_group is 2"
+        )
+
+
 def decoder(
-    config: PreTrainedConfig, *, qkv_bias: bool = False, qk_norm: QKNorm = "none", moe: MoE | None = None
+    config: PreTrainedConfig,
+    *,
+    qkv_bias: bool = False,
+    qk_norm: QKNorm = "none",
+    partial_rotary: bool = False,
+    mtp_layers: int = 0,
+    moe: MoE | None = None,
 ) -> Architecture:
-    """The architecture of a usual config.json: sizes that are some, and no sliding window."""
+    """The architecture of a usual config.json: sizes that are some, and no sliding window. `partial_rotary`: the model
+    type knows `partial_rotary_factor`."""
     heads, kv_heads = whole(config, "num_attention_heads"), whole(config, "num_key_value_heads")
     head_dim, eps = getattr(config, "head_dim", None), config.rms_norm_eps
     if head_dim is not None and (isinstance(head_dim, bool) or not isinstance(head_dim, int) or head_dim < 2):
@@ -121,12 +180,13 @@ def decoder(
     if heads % kv_heads:
         raise UserError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     _no_window(config)
+    head_dim = head_dim or config.hidden_size // heads
     return Architecture(
         layers=whole(config, "num_hidden_layers"),
         hidden_size=whole(config, "hidden_size"),
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=head_dim or config.hidden_size // heads,
+        head_dim=head_dim,
         intermediate_size=whole(config, "intermediate_size"),
         vocab_size=whole(config, "vocab_size"),
         tied=bool(config.tie_word_embeddings),
@@ -134,8 +194,22 @@ def decoder(
         max_position_embeddings=whole(config, "max_position_embeddings"),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
+        rotary_factor=_rotary_factor(config, head_dim) if partial_rotary else 1.0,
+        mtp_layers=mtp_layers,
         moe=moe,
     )
+
+
+def _rotary_factor(config: PreTrainedConfig, head_dim: int) -> float:
+    factor = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= 1:
+        raise UserError(f"partial_rotary_factor is {factor!r}, it must be a number above 0 and at most 1")
+    if (rotated := int(head_dim * factor)) < 2 or rotated % 2:
+        raise UserError(
+            f"partial_rotary_factor {factor} of head_dim {head_dim} are {rotated} dimensions; pairs are rotated: it "
+            "must be an even number of them"
+        )
+    return float(factor)
 
 
 def _no_window(config: PreTrainedConfig) -> None:
@@ -176,5 +250,11 @@ def megatron_fields(model: Architecture) -> dict[str, Any]:
             "moe_router_topk": model.moe.topk,
             # Renormalised top-k probabilities are the softmax of the top-k logits alone.
             "moe_router_pre_softmax": not model.moe.normalise,
+            "moe_router_score_function": model.moe.score,
+            "moe_router_enable_expert_bias": model.moe.bias,
+            "moe_router_topk_scaling_factor": None if model.moe.scaling == 1.0 else model.moe.scaling,
+            "moe_shared_expert_intermediate_size": model.moe.shared_size or None,
         }
+        if model.moe.groups > 1:
+            fields |= {"moe_router_num_groups": model.moe.groups, "moe_router_group_topk": model.moe.group_topk}
     return fields

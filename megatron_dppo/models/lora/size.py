@@ -19,7 +19,7 @@ GROUPED_ROW_BYTES = 16
 PARAMETERS: dict[Target, re.Pattern[str]] = {
     "qkv": re.compile(r".+\.self_attention\.linear_qkv\.weight"),
     "o": re.compile(r".+\.self_attention\.linear_proj\.weight"),
-    "mlp": re.compile(r".+\.mlp\.linear_fc[12]\.weight"),
+    "mlp": re.compile(r".+\.mlp\.(shared_experts\.)?linear_fc[12]\.weight"),
     "experts": re.compile(r".+\.mlp\.experts\.[^.]+\.linear_fc[12]\.weight"),
 }
 """Names, in a table, of the weights of each target."""
