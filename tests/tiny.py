@@ -91,14 +91,20 @@ def tiny_model(family: str, path: Path | str, seed: int = 0, **overrides: Any) -
                 parameter.copy_(centre + 0.2 * noise)
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+        for bias in correction_biases(model):
+            bias.copy_(0.1 * torch.randn(bias.shape, generator=generator))
     model.tie_weights()
+    exact = correction_biases(model)
     model = model.to(dtype).eval()
+    for bias, value in zip(correction_biases(model), exact, strict=True):  # float32 in every checkpoint
+        bias.data = value
     model.save_pretrained(path, max_shard_size=max_shard_size)
     tiny_tokenizer().save_pretrained(path)
     return model
+
+
+def correction_biases(model: PreTrainedModel) -> list[torch.Tensor]:
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
 def tiny_qwen3_moe(path: Path | str, seed: int = 0, **overrides: Any) -> PreTrainedModel:

@@ -82,8 +82,9 @@ class Architecture:
             sizes |= {
                 "experts": self.moe.experts,
                 "moe_ffn": self.moe.intermediate_size,
-                "shared_ffn": self.moe.shared_size,
             }
+            if self.moe.shared_size:
+                sizes["shared_ffn"] = self.moe.shared_size
         return sizes
 
     @property

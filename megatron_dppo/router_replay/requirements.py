@@ -47,12 +47,6 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "unset it",
     ),
     (
-        "moe_router_num_groups",
-        bool,
-        "group-limited routing admits only experts of a few groups, and the record is of a router without groups; "
-        "unset it",
-    ),
-    (
         "moe_router_topk_limited_devices",
         bool,
         "device-limited routing admits only experts of a few devices, which the engine knows nothing of; unset it",

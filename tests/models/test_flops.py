@@ -40,6 +40,21 @@ def test_products_with_weights_are_counted(tmp_path: Path, targets: tuple[str, .
     assert products == training_flops(described, np.array([tokens]), lora) - attention
 
 
+@pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "minimax_m2"])
+def test_experts_are_counted_that_a_token_meets(tmp_path: Path, family: str) -> None:
+    """Those that it chose, the one that every token passes, and the router; dense layers as they are."""
+    model = tiny_model(family, tmp_path).train()
+    model.set_experts_implementation("eager")
+    tokens = 24
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(2, 2 + tokens)[None], use_cache=False).logits.sum().backward()
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(counted.get(operator, 0) for operator in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    described = load_hf_config(tmp_path)
+    attention = 6 * described.layers * described.heads * described.head_dim * tokens**2
+    assert products == training_flops(described, np.array([tokens])) - attention
+
+
 def test_every_pass_over_a_sequence_counts(tmp_path: Path) -> None:
     tiny_model("qwen3_moe", tmp_path)
     described, lengths = load_hf_config(tmp_path), np.array([9, 4, 30])

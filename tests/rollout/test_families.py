@@ -11,7 +11,7 @@ from megatron_dppo.rollout.ray_session import RaySession
 from tests.actor.matrix import FAMILIES
 from tests.distributed import run_ranks
 from tests.rollout.conftest import CONFIG, KINDS, SAMPLING, Asked, making, requests
-from tests.rollout.reference import load
+from tests.rollout.reference import compare_routes, load, reference
 from tests.rollout.sync_ranks import sync
 from tests.rollout.test_parity import check
 from tests.rollout.test_routes_parity import parity_on_rank
@@ -44,3 +44,26 @@ def test_an_engine_of_the_family(ray_session: RaySession, tmp_path: Path, family
     print(f"{family}: worst gap {replayed['max_abs_logp_gap']:.2e} with R3, {live['max_abs_logp_gap']:.2e} without")
     assert replayed["max_abs_logp_gap"] <= 1e-4
     assert replayed["compared_routings"] == batch.routes.valid.sum() * batch.routes.moe_layers
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fifty_thousand_routes_are_transformers(ray_session: RaySession, tmp_path: Path, family: str) -> None:
+    """(token, layer) pairs of vLLM; a tie within rounding is none of them."""
+    model = tiny_model(family, tmp_path / "model", seed=60)
+    layers = sum(hasattr(layer.mlp, "gate") for layer in model.model.layers)
+    remote = RemoteEngine(making(tmp_path / "model", CONFIG), name=f"{family}-many")
+    compared = mismatches = excused = 0
+    try:
+        engine = Asked(remote)
+        for part in range(1000):
+            batch = engine.generate(requests(200, f"many-{part}", seed=part), SAMPLING, training=True)
+            found = compare_routes(batch, reference(load(tmp_path / "model"), batch))
+            compared, mismatches, excused = (a + b for a, b in zip((compared, mismatches, excused), found, strict=True))
+            if compared > 50_000:
+                break
+    finally:
+        remote.close()
+    print(f"{family}: {mismatches} of {compared} routes in {layers} layers differ, {excused} were ties")
+    assert mismatches == 0
+    assert excused <= compared // 1000

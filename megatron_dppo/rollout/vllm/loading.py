@@ -24,10 +24,11 @@ class BucketLoader:
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._model: Any = model
         self._device = device
-        self._experts: dict[str, RoutedExperts] = {
-            module.layer_name: module for module in model.modules() if isinstance(module, RoutedExperts)
-        }
-        self._places = {name: _places(layer) for name, layer in self._experts.items()}
+        found = [(path, module) for path, module in model.named_modules() if isinstance(module, RoutedExperts)]
+        # By vLLM's name and by its place in the model: checkpoints of MiniMax have the latter.
+        self._experts = {module.layer_name: module for _, module in found}
+        self._experts |= {path.removesuffix(".routed_experts"): module for path, module in found}
+        self._places = {layer.layer_name: _places(layer) for layer in self._experts.values()}
         """Where each expert of a layer is among this worker's; -1 for another worker's."""
         self._stacks: dict[str, torch.Tensor] = {}
         self._missing: dict[str, int] = {}
