@@ -26,8 +26,8 @@ from tests.tiny import tiny_model
 
 DENSE = {"qwen3": {}, "qwen2": {"tie_word_embeddings": True}, "llama": {}}
 MOE: dict[str, dict[str, Any]] = {"qwen3_moe": {}, "mixtral": {}}
-OTHERS = {"mixed": {"mlp_only_layers": [0], "norm_topk_prob": False}, "olmoe": {}}
-"""Megatron-Core's own layers do not build these: a list of MoE layers, a norm over a whole projection."""
+OTHERS = {"mixed": {"mlp_only_layers": [0], "norm_topk_prob": False}, "olmoe": {}, "glm4_moe": {}, "minimax_m2": {}}
+"""The plain model of these tests is none of these: a list of MoE layers, a norm over a whole projection, sigmoids."""
 TP2 = ["--tensor", "2"]
 TP2_EP2 = [*TP2, "--expert", "2"]
 PP2 = ["--pipeline", "2"]

@@ -10,6 +10,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.family import families
 from megatron_dppo.models.hf_config import load_hf_config, resolve_hf_config
 from megatron_dppo.router_replay.record import RouteSchema
+from tests.models.public_configs import CONFIGS
 
 MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -46,6 +47,14 @@ def test_every_family_is_there() -> None:
 def test_an_engine_records_the_layers_that_route(change: dict[str, Any], routing: tuple[int, ...]) -> None:
     assert resolve_hf_config(MOE | change).routes == RouteSchema(6, routing, num_experts=8, topk=2)
     assert resolve_hf_config(MOE | {"num_experts": 0}).routes is None
+
+
+def test_routes_of_a_family_with_other_names_for_its_experts() -> None:
+    """`n_routed_experts`: vLLM knows no `num_experts` of this model."""
+    glm = resolve_hf_config(CONFIGS["GLM-4.5-Air"])
+    assert glm.routes == RouteSchema(46, tuple(range(1, 46)), num_experts=128, topk=8)
+    assert glm.float32_tensors == {f"model.layers.{n}.mlp.gate.e_score_correction_bias" for n in range(1, 46)}
+    assert [glm.carries(f"model.layers.{n}.eh_proj.weight") for n in (45, 46, 47)] == [False, True, False]
 
 
 def test_sizes_and_layer_kinds() -> None:

@@ -58,10 +58,21 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
     "mixtral": ({"num_local_experts": 4, "num_experts_per_tok": 2}, (0, 1, 2), 2),
     "olmoe": (SOFTMAX, (0, 1, 2), 2),
     "qwen3_moe": (SOFTMAX | {"moe_intermediate_size": 24, "mlp_only_layers": [1]}, (0, 2), 2),
-    "glm4_moe": (SIGMOID | {"use_qk_norm": True}, (1, 2), 3),
+    "glm4_moe": (SIGMOID | {"use_qk_norm": True, "num_experts_per_tok": 2}, (1, 2), 2),
     "deepseek_v3": (SIGMOID | LATENT, (1, 2), 3),
     "gpt_oss": ({"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}, (0, 1, 2), 2),
-    "minimax_m2": ({"num_local_experts": 8, "num_experts_per_tok": 2}, (0, 1, 2), 2),
+    "minimax_m2": (
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 8,
+            "partial_rotary_factor": 0.5,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+        },
+        (0, 1, 2),
+        2,
+    ),
     "qwen3_next": (
         SOFTMAX
         | {
