@@ -36,7 +36,7 @@ for folder in runs models "$HOME" ${HF_HOME:+"$HF_HOME"}; do
   touch "$folder/.check" && rm "$folder/.check"
   say "$folder can be written"
 done
-"$PYTHON" -m megatron_dppo.launch.health runs
+"$PYTHON" -m megatron_dppo.launch.heartbeat runs
 
 folder=$(mktemp -d runs/check-XXXXXX)
 trap 'rm -rf "$folder"' EXIT

@@ -47,6 +47,6 @@ USER 10001:10001
 WORKDIR /opt/megatron-dppo
 VOLUME /opt/megatron-dppo/runs
 HEALTHCHECK --interval=60s --timeout=20s --start-period=120s --retries=3 \
-  CMD ["python", "-m", "megatron_dppo.launch.health", "/opt/megatron-dppo/runs"]
+  CMD ["python", "-m", "megatron_dppo.launch.heartbeat", "/opt/megatron-dppo/runs"]
 ENTRYPOINT ["/usr/bin/tini", "--"]
 CMD ["bash", "examples/run_tiny_moe_dppo.sh"]

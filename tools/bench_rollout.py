@@ -122,8 +122,8 @@ def start_engine(model: Path, *, router_replay: bool, load: Load, tiny: bool, gp
             "worker_extension_cls": "tools.topk_processor.TopKReader",
         }
     if tiny:
-        from megatron_dppo.compat.vllm_cpu import engine_environment, engine_options
         from megatron_dppo.rollout.config import RolloutConfig
+        from megatron_dppo.rollout.vllm.start import engine_environment, engine_options
 
         config = RolloutConfig(max_num_seqs=load.sequences, max_prompt_tokens=64, max_response_tokens=64)
         os.environ.update(engine_environment(config))

@@ -103,7 +103,7 @@ def record(model: Path, folder: Path, *, prompts: int, tokens: int, rollout_dtyp
 
     from megatron_dppo.rollout.config import RolloutConfig
     from megatron_dppo.rollout.engine import GenerationRequest, SamplingConfig
-    from megatron_dppo.rollout.vllm.engine import open_engine
+    from megatron_dppo.rollout.vllm.start import open_engine
 
     config = RolloutConfig(max_prompt_tokens=16, max_response_tokens=tokens, dtype=rollout_dtype)
     engine = open_engine(model, config)

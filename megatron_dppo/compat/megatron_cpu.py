@@ -30,8 +30,11 @@ def install() -> None:
     torch._dynamo.config.disable = True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "Apex is not installed", "Transformer Engine is not installed": known here
-        from megatron_dppo.compat.adam_state import patch_distributed_optimizer
-        from megatron_dppo.compat.gloo import patch_collectives, patch_token_dispatcher
+        from megatron_dppo.compat.megatron_gaps import (
+            patch_collectives,
+            patch_distributed_optimizer,
+            patch_token_dispatcher,
+        )
 
     _patch_random()
     patch_collectives()

@@ -1,12 +1,7 @@
-"""vLLM on a machine without a GPU: the environment and options of its engine, router-replay capture, and experts that
-are divided among workers.
+"""vLLM on a machine without a GPU: router-replay capture, experts that are divided among workers, a tied head. With
+which options its engine starts there says `rollout/vllm/start.py`.
 
 Facts of vLLM 0.26 that this module answers:
-- its CPU platform replaces the in-core executor by a third process unless the executor is named by its class path;
-- a request with a seed of its own whose prompt is prefilled in chunks ends the engine: the runner rewinds the random
-  generator after a chunk, and torch's CPU generators cannot be rewound ("CPU Generator does not use offset");
-- it wants a NUMA node for each worker of an engine, to bind its threads to;
-- without a stated size the KV cache takes most of the machine's memory;
 - the CPU mixture-of-experts kernels choose experts in `cpu_fused_moe.select_experts`, which never calls the capture
   function that the router of the layer holds, so recorded routes come out all zero;
 - there sigmoid scores and a correction bias are known to the choice from groups of experts alone (MiniMax-M2: "assert
@@ -21,17 +16,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-
-    from megatron_dppo.rollout.config import RolloutConfig
-
-_KV_CACHE_MIB = 256
-"""Enough for tens of thousands of tokens of the models one runs on a CPU, and touched in well under a second."""
 
 
 def on_cpu() -> bool:
@@ -39,33 +28,6 @@ def on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
-
-
-def engine_environment(config: RolloutConfig) -> dict[str, str]:
-    """Variables that the engine's processes need before they import torch; empty on a GPU."""
-    if not on_cpu():
-        return {}
-    environment = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(config.cpu_threads)}
-    if config.tensor_parallel > 1:
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    return environment
-
-
-def engine_options(config: RolloutConfig) -> dict[str, Any]:
-    """Arguments of `AsyncEngineArgs` that a CPU needs on top of the common ones; empty on a GPU."""
-    if not on_cpu():
-        return {}
-    options: dict[str, Any] = {
-        "enforce_eager": True,
-        "block_size": 32,
-        "enable_chunked_prefill": False,
-        "enable_sleep_mode": False,  # there is nothing to give back; vLLM refuses it here
-        "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_model_len),
-        "kv_cache_memory_bytes": (config.kv_cache_mib or _KV_CACHE_MIB) << 20,
-    }
-    if config.tensor_parallel == 1:
-        options["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-    return options
 
 
 def repack_tied_head(model: torch.nn.Module) -> None:

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import atexit
 import gc
+from contextlib import suppress
+
+BACKEND = "megatron_dppo"
+"""Our name to vLLM, as a plugin and as a weight-transfer backend."""
+_RECEIVER = "megatron_dppo.rollout.vllm.receiver", "BucketReceiver"
+"""Imported when vLLM asks for it."""
 
 
 def register() -> None:
@@ -16,11 +22,13 @@ def register() -> None:
     the engine's core, its work done, is waited for and then killed. Frozen objects are not walked.
     """
     atexit.register(gc.freeze)
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
     from megatron_dppo.compat.torch_store import bind_stores
     from megatron_dppo.compat.vllm_cpu import mend_expert_choice, on_cpu
-    from megatron_dppo.rollout.vllm.start import register_backend
 
-    register_backend()
+    with suppress(ValueError):  # the factory knows the name already
+        WeightTransferEngineFactory.register_engine(BACKEND, *_RECEIVER)
     bind_stores()
     if on_cpu():
         mend_expert_choice()

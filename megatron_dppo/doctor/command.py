@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.nodes import listed_gpus
 from megatron_dppo.launch.secrets import redact
 from megatron_dppo.planner.gpus import GPUS, find_gpu
 from megatron_dppo.preflight.finding import Finding
@@ -99,7 +100,7 @@ def _all(arguments: argparse.Namespace) -> Iterator[Finding]:
     planned_gpu = None if arguments.gpu_kind is None else find_gpu(arguments.gpu_kind, option="--gpu-kind")
     if planned_gpu is not None and arguments.config is None:
         raise UserError("--gpu-kind: name a configuration as well, whose memory is planned on it")
-    there = gpu.count() > 0
+    there = listed_gpus() > 0
     if arguments.parity is not None:
         yield from _parity(arguments)
         return

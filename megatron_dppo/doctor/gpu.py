@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 
-from megatron_dppo.launch.nodes import ranks_in_all_and_here
+from megatron_dppo.launch.nodes import listed_gpus, ranks_in_all_and_here
 from megatron_dppo.preflight.finding import Finding, error, warning
 
 DRIVER = 580
@@ -18,17 +17,9 @@ PEER_BANDWIDTH = 20e9
 """Bytes/s between two GPUs of a node below which something is wrong (PCIe gen 5 gives 50e9, NVLink 300e9 and more)."""
 
 
-def count() -> int:
-    """GPUs that the driver lists; 0 without a driver."""
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
-    return sum(line.startswith("GPU") for line in done.stdout.splitlines())
-
-
 def check_cuda(expected: bool) -> Iterator[Finding]:
     """Driver, torch's CUDA and NCCL."""
-    listed = count()
+    listed = listed_gpus()
     if not listed:
         if expected:
             yield error(

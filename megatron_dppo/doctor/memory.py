@@ -29,12 +29,6 @@ def gpu_here() -> Gpu | None:
     return gpu_of_device(smallest.name, smallest.total_memory)
 
 
-def _gpus_here() -> int:
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
 def check_memory(config: Config, model: HFConfig, *, ranks: int | None, gpu: Gpu | None) -> Iterator[Finding]:
     """What the fullest rank needs of `gpu` on `ranks` ranks. Without them: on as many GPUs as this machine has, or on
     the fewest that layout and engines divide.
@@ -50,9 +44,11 @@ def check_memory(config: Config, model: HFConfig, *, ranks: int | None, gpu: Gpu
     if single:
         yield ok("memory", "not checked: the planner knows actor.dtype=bfloat16 and float16, not float32")
         return
+    from torch.cuda import device_count
+
     engines = engine_gpus(config)
     fewest = math.lcm(config.parallel.fewest_ranks, 1 if engines else config.rollout.tensor_parallel)
-    world = ranks or max(fewest, (_gpus_here() - engines) // fewest * fewest)
+    world = ranks or max(fewest, (device_count() - engines) // fewest * fewest)
     if {finding.check for finding in check_model(config, model, world)} & {"layout", "engines"}:
         return
     try:

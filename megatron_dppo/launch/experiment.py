@@ -43,6 +43,8 @@ def run_experiment(
 
     The variables EXPERIMENT, MODEL_DIR, RUN_DIR, SEED, NPROC and the options are described at the top of the scripts.
     """
+    from torch.cuda import device_count
+
     root = Path(script).resolve().parent.parent
     experiment = os.environ.get("EXPERIMENT", next(iter(models)))
     if experiment not in models:
@@ -75,7 +77,7 @@ def run_experiment(
         main,
         ["train", str(config), f"model.path={folder}", f"run.dir={run}", f"run.seed={seed}", *settings],
         script=script,
-        processes=os.environ.get("NPROC") or str(_gpus() or 8),
+        processes=os.environ.get("NPROC") or str(device_count() or 8),
         model=model,
         settings={"EXPERIMENT": experiment, "SEED": seed, "MODEL_DIR": folder, "RUN_DIR": run},
         overrides=overrides,
@@ -99,12 +101,6 @@ def _parallel(ranks: int) -> list[str]:
         f"parallel.expert={expert}",
         f"parallel.sequence_parallel={'true' if tensor > 1 else 'false'}",
     ]
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _refuse(why: str) -> int:

@@ -1,4 +1,5 @@
-"""Signs of life of every rank, and the stacks of one that shows none."""
+"""Signs of life of every rank, the stacks of one that shows none, and a health check of containers:
+`python -m megatron_dppo.launch.heartbeat FOLDER`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,3 +163,28 @@ def dump_children(folder: Path) -> None:
             )
             if done.stdout:
                 (folder / f"child-{child.pid}.txt").write_text(f"{name}\n{done.stdout}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status 1 where a run under FOLDER (a run's folder, or one that holds runs) has a rank without progress. Only
+    living ranks of this host count, so that one hung node does not restart all, nor what a killed run left."""
+    if len(arguments) != 1:
+        print("usage: python -m megatron_dppo.launch.heartbeat FOLDER", file=sys.stderr)
+        return 2
+    root = Path(arguments[0])
+    runs = [root, *(path for path in root.glob("*") if path.is_dir())]
+    hung = [
+        (run, beat)
+        for run in runs
+        if (run / FOLDER).is_dir()
+        for beat in read_beats(run)
+        if beat.host == socket.gethostname() and beat.overdue > 0 and beat.alive
+    ]
+    for run, beat in hung:
+        where = f"rank {beat.rank} (pid {beat.pid}) in {beat.phase} of step {beat.step}"
+        print(f"{run}: {where}, {beat.overdue:.0f} s overdue")
+    return 1 if hung else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

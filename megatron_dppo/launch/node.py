@@ -25,6 +25,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.launch.local import launch_local
 from megatron_dppo.launch.meeting import Meeting, NodeLost, Nodes
 from megatron_dppo.launch.network import LOOPBACK
+from megatron_dppo.launch.nodes import listed_gpus
 from megatron_dppo.launch.rank import PROGRAM, exit_status
 from megatron_dppo.launch.restarts import Restarts, max_restarts
 from megatron_dppo.launch.stop import DONE, REQUEST
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         os.environ.update(_fabric(nodes))
     status = launch_local(
         command,
-        processes=_number(environment, "NPROC_PER_NODE", _gpus() or 1),
+        processes=_number(environment, "NPROC_PER_NODE", listed_gpus() or 1),
         meeting=meeting,
         signals="SIGINT,SIGHUP",
         beside=ray.running if ray else nullcontext,
@@ -107,13 +108,6 @@ def _command(arguments: Sequence[str], run: Path) -> list[str]:
     if program.endswith(".sh"):
         return [sys.executable, "-u", program, *overrides]
     return [sys.executable, "-u", "-m", "megatron_dppo.cli", "train", program, f"run.dir={run}", *overrides]
-
-
-def _gpus() -> int:
-    with suppress(OSError, subprocess.CalledProcessError):
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
-        return sum(line.startswith("GPU") for line in listed.stdout.splitlines())
-    return 0
 
 
 def _fabric(nodes: Nodes) -> dict[str, str]:
@@ -185,7 +179,7 @@ class RayNode:
 
     def _options(self) -> list[str]:
         options = ["--block", "--disable-usage-stats", "--num-cpus", "64"]
-        options += ["--num-gpus", str(_number(os.environ, "RAY_GPUS", _gpus()))]
+        options += ["--num-gpus", str(_number(os.environ, "RAY_GPUS", listed_gpus()))]
         if size := os.environ.get("RAY_STORE_BYTES"):
             options += ["--object-store-memory", size]
         if own := os.environ.get("VLLM_HOST_IP"):

@@ -70,7 +70,7 @@ def _layer_spec(
 
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk, pp_rank=stage)
     else:
-        from megatron_dppo.compat.local_spec import local_block_spec
+        from megatron_dppo.compat.packed_attention import local_block_spec
 
         spec = local_block_spec(config, vp_stage=chunk, pp_rank=stage)
     if model.family.spec:

@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 from megatron_dppo.config_base import ConfigModel
 
 ENGINES = {
-    "vllm": "megatron_dppo.rollout.vllm.engine:open_engine",
-    "reference": "megatron_dppo.rollout.reference.engine:ReferenceEngine",
+    "vllm": "megatron_dppo.rollout.vllm.start:open_engine",
+    "reference": "megatron_dppo.rollout.reference.core:ReferenceEngine",
 }
 """Where the engines that have a name are made."""
 

@@ -23,11 +23,11 @@ from megatron_dppo.rollout.fleet.object_store import Change, ObjectStoreSender
 from megatron_dppo.rollout.fleet.placement import find_places
 from megatron_dppo.rollout.fleet.store import RolloutSource
 from megatron_dppo.rollout.ray_session import RaySession
-from megatron_dppo.rollout.reference.engine import ReferenceEngine
+from megatron_dppo.rollout.reference.core import ReferenceEngine
 from megatron_dppo.rollout.stored import RolloutHandle
 from megatron_dppo.rollout.weight_transfer.broadcast import BroadcastSender
-from megatron_dppo.rollout.weight_transfer.checksum import Packed
 from megatron_dppo.rollout.weight_transfer.ipc import IpcSender
+from megatron_dppo.rollout.weight_transfer.manifest import Packed
 from megatron_dppo.rollout.weight_transfer.recipients import Recipients
 
 

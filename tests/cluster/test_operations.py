@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.launch import health
 from megatron_dppo.launch.heartbeat import Beat, Heartbeat, culprits, read_beats
+from megatron_dppo.launch.heartbeat import main as health
 from megatron_dppo.launch.logs import logging_to
 from megatron_dppo.launch.secrets import redact
 from megatron_dppo.launch.stop import StopRequest
@@ -114,8 +114,8 @@ def test_a_hung_rank_is_named_and_its_stacks_are_written(tmp_path: Path) -> None
         wait_for(lambda: log.exists() and "no progress" in log.read_text())
         message = json.loads(log.read_text().splitlines()[-1])["message"]
         assert f"rank 0 on {socket.gethostname()} (pid {process.pid}) in training of step 7" in message
-        assert health.main([str(tmp_path)]) == 1
-        assert health.main([str(tmp_path.parent)]) == 1
+        assert health([str(tmp_path)]) == 1
+        assert health([str(tmp_path.parent)]) == 1
     finally:
         process.kill()
         process.communicate()
@@ -125,7 +125,7 @@ def test_a_rank_that_moves_on_is_healthy_and_leaves_nothing(tmp_path: Path) -> N
     with Heartbeat(tmp_path, 0, limit=60.0, watch_peers=True).running() as heartbeat:
         heartbeat.beat("rollout", 1)
         assert [beat.phase for beat in read_beats(tmp_path)] == ["rollout"]
-        assert health.main([str(tmp_path)]) == 0
+        assert health([str(tmp_path)]) == 0
     assert read_beats(tmp_path) == []
     assert list((tmp_path / "stacks").iterdir()) == []
 
@@ -139,7 +139,7 @@ def test_what_a_killed_run_left_is_no_reason_to_end_the_next(tmp_path: Path) -> 
         beat = Beat(3, socket.gethostname(), number, "training", 7, since=1e9, limit=60.0)
         (tmp_path / "heartbeats/rank-00003.json").write_text(json.dumps(vars(beat)))
         assert read_beats(tmp_path)[0].overdue > 0
-        assert health.main([str(tmp_path)]) == 0
+        assert health([str(tmp_path)]) == 0
 
 
 def test_a_folder_that_cannot_be_written_or_read_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

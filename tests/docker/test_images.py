@@ -33,7 +33,7 @@ def test_an_image_is_pinned_unprivileged_and_watched(file: Path) -> None:
     final = lines[stages[-1] :]
     users = [value for name, value in final if name == "USER"]
     assert users == ["10001:10001"]
-    assert any(name == "HEALTHCHECK" and "megatron_dppo.launch.health" in value for name, value in final)
+    assert any(name == "HEALTHCHECK" and "megatron_dppo.launch.heartbeat" in value for name, value in final)
     assert not any("pip install" in value for name, value in final if name == "RUN"), (
         "the runtime stage installs nothing"
     )

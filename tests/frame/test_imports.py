@@ -17,7 +17,7 @@ VIOLATIONS = (
     ("The training side", "checkpoint/violation.py", "import vllm"),
     ("The engine side", "rollout/violation.py", "import megatron.core"),
     ("Whoever uses engines", "trainer/violation.py", "import megatron_dppo.rollout.fleet.fleet"),
-    ("A fleet holds any engine", "rollout/fleet/violation.py", "import megatron_dppo.rollout.reference.engine"),
+    ("A fleet holds any engine", "rollout/fleet/violation.py", "import megatron_dppo.rollout.reference.core"),
     ("vLLM is imported by", "rollout/weight_transfer/violation.py", "import vllm"),
     ("Ray is imported by", "rollout/vllm/violation.py", "import ray"),
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from megatron_dppo.rollout.reference.drawing import draw
+from megatron_dppo.rollout.reference.wave import draw
 
 
 def drawn(logits: torch.Tensor, temperature: float, top_p: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

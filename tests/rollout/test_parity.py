@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.engine import update_weights
-from megatron_dppo.rollout.reference.engine import ReferenceEngine
+from megatron_dppo.rollout.reference.core import ReferenceEngine
 from tests.rollout.conftest import CONFIG, SAMPLING, Served, only_vllm, requests
 from tests.rollout.reference import compare_law, compare_routes, load, model_with, other_weights, reference
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.engine import GenerationRequest
-from megatron_dppo.rollout.serving.convert import join_parts
 from megatron_dppo.rollout.serving.engine import ServedEngine
+from megatron_dppo.rollout.serving.sampler import join_parts
 from megatron_dppo.rollout.stored import columns_of
 from tests.distributed import PATIENCE_S
 from tests.rollout.conftest import SAMPLING, Served, requests

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo.rollout.engine import EngineClosed, EngineDead
-from megatron_dppo.rollout.reference.engine import ReferenceEngine
+from megatron_dppo.rollout.reference.core import ReferenceEngine
 from tests.rollout.conftest import CONFIG, SAMPLING, requests
 from tests.tiny import tiny_qwen3_moe
 

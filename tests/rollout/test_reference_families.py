@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.engine import SamplingConfig, update_weights
-from megatron_dppo.rollout.reference.engine import ReferenceEngine
+from megatron_dppo.rollout.reference.core import ReferenceEngine
 from tests.rollout.conftest import CONFIG, requests
 from tests.rollout.reference import other_weights
 from tests.tiny import VOCAB_SIZE

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_dppo.rollout.engine import GenerationRequest, MalformedOutput
-from megatron_dppo.rollout.serving.convert import to_batch
 from megatron_dppo.rollout.serving.core import Answer
+from megatron_dppo.rollout.serving.sampler import to_batch
 from megatron_dppo.rollout.vllm.core import answer_of
 from megatron_dppo.rollout.vllm.record_frame import ResponseRecord
 from megatron_dppo.router_replay.record import RouteError, RouteSchema

@@ -16,7 +16,7 @@ from megatron_dppo.rollout.serving.engine import ServedEngine
 from megatron_dppo.rollout.vllm import core as vllm_core
 from megatron_dppo.rollout.vllm import start as vllm_start
 from megatron_dppo.rollout.vllm.core import VllmCore
-from megatron_dppo.rollout.vllm.engine import open_engine
+from megatron_dppo.rollout.vllm.start import open_engine
 from tests.rollout.conftest import CONFIG, SAMPLING
 from tests.rollout.reference import compare_law, compare_routes, load, reference
 from tests.tiny import VOCAB_SIZE, tiny_qwen3_moe

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.compat.vllm_cpu import engine_options
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.model_facts import ModelFacts
-from megatron_dppo.rollout.vllm.route_requirements import check_engine, check_version
+from megatron_dppo.rollout.vllm.start import check_engine, check_version, engine_options
 from megatron_dppo.router_replay.record import RouteSchema
 from tests.tiny import tiny_qwen3_moe
 

@@ -6,7 +6,7 @@ import pytest
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.engine import SamplingConfig
 from megatron_dppo.rollout.seeds import request_seed
-from megatron_dppo.rollout.serving.distribution import refuse_other_distributions
+from megatron_dppo.rollout.serving.core import refuse_other_distributions
 from megatron_dppo.rollout.vllm.sampling import NEUTRAL, refuse_engine_defaults, sampling_params
 
 

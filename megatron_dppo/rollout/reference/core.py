@@ -15,23 +15,59 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.bucket import Bucket
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import EngineDead, GenerationRequest, SamplingConfig, TransferTerms, WorkerReport
+from megatron_dppo.rollout.event_loop import EventLoop
 from megatron_dppo.rollout.model_facts import ModelFacts
 from megatron_dppo.rollout.reference.routes import RouteRecorder
-from megatron_dppo.rollout.reference.scoring import score
 from megatron_dppo.rollout.reference.wave import Row, Wave
 from megatron_dppo.rollout.reference.weights import IncomingWeights, give_back, load_model
-from megatron_dppo.rollout.serving.core import Answer, WorkerSync
-from megatron_dppo.rollout.serving.distribution import refuse_other_distributions
+from megatron_dppo.rollout.serving.core import Answer, WorkerSync, refuse_other_distributions
+from megatron_dppo.rollout.serving.engine import ServedEngine
 from megatron_dppo.rollout.weight_transfer.incoming import Incoming, let_go
-from megatron_dppo.router_replay.record import RouteSchema
+from megatron_dppo.router_replay.record import RouteSchema, record_routes
+
+
+@torch.no_grad()
+def score(
+    model: PreTrainedModel,
+    recorder: RouteRecorder | None,
+    schema: RouteSchema | None,
+    batch: RolloutBatch,
+    temperature: float,
+) -> RolloutBatch:
+    """`batch` with this model's `mu_logp` of its sampled tokens and `topk_logp` of its ids, of softmax(logits /
+    temperature), and with this model's routes."""
+    mu_logp, topk_logp, experts = batch.mu_logp.copy(), batch.topk_logp.copy(), []
+    for number in range(len(batch)):
+        start, stop = int(batch.offsets[number]), int(batch.offsets[number + 1])
+        ids = torch.from_numpy(batch.token_ids[start:stop].astype(np.int64)).to(model.device)
+        first = int(batch.prompt_lengths[number])
+        logits = model(input_ids=ids[None, :-1], logits_to_keep=len(ids) - first, use_cache=False).logits[0]
+        logp = (logits.float() / temperature).log_softmax(dim=-1)
+        rows = slice(start + first, stop)
+        mu_logp[rows] = logp.gather(1, ids[first:, None])[:, 0].cpu().numpy()
+        asked = torch.from_numpy(batch.topk_ids[rows].astype(np.int64)).to(model.device)
+        found = logp.gather(1, asked.clamp_min(0)).cpu().numpy()
+        topk_logp[rows] = np.where(batch.topk_ids[rows] < 0, topk_logp[rows], found)
+        if recorder is not None and schema is not None:
+            experts.append(recorder.in_all_layers(1, len(ids) - 1, schema)[0])
+    mu_logp[~batch.loss_mask] = 0.0  # what an environment wrote
+    routes = None
+    if schema is not None:
+        routes = record_routes(experts, batch.lengths, schema, batch.request_ids).routed_under(batch.weight_versions)
+    return replace(batch, mu_logp=mu_logp, topk_logp=topk_logp, routes=routes)
+
 
 _GATHER_S = 0.002
 """A wave begins when no request has come for so long: those of one call come one after another."""
@@ -244,3 +280,16 @@ class ReferenceCore:
             self._model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=self.device))
         if self._recorder is not None:
             self.routes = self._recorder.schema(self._model.config.get_text_config().num_hidden_layers)
+
+
+class ReferenceEngine(ServedEngine[ReferenceCore]):
+    """transformers in this process, on its GPU or else its CPU. The constructor blocks until it can generate."""
+
+    def __init__(self, model: Path, config: RolloutConfig) -> None:
+        facts = ModelFacts.read(Path(model), router_replay=False)  # the loaded model says what routes
+        super().__init__(facts, config, EventLoop("reference-engine"), ReferenceCore(facts, config).start)
+
+    def score(self, batch: RolloutBatch, temperature: float) -> RolloutBatch:
+        """`batch` with this model's log-probabilities of the same tokens and ids, and with its routes."""
+        self._check_open()
+        return self._loop.run(self._core.score(batch, temperature))

@@ -20,11 +20,9 @@ from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import GenerationRequest, Health, SamplingConfig, check_requests
 from megatron_dppo.rollout.event_loop import EventLoop
 from megatron_dppo.rollout.model_facts import ModelFacts
-from megatron_dppo.rollout.serving.convert import join_parts, to_batch
 from megatron_dppo.rollout.serving.core import Core
-from megatron_dppo.rollout.serving.gate import Gate
-from megatron_dppo.rollout.serving.sampler import Sampler
-from megatron_dppo.rollout.serving.weight_updates import WeightUpdates
+from megatron_dppo.rollout.serving.sampler import Sampler, join_parts, to_batch
+from megatron_dppo.rollout.serving.weight_updates import Gate, WeightUpdates
 from megatron_dppo.rollout.weight_transfer.manifest import Manifest, read_shapes
 
 

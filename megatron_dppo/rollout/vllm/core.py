@@ -24,8 +24,7 @@ from megatron_dppo.rollout.engine import (
     TransferTerms,
     WorkerReport,
 )
-from megatron_dppo.rollout.serving.core import Answer, WorkerSync
-from megatron_dppo.rollout.serving.distribution import refuse_other_distributions
+from megatron_dppo.rollout.serving.core import Answer, WorkerSync, refuse_other_distributions
 from megatron_dppo.rollout.vllm.record_frame import BadFrame, ResponseRecord
 from megatron_dppo.rollout.vllm.sampling import NEUTRAL, sampling_params
 from megatron_dppo.rollout.weight_transfer.segment import MemorySegment

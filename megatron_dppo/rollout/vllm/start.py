@@ -5,24 +5,110 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import fields
+from functools import partial
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
-from megatron_dppo.compat.vllm_cpu import engine_environment, engine_options, on_cpu
+from megatron_dppo.compat.vllm_cpu import on_cpu
+from megatron_dppo.compat.vllm_plugin import BACKEND
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.imports import uncollected
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import EngineDead
 from megatron_dppo.rollout.event_loop import EventLoop
 from megatron_dppo.rollout.model_facts import ModelFacts
+from megatron_dppo.rollout.serving.engine import ServedEngine
 from megatron_dppo.rollout.vllm.core import VllmCore
-from megatron_dppo.rollout.vllm.route_requirements import check_engine, check_version
 from megatron_dppo.rollout.vllm.sampling import refuse_engine_defaults
+from megatron_dppo.router_replay.record import RouteSchema
 
-BACKEND = "megatron_dppo"
-"""Our name to vLLM, as a plugin and as a weight-transfer backend."""
+_REFUSED: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
+    (
+        "parallel_config",
+        "enable_eplb",
+        bool,
+        "a load balancer of experts works with physical ids, several for one expert; the trainer knows logical ones",
+    ),
+    (
+        "parallel_config",
+        "pipeline_parallel_size",
+        lambda value: value > 1,
+        "vLLM records the layers of the last pipeline stage only; use tensor parallelism",
+    ),
+    (
+        "parallel_config",
+        "decode_context_parallel_size",
+        lambda value: value > 1,
+        "vLLM finds routes by the slot of a token in the key-value cache, which context parallelism splits; use 1",
+    ),
+    (
+        "parallel_config",
+        "prefill_context_parallel_size",
+        lambda value: value > 1,
+        "vLLM finds routes by the slot of a token in the key-value cache, which context parallelism splits; use 1",
+    ),
+    (
+        "parallel_config",
+        "use_ubatching",
+        bool,
+        "the halves of a split batch write their routes over each other; switch dual-batch overlap off",
+    ),
+    (
+        "",
+        "kv_transfer_config",
+        lambda value: value is not None,
+        "a connector brings key-value blocks from elsewhere, but not the routes of their tokens; start without one",
+    ),
+    (
+        "",
+        "speculative_config",
+        lambda value: value is not None,
+        "drafting layers (MTP, EAGLE) have routes of their own, which the trainer's layers lack; start without it",
+    ),
+)
+
+
+def check_version(version: str, engine_options: Collection[str]) -> None:
+    """Raise `UserError` unless this vLLM can record routes and takes our scheduler.
+
+    engine_options   names of the fields of its `AsyncEngineArgs`
+    """
+    for option in ("enable_return_routed_experts", "scheduler_cls"):
+        if option not in engine_options:
+            raise UserError(
+                f"vLLM {version} has no option {option}, without which routes cannot be recorded; install vLLM 0.26 "
+                "(constraints/ pins it), or set rollout.router_replay=false and actor.router_replay=none"
+            )
+
+
+def check_engine(vllm_config: Any, schema: RouteSchema) -> None:
+    """Raise `UserError` with the first reason why an engine's routes could not be replayed.
+
+    vllm_config   of the engine as it was built
+    schema        layer pattern, experts and top-k that the trainer's model has
+    """
+    for section, field, refused, reason in _REFUSED:
+        owner = getattr(vllm_config, section) if section else vllm_config
+        value = getattr(owner, field)
+        if refused(value):
+            raise UserError(f"rollout.router_replay cannot work with vLLM's {field}={value!r}: {reason}")
+    if not vllm_config.model_config.enable_return_routed_experts:
+        raise UserError("rollout.router_replay is on, but the engine was started without enable_return_routed_experts")
+    model = vllm_config.model_config.hf_text_config
+    held = {
+        "experts": (vllm_config.model_config.get_num_experts(), schema.num_experts),
+        "experts per token": (model.num_experts_per_tok, schema.topk),
+        "layers": (model.num_hidden_layers, schema.hidden_layers),
+    }
+    for what, (engine, trainer) in held.items():
+        if engine != trainer:
+            raise UserError(
+                f"the engine's model has {engine} {what}, the trainer's {trainer}: routes of one mean nothing to the "
+                "other; both must load the same model.path"
+            )
 
 
 class CoreLoop(EventLoop):
@@ -56,6 +142,43 @@ def check_plugin() -> None:
         raise UserError(
             f"VLLM_PLUGINS={allowed} leaves out {BACKEND}, which brings weights to vLLM; add it, or unset the variable"
         )
+
+
+_KV_CACHE_MIB = 256
+"""Enough for tens of thousands of tokens of the models one runs on a CPU, and touched in well under a second."""
+
+
+def engine_environment(config: RolloutConfig) -> dict[str, str]:
+    """Variables that the engine's processes need before they import torch; empty on a GPU."""
+    if not on_cpu():
+        return {}
+    environment = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(config.cpu_threads)}
+    if config.tensor_parallel > 1:  # it wants a NUMA node for each worker, to bind its threads to
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return environment
+
+
+def engine_options(config: RolloutConfig) -> dict[str, Any]:
+    """Arguments of `AsyncEngineArgs` that a CPU needs on top of the common ones; empty on a GPU. Of vLLM 0.26 there:
+
+    - the CPU platform replaces the in-core executor by a third process unless the executor is named by its class path;
+    - a request with a seed of its own whose prompt is prefilled in chunks ends the engine: the runner rewinds the
+      random generator after a chunk, and torch's CPU generators cannot be rewound;
+    - without a stated size the KV cache takes most of the machine's memory.
+    """
+    if not on_cpu():
+        return {}
+    options: dict[str, Any] = {
+        "enforce_eager": True,
+        "block_size": 32,
+        "enable_chunked_prefill": False,
+        "enable_sleep_mode": False,  # there is nothing to give back; vLLM refuses it here
+        "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_model_len),
+        "kv_cache_memory_bytes": (config.kv_cache_mib or _KV_CACHE_MIB) << 20,
+    }
+    if config.tensor_parallel == 1:
+        options["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    return options
 
 
 async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
@@ -112,16 +235,6 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
     return VllmCore(engine, facts.routes)
 
 
-def register_backend() -> None:
-    """Name `BucketReceiver` to vLLM's factory. Idempotent; the class is imported when vLLM asks for it."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-    try:
-        WeightTransferEngineFactory.register_engine(BACKEND, "megatron_dppo.rollout.vllm.receiver", "BucketReceiver")
-    except ValueError:  # the factory knows the name already
-        return
-
-
 def check_expert_parallel(facts: ModelFacts, config: RolloutConfig) -> None:
     """Raise `UserError` where `rollout.expert_parallel` does not fit the model."""
     if not config.expert_parallel:
@@ -139,3 +252,10 @@ def check_expert_parallel(facts: ModelFacts, config: RolloutConfig) -> None:
             f"{where} runs {facts.experts_per_token} experts a token, and on a CPU each of rollout.tensor_parallel="
             f"{workers} workers must have that many of the {facts.experts}; lower the latter"
         )
+
+
+def open_engine(model: Path, config: RolloutConfig) -> ServedEngine[VllmCore]:
+    """vLLM on this machine, its processes below this one. Blocks until it can generate."""
+    facts = ModelFacts.read(Path(model), router_replay=config.router_replay)
+    check_expert_parallel(facts, config)
+    return ServedEngine(facts, config, CoreLoop("vllm-engine"), partial(start_vllm, facts, config))

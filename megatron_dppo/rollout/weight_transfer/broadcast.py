@@ -19,8 +19,8 @@ import torch.distributed as dist
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.launch.network import own_address
 from megatron_dppo.rollout.engine import EngineClient, Rendezvous, RolloutEngine, TransferTerms
-from megatron_dppo.rollout.weight_transfer.checksum import Packed
 from megatron_dppo.rollout.weight_transfer.group import GroupClosed, Meeting, WeightGroup
+from megatron_dppo.rollout.weight_transfer.manifest import Packed
 from megatron_dppo.rollout.weight_transfer.recipients import Pending, Recipients
 
 _ATTEMPTS = 3

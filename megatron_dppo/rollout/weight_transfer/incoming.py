@@ -10,9 +10,9 @@ import torch
 
 from megatron_dppo.checkpoint.weight_layout import BucketLayout, TensorSlot
 from megatron_dppo.rollout.engine import TransferTerms
-from megatron_dppo.rollout.weight_transfer.checksum import checksum, sampled
 from megatron_dppo.rollout.weight_transfer.cuda_ipc import open_shared
 from megatron_dppo.rollout.weight_transfer.group import WeightGroup
+from megatron_dppo.rollout.weight_transfer.manifest import checksum, sampled
 
 Load = Callable[[Sequence[TensorSlot], torch.Tensor], None]
 """Takes the tensors of a bucket's slots out of its payload, which is written again when this returns; on a GPU

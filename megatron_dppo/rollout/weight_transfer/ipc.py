@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.rollout.engine import EngineClient, RolloutEngine, TransferTerms
-from megatron_dppo.rollout.weight_transfer.checksum import Packed
 from megatron_dppo.rollout.weight_transfer.cuda_ipc import gpu_uuid, share, take_back
+from megatron_dppo.rollout.weight_transfer.manifest import Packed
 from megatron_dppo.rollout.weight_transfer.recipients import Pending, Recipients
 
 

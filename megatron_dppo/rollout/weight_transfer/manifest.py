@@ -1,4 +1,5 @@
-"""Which tensors a full sync must bring."""
+"""What a full sync must bring: which tensors, and a few numbers that tell whether the bytes that a worker loaded are
+those that their owner packed."""
 
 from __future__ import annotations
 
@@ -8,6 +9,10 @@ from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.checkpoint.weight_layout import BucketLayout, Segment
 from megatron_dppo.errors import UserError
 
 
@@ -74,3 +79,40 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
             except (struct.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 raise UserError(f"{file}: not a readable safetensors file ({error!r}); write it again") from error
     return shapes
+
+
+SAMPLE_BYTES = 1 << 18
+"""Checked of each bucket."""
+
+
+def sampled(index: int, layout: BucketLayout) -> Segment:
+    """The bytes of bucket `index` that are checked: the beginning of one sender's share, another one in each bucket."""
+    segment = layout.segments[index % len(layout.segments)]
+    return Segment(segment.source, segment.start, min(segment.stop, segment.start + SAMPLE_BYTES))
+
+
+def checksum(payload: torch.Tensor, part: Segment) -> torch.Tensor:
+    """int64 scalar on the payload's device: the bytes' sum, each times one more than its place. No synchronisation."""
+    values = payload[part.start : part.stop].long()
+    return (values * torch.arange(1, len(values) + 1, device=values.device)).sum()
+
+
+class Packed:
+    """Checksums of what this rank packed for the sync under way."""
+
+    def __init__(self) -> None:
+        self._rank = dist.get_rank()
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def note(self, index: int, layout: BucketLayout, payload: torch.Tensor) -> None:
+        """Bucket `index` was packed; no synchronisation."""
+        part = sampled(index, layout)
+        if part.source == self._rank:
+            self._sums[index] = checksum(payload, part)
+
+    def collect(self) -> dict[int, int]:
+        """Of every bucket, on every rank; forgets them. Collective."""
+        found: list[dict[int, int]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(found, {index: int(value) for index, value in self._sums.items()})
+        self._sums = {}
+        return {index: value for sums in found for index, value in sums.items()}

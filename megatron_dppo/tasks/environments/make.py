@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import logging
 import random
 import threading
@@ -15,23 +14,17 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.imports import load_callable
 from megatron_dppo.tasks.environments.config import EnvironmentConfig
 from megatron_dppo.tasks.environments.protocol import Environment
 
 
 def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
     """A function that makes the environment of `config`. Raises UserError for a name that leads nowhere."""
-    make: Callable[..., Any] | None
+    make: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
     if config.factory is not None:
-        module_name, _, name = config.factory.rpartition(":")
-        try:
-            module = importlib.import_module(module_name)
-        except ImportError as error:
-            raise UserError(f"task.environment.factory={config.factory!r} cannot be imported: {error}") from error
-        make = getattr(module, name, None)
-        if not callable(make):
-            raise UserError(f"task.environment.factory={config.factory!r}: {module_name} has no callable {name}")
+        make = load_callable(config.factory, named="task.environment.factory: ")
     else:
         gem = _import_gem(config.name)
         known = gem.envs.registration.ENV_REGISTRY

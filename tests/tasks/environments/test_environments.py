@@ -205,7 +205,7 @@ odd = 3
     ("environment", "message"),
     [
         ({"name": "game:Sudoko-v0-easy"}, "not in GEM's registry; did you mean game:Sudoku-v0-easy"),
-        ({"factory": "no.such:thing"}, "cannot be imported: No module named 'no'"),
+        ({"factory": "no.such:thing"}, "cannot be imported: ModuleNotFoundError: No module named 'no'"),
         ({"factory": f"{HERE}:absent"}, "has no callable absent"),
         ({"factory": f"{HERE}:odd"}, "has no callable odd"),
         ({"factory": "builtins:dict"}, r"without reset\(\)"),
