@@ -27,8 +27,7 @@ from actor_step.cases import Case
 from megatron_dppo.models.hf_config import resolve_hf_config
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
-from megatron_dppo.planner.efficiency import Efficiency
-from megatron_dppo.planner.gpus import GIB, GPUS, Gpu, find_gpu
+from megatron_dppo.planner.gpus import GIB, GPUS, Efficiency, Gpu, find_gpu
 from megatron_dppo.planner.memory import stage_memory
 from megatron_dppo.planner.report import layout_name, memory_parts
 from megatron_dppo.planner.step_time import step_time

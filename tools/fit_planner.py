@@ -26,8 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from actor_step.cases import CASES, Case
 from compare_plan import measured, plan
 
-from megatron_dppo.planner.efficiency import Efficiency, efficiency_of
-from megatron_dppo.planner.gpus import GPUS, Gpu, find_gpu
+from megatron_dppo.planner.gpus import GPUS, Efficiency, Gpu, efficiency_of, find_gpu
 from megatron_dppo.planner.step_time import step_time
 
 FITTED = (

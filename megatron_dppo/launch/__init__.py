@@ -1,7 +1,6 @@
 """Starting ranks, and ending them all with one clear line when something goes wrong."""
 
-from megatron_dppo.launch.example import Downloaded, MadeOnce, job_stamp, run_example
-from megatron_dppo.launch.experiment import run_experiment
+from megatron_dppo.launch.example import Downloaded, MadeOnce, job_stamp, run_example, run_experiment
 from megatron_dppo.launch.local import launch_local
 from megatron_dppo.launch.rank import exit_status
 

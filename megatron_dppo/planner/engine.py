@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_dppo.models.hf_config import HFConfig
-from megatron_dppo.planner.efficiency import efficiency_of
-from megatron_dppo.planner.gpus import GIB, Gpu
+from megatron_dppo.planner.gpus import GIB, Gpu, efficiency_of
 from megatron_dppo.planner.parameters import active_per_token, whole_model
 from megatron_dppo.planner.workload import Workload
 

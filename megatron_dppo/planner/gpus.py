@@ -1,11 +1,83 @@
-"""What a planner needs to know of a GPU and of the wires between GPUs."""
+"""What a planner needs to know of a GPU and of the wires between GPUs: the data sheet, and how much of it is reached.
+Every number says what it rests on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.planner.efficiency import MEASURED
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of a GPU's peak, and what the host needs however fast the GPU is.
+
+    Fitted to nine measured steps of one to four H100 80GB (docs/planner.md), starting from what is known apart: the
+    head from docs/benchmarks.md (63.7 ms for four products of 10.2 TFLOP), NVLink from its all-reduce of 134 MB
+    (0.51 ms on two GPUs, 0.65 ms on four), decoding from vLLM's 15,700 and 10,200 tokens/s at 16 layers and 256
+    sequences, without and with routes and top-20. Network, dense products and attention are typical values, not fitted.
+    """
+
+    dense: float = 0.65
+    """Dense matrix products."""
+    head: float = 0.70
+    """The LM head's four products, statistics included."""
+    grouped: float = 0.53
+    """Products of one expert's rows."""
+    attention_forward: float = 0.40
+    attention_backward: float = 0.35
+    memory: float = 0.73
+    """Norms, rotary, permutations, SwiGLU: kernels that read and write once."""
+    stream: float = 0.75
+    """Adam, norms of gradients, zeroing: one long kernel."""
+    link: float = 0.45
+    """NVLink, ranks waiting for each other included."""
+    network: float = 0.70
+    decode: float = 0.36
+    """Bytes an engine's step must read (weights of the experts hit, KV cache) over what it takes."""
+
+    expert_forward_s: float = 3e-6
+    """Host seconds per local expert and layer: finding its two weights. This and the next two are not of the fit, which
+    was of a loop over experts and of an Adam from lists: docs/planner.md."""
+    expert_backward_s: float = 10e-6
+    """The same for its two gradient hooks."""
+    expert_unfused_s: float = 50e-6
+    """More where weight gradients are added to the float32 buffer by kernels of their own."""
+    layer_forward_s: float = 7.3e-3
+    """Host seconds per layer beside experts: the router's synchronisation, replay, and some hundred launches."""
+    layer_backward_s: float = 15e-3
+    microbatch_s: float = 0.021
+    """Packing, routes to the device, objective and metrics."""
+    parameter_s: float = 3e-6
+    """Host seconds per parameter tensor in the optimizer step."""
+    adapter_s: float = 150e-6
+    """Host seconds per adapter and pass: some ten launches. An estimate, not fitted."""
+    merge_s: float = 100e-6
+    """Host seconds to add an adapter to one Hugging Face tensor in a weight sync: 2.18 s for the 18,624 of
+    Qwen3-30B-A3B (docs/benchmarks.md)."""
+    engine_token_s: float = 37e-6
+    """Host seconds of an engine per token for its routes and top-K log-probabilities."""
+
+
+H100 = Efficiency()
+H200 = Efficiency(
+    grouped=0.52,
+    memory=0.69,
+    link=0.35,
+    layer_forward_s=0.0031,
+    layer_backward_s=0.0077,
+    microbatch_s=0.010,
+)
+"""Fitted by `tools/fit_planner.py` to twenty steps of one and two H200s; since then `microbatch_s` was set by two steps
+and `link` fitted to sixteen of one, two and four (docs/planner.md). The rest is the H100's."""
+MEASURED = {"h100-80g": H100, "h200-141g": H200}
+"""By the name of the GPU."""
+
+
+def efficiency_of(gpu: str) -> Efficiency:
+    """That of the GPU, or of the H100 where the GPU was not measured."""
+    return MEASURED.get(gpu, H100)
+
 
 GIB = 1 << 30
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.planner.adapters import merged_tensors
-from megatron_dppo.planner.efficiency import MEASURED, efficiency_of
 from megatron_dppo.planner.engine import UTILIZATION, EnginePlan, EngineSettings, plan_engine
-from megatron_dppo.planner.gpus import GIB, Gpu
+from megatron_dppo.planner.gpus import GIB, MEASURED, Gpu, efficiency_of
 from megatron_dppo.planner.memory import OUTSIDE_ALLOCATOR, StageMemory, stage_memory
 from megatron_dppo.planner.parameters import exported
 from megatron_dppo.planner.step_time import StepTime, step_time

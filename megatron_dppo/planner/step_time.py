@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_dppo.planner.adapters import adapter_calls, adapter_tensors, adapter_work
-from megatron_dppo.planner.efficiency import Efficiency, efficiency_of
+from megatron_dppo.planner.gpus import Efficiency, efficiency_of
 from megatron_dppo.planner.parameters import stage_layers, trained_parameters
 from megatron_dppo.planner.workload import Layout
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_dppo.cli import main
 from megatron_dppo.config.load import load_config
-from megatron_dppo.doctor.memory import check_memory
+from megatron_dppo.doctor.configuration import check_memory
 from megatron_dppo.models.hf_config import load_hf_config
 from megatron_dppo.planner.gpus import GIB, GPUS, gpu_of_device
 from megatron_dppo.planner.run import planned_run

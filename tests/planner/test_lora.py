@@ -27,8 +27,7 @@ from megatron_dppo.models.lora.sites import LocalSite, adapter_tensors, sites
 from megatron_dppo.models.lora.size import active_adapter_parameters, adapter_sizes, check_targets
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.planner.activations import LayerMemory, layer_memory
-from megatron_dppo.planner.efficiency import Efficiency
-from megatron_dppo.planner.gpus import GIB, GPUS
+from megatron_dppo.planner.gpus import GIB, GPUS, Efficiency
 from megatron_dppo.planner.memory import stage_memory
 from megatron_dppo.planner.parameters import stage_adapters
 from megatron_dppo.planner.plan import make_plan

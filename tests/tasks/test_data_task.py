@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.config import TaskConfig
-from megatron_dppo.tasks.environments.turns import TurnEncoder
+from megatron_dppo.tasks.environments.environment_task import TurnEncoder
 from megatron_dppo.trainer.task_suite import score_responses
 
 SUMS = [{"problem": f"{i} + {i}", "answer": str(2 * i)} for i in range(30)]

@@ -13,7 +13,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.data_task import data_grader
-from megatron_dppo.tasks.environments.turns import TurnEncoder
+from megatron_dppo.tasks.environments.environment_task import TurnEncoder
 from megatron_dppo.tasks.prompting import encode_prompt
 from megatron_dppo.tasks.rewards.pool import LocalVerifierPool
 from megatron_dppo.tasks.task import Prompt

@@ -14,7 +14,7 @@ import sentencepiece
 from megatron_dppo.cli import main
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.config import TaskConfig
-from megatron_dppo.tasks.environments.turns import TurnEncoder
+from megatron_dppo.tasks.environments.environment_task import TurnEncoder
 from megatron_dppo.tasks.prompting import encode_prompt
 from megatron_dppo.tasks.tokenizer import load_tokenizer
 from tests.tiny import tiny_model

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.planner.efficiency import efficiency_of
-from megatron_dppo.planner.gpus import find_gpu
+from megatron_dppo.planner.gpus import efficiency_of, find_gpu
 from megatron_dppo.planner.step_time import step_time
 
 TOOLS = Path(__file__).parents[2] / "tools"

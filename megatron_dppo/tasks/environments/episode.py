@@ -15,8 +15,7 @@ import numpy as np
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.environments.config import EnvironmentConfig
-from megatron_dppo.tasks.environments.make import environment_maker, own_random_state
-from megatron_dppo.tasks.environments.protocol import Environment, observation_text
+from megatron_dppo.tasks.environments.make import Environment, environment_maker, observation_text, own_random_state
 from megatron_dppo.tasks.workers.calls import Call, Handler, Hosted, Outcome
 from megatron_dppo.tasks.workers.sandbox import require
 from megatron_dppo.tasks.workers.workers import Workers, printable

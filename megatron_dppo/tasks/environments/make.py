@@ -1,4 +1,4 @@
-"""From a name to an environment."""
+"""What an environment is: GEM's own interface, so that its environments need no adapter; and from a name to one."""
 
 from __future__ import annotations
 
@@ -9,14 +9,33 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, SupportsFloat
 
 import numpy as np
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.imports import load_callable
 from megatron_dppo.tasks.environments.config import EnvironmentConfig
-from megatron_dppo.tasks.environments.protocol import Environment
+
+
+class Environment(Protocol):
+    """A text environment. `info` may carry `prefix` and `suffix`, which are put around the observation."""
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        """Start an episode, the same for the same seed; returns `(observation, info)`."""
+        ...
+
+    def step(self, action: str) -> tuple[str, SupportsFloat, bool, bool, dict[str, Any]]:
+        """Act; returns `(observation, reward, terminated, truncated, info)`."""
+        ...
+
+
+def observation_text(observation: str, info: dict[str, Any]) -> str:
+    """The observation as the policy reads it, with `info`'s prefix and suffix around it, as GEM's wrapper puts them."""
+    prefix, suffix = info.get("prefix", ""), info.get("suffix", "")
+    if suffix and observation and not observation.endswith("\n"):
+        observation += "\n"
+    return f"{prefix}{observation}{suffix}"
 
 
 def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:

@@ -35,8 +35,7 @@ from typing import Any
 import psutil
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.tasks.workers.calls import Asked, Call, Hosted, Start
-from megatron_dppo.tasks.workers.channel import HEADER, LARGEST_REPLY, Channel, Closed
+from megatron_dppo.tasks.workers.calls import HEADER, LARGEST_REPLY, Asked, Call, Channel, Closed, Hosted, Start
 from megatron_dppo.tasks.workers.sandbox import (
     Limits,
     adopt_orphans,

@@ -21,8 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.tasks.workers.calls import Asked, Call, Hosted, Outcome, Start
-from megatron_dppo.tasks.workers.channel import LARGEST_REPLY, Channel, Closed
+from megatron_dppo.tasks.workers.calls import LARGEST_REPLY, Asked, Call, Channel, Closed, Hosted, Outcome, Start
 from megatron_dppo.tasks.workers.sandbox import bubblewrapped, clean_environment, code_folders, rung
 
 START_TIMEOUT_S = 300.0

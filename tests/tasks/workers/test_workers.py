@@ -23,8 +23,7 @@ from megatron_dppo.tasks.rewards.math import MathVerifier
 from megatron_dppo.tasks.rewards.pool import LocalVerifierPool, TimedVerifier, read_verdict
 from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
 from megatron_dppo.tasks.workers import sandbox
-from megatron_dppo.tasks.workers.calls import Asked, Call, Hosted, Outcome
-from megatron_dppo.tasks.workers.channel import HEADER, Channel, Closed
+from megatron_dppo.tasks.workers.calls import HEADER, Asked, Call, Channel, Closed, Hosted, Outcome
 from megatron_dppo.tasks.workers.sandbox import clean_environment
 from megatron_dppo.tasks.workers.workers import Workers
 
