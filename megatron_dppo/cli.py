@@ -9,7 +9,7 @@ import argparse
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_dppo import __version__
@@ -52,22 +52,68 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    train = commands.add_parser(
-        "train",
-        help="train a model (start with torchrun)",
-        description="Train as CONFIG says: torchrun --nproc-per-node N --no-python megatron-dppo train CONFIG ...",
-    )
-    train.add_argument("config", type=Path, help="YAML file")
-    train.add_argument("overrides", nargs="*", metavar="a.b=c", help="config keys to change")
-    train.set_defaults(run=_train)
+    def command(
+        name: str,
+        add_arguments: Callable[[argparse.ArgumentParser], None],
+        run: Callable[[argparse.Namespace], int],
+        help: str,
+        description: str | None = None,
+    ) -> None:
+        one = commands.add_parser(name, help=help, description=description)
+        add_arguments(one)
+        one.set_defaults(run=run)
 
-    evaluate = commands.add_parser(
+    command(
+        "train",
+        _add_train_arguments,
+        _train,
+        "train a model (start with torchrun)",
+        "Train as CONFIG says: torchrun --nproc-per-node N --no-python megatron-dppo train CONFIG ...",
+    )
+    command(
         "evaluate",
-        help="avg@n and pass@k of a model on files of questions",
-        description="Sample answers and score them: megatron-dppo evaluate MODEL [NAME=]FILE ... [a.b=c ...]. "
+        _add_evaluate_arguments,
+        _evaluate,
+        "avg@n and pass@k of a model on files of questions",
+        "Sample answers and score them: megatron-dppo evaluate MODEL [NAME=]FILE ... [a.b=c ...]. "
         "Without --config the sampling is temperature 0.7, top-p 0.95, 32 answers per question. Started again with the "
         "same --out, it goes on where it was.",
     )
+    command(
+        "convert", add_convert_arguments, run_convert, "convert a checkpoint between Hugging Face and Megatron-Core"
+    )
+    command(
+        "plan",
+        add_plan_arguments,
+        run_plan,
+        "say what fits on a cluster, and how fast it will be",
+        "Memory, time and traffic of training a model on GPUs that need not be there yet.",
+    )
+    command(
+        "doctor",
+        add_doctor_arguments,
+        run_doctor,
+        "say what is wrong with this machine or a configuration",
+        "One line per finding, with the fix; where all is well nothing, but for the memory that CONFIG "
+        "needs. Exit status 1 after an error.",
+    )
+    command("plot", _add_plot_arguments, _plot, "draw the training curves of one or several runs, or objectives")
+    command("report", _add_report_arguments, _report, "write one HTML page about one or several runs")
+    command(
+        "show",
+        _add_show_arguments,
+        _show,
+        "write one HTML page about one answer or episode of a run, token by token",
+    )
+    return parser
+
+
+def _add_train_arguments(train: argparse.ArgumentParser) -> None:
+    train.add_argument("config", type=Path, help="YAML file")
+    train.add_argument("overrides", nargs="*", metavar="a.b=c", help="config keys to change")
+
+
+def _add_evaluate_arguments(evaluate: argparse.ArgumentParser) -> None:
     evaluate.add_argument("model", type=Path, help="folder of a Hugging Face checkpoint")
     evaluate.add_argument(
         "data", nargs="*", metavar="DATA", help="file, folder or hub dataset, as task.data.path; and a.b=c overrides"
@@ -83,30 +129,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar=("FROM", "TO"),
         help="write the questions whose fraction of right answers lies there to OUT/NAME.kept.jsonl, to train on",
     )
-    evaluate.set_defaults(run=_evaluate)
 
-    convert = commands.add_parser("convert", help="convert a checkpoint between Hugging Face and Megatron-Core")
-    add_convert_arguments(convert)
-    convert.set_defaults(run=run_convert)
 
-    plan = commands.add_parser(
-        "plan",
-        help="say what fits on a cluster, and how fast it will be",
-        description="Memory, time and traffic of training a model on GPUs that need not be there yet.",
-    )
-    add_plan_arguments(plan)
-    plan.set_defaults(run=run_plan)
-
-    doctor = commands.add_parser(
-        "doctor",
-        help="say what is wrong with this machine or a configuration",
-        description="One line per finding, with the fix; where all is well nothing, but for the memory that CONFIG "
-        "needs. Exit status 1 after an error.",
-    )
-    add_doctor_arguments(doctor)
-    doctor.set_defaults(run=run_doctor)
-
-    plot = commands.add_parser("plot", help="draw the training curves of one or several runs, or objectives")
+def _add_plot_arguments(plot: argparse.ArgumentParser) -> None:
     plot.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
     plot.add_argument("-o", "--output", type=Path, default=Path("curves.png"), help="PNG to write (%(default)s)")
     plot.add_argument("--title", default="")
@@ -132,23 +157,21 @@ def _parser() -> argparse.ArgumentParser:
         metavar="P",
         help="rollout probabilities that --objective draws (0.01 0.5 0.95)",
     )
-    plot.set_defaults(run=_plot)
 
-    report = commands.add_parser("report", help="write one HTML page about one or several runs")
+
+def _add_report_arguments(report: argparse.ArgumentParser) -> None:
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     report.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="file to write (%(default)s)")
     report.add_argument("--title", default="")
-    report.set_defaults(run=_report)
 
-    show = commands.add_parser("show", help="write one HTML page about one answer or episode of a run, token by token")
+
+def _add_show_arguments(show: argparse.ArgumentParser) -> None:
     show.add_argument("folder", type=Path, metavar="RUN", help="folder of a run")
     show.add_argument(
         "--episode", type=int, help="its number in its step, as in samples.jsonl (the first that was kept)"
     )
     show.add_argument("--step", type=int, help="training step (the last that kept some)")
     show.add_argument("-o", "--output", type=Path, help="file to write (step-S-episode-N.html)")
-    show.set_defaults(run=_show)
-    return parser
 
 
 def _train(arguments: argparse.Namespace) -> int:

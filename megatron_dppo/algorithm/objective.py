@@ -135,6 +135,7 @@ def policy_loss(
         """float64 without gradient; neutral 0 on excluded rows, so that garbage there reaches nothing below."""
         return torch.where(trainable, values.detach().double(), 0.0)
 
+    # The policies that ratios may be of.
     pi, mu, advantage = clean(logp), clean(mu_logp), clean(advantages)
     policies = {Anchor.ROLLOUT: mu}
     if recomputed_logp is not None:
@@ -150,6 +151,7 @@ def policy_loss(
             )
         return log_ratio.exp()
 
+    # Which tokens are trained: trust region, then band.
     ratio = ratio_of(pi, preset.ratio_reference, preset.ratio_level)
     distance = None if divergence is None else clean(divergence)
     keep = torch.ones_like(trainable)
@@ -163,6 +165,7 @@ def policy_loss(
         keep &= tr.ratio_band_mask(band, low=preset.band_low, high=preset.band_high)
     mask = trainable & keep
 
+    # Their loss.
     if preset.loss is None:
         per_token = _surrogate(logp, ratio.clamp(max=preset.ratio_cap), advantage, mask)
     else:

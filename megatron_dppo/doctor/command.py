@@ -95,7 +95,7 @@ def _parity(arguments: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _all(arguments: argparse.Namespace) -> Iterator[Finding]:
-    from megatron_dppo.doctor import gpu, machine
+    from megatron_dppo.doctor import machine
 
     planned_gpu = None if arguments.gpu_kind is None else find_gpu(arguments.gpu_kind, option="--gpu-kind")
     if planned_gpu is not None and arguments.config is None:
@@ -109,9 +109,9 @@ def _all(arguments: argparse.Namespace) -> Iterator[Finding]:
         raise UserError("--precision, --out, --random-weights, --reference and --layers belong to --parity MODEL")
     yield from machine.check_python()
     yield from machine.check_packages(gpu=there or arguments.gpu)
-    yield from gpu.check_cuda(expected=arguments.gpu)
+    yield from machine.check_cuda(expected=arguments.gpu)
     if there and "RANK" not in os.environ:
-        yield from gpu.check_peers()
+        yield from machine.check_peers()
     yield from machine.check_files()
     yield from machine.check_shared_memory()
     yield from machine.check_locked_memory()
@@ -121,13 +121,11 @@ def _all(arguments: argparse.Namespace) -> Iterator[Finding]:
     yield from machine.check_listening()
     yield from machine.check_ray()
     if arguments.bandwidth:
-        from megatron_dppo.doctor.gpu import check_bandwidth
-
         if "WORLD_SIZE" not in os.environ:
             raise UserError(
                 "--bandwidth: start it with torchrun: torchrun --nproc-per-node 8 --no-python megatron-dppo doctor ..."
             )
-        yield from check_bandwidth(None if arguments.min_bandwidth is None else arguments.min_bandwidth * 1e9)
+        yield from machine.check_bandwidth(None if arguments.min_bandwidth is None else arguments.min_bandwidth * 1e9)
     if arguments.config is not None:
         from megatron_dppo.doctor.configuration import check_configuration
 

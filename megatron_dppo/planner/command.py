@@ -129,6 +129,7 @@ def _plan_config(arguments: argparse.Namespace) -> int:
     from megatron_dppo.planner.run import beside_figures, engine_gpus, planned_run
     from megatron_dppo.preflight.rules import check_model, check_sections
 
+    # Options that the configuration decides.
     for word in arguments.model:
         if "=" not in word:
             raise UserError(
@@ -142,6 +143,7 @@ def _plan_config(arguments: argparse.Namespace) -> int:
             )
     if arguments.gpus < 1:
         raise UserError(f"--gpus {arguments.gpus}: must be 1 or more")
+    # The rules that `train` and `doctor` know too.
     config = load_config(arguments.config, arguments.model)
     findings = list(check_sections(config))
     model = load_hf_config(config.model.path)
@@ -151,6 +153,7 @@ def _plan_config(arguments: argparse.Namespace) -> int:
         print(finding, file=sys.stderr)
     if any(finding.level == "error" for finding in findings):
         return 2
+    # The plan.
     run = planned_run(
         config,
         model,

@@ -21,9 +21,8 @@ import numpy as np
 import torch
 
 from megatron_dppo.batch import RolloutBatch
-from megatron_dppo.checkpoint.weight_layout import BucketLayout
+from megatron_dppo.checkpoint.weight_layout import Bucket, BucketLayout, pack
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.bucket import Bucket, pack
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.stored import LayerGroups, RolloutHandle
 

@@ -23,7 +23,7 @@ _MOST_CHARACTERS = 1_000_000
 """Of a question that is put to the tokenizer, where `max_prompt_tokens` is no larger."""
 
 
-class DataTask:
+class DataTask(PromptSet):
     """The questions of `task.data` as a `Task`. Which are held out, and the order of each epoch, follow from the seed;
     a question has the number of its place in the source, so that other seeds do not rename it."""
 
@@ -48,10 +48,7 @@ class DataTask:
         order = np.random.default_rng(config.seed).permutation(len(prompts))
         stop = None if config.train_size is None else held_out + config.train_size
         chosen = [prompts[i] for i in order[:stop]]
-        self._set = PromptSet(chosen[:held_out], chosen[held_out:], config.seed)
-        self.epoch_size, self.held_out_size = self._set.epoch_size, self._set.held_out_size
-        self.fingerprint = self._set.fingerprint
-        self.prompts, self.held_out = self._set.prompts, self._set.held_out
+        super().__init__(chosen[:held_out], chosen[held_out:], config.seed)
         self._grader = data_grader(config, max_response_tokens, make_pool)
         self.score, self.close = self._grader.score, self._grader.close
         self._report = report

@@ -12,8 +12,8 @@ from megatron_dppo.tasks.task import Prompt
 
 
 class PromptSet:
-    """The prompts of a `Task`. Any position of the endless training stream can be asked for at any time, so a run that
-    is resumed needs its step number and nothing else to go on with the very next prompt."""
+    """The prompts of a task, which inherits from this. Any position of the endless training stream can be asked for at
+    any time, so a run that is resumed needs its step number and nothing else to go on with the very next prompt."""
 
     def __init__(self, held_out: Sequence[Prompt], train: Sequence[Prompt], seed: int) -> None:
         self._held_out, self._train, self._seed = list(held_out), list(train), seed
@@ -44,6 +44,10 @@ class PromptSet:
         if count > self.held_out_size:
             raise UserError(f"{count} held-out prompts are wanted, task.held_out_size={self.held_out_size}; raise it")
         return self._held_out[:count]
+
+    def report(self) -> list[str]:
+        """See `Task.report`."""
+        return []
 
     def _permutation(self, epoch: int) -> np.ndarray:
         made, order = self._order  # read once: steps of two epochs may ask from two threads

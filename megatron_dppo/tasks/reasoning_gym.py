@@ -22,7 +22,7 @@ TRAIN_SIZE, HELD_OUT_SIZE = 2048, 256
 """Questions, where the configuration does not say."""
 
 
-class ReasoningGymTask:
+class ReasoningGymTask(PromptSet):
     """A dataset of reasoning-gym as a `Task`.
 
     Questions are drawn by number until enough distinct ones are found; the first `held_out_size` are held out, the
@@ -59,10 +59,7 @@ class ReasoningGymTask:
                 )
             )
         _check_lengths(config, prompts, max_prompt_tokens)
-        self._set = PromptSet(prompts[:held_out], prompts[held_out:], config.seed)
-        self.epoch_size, self.held_out_size = self._set.epoch_size, self._set.held_out_size
-        self.fingerprint = self._set.fingerprint
-        self.prompts, self.held_out = self._set.prompts, self._set.held_out
+        super().__init__(prompts[:held_out], prompts[held_out:], config.seed)
         self._grader = build_grader(
             config.rewards or (VerifierReward(),),
             answer_pattern=config.answer_pattern,
@@ -73,9 +70,6 @@ class ReasoningGymTask:
             make_pool=make_pool,
         )
         self.score, self.close = self._grader.score, self._grader.close
-
-    def report(self) -> list[str]:
-        return []
 
 
 def _check_lengths(config: TaskConfig, prompts: list[Prompt], most: int) -> None:

@@ -61,6 +61,7 @@ def train(config: Config) -> int:
     while the ranks build their model. Everything started here is closed on the way out, whatever the way.
     """
     started = time.monotonic()
+    # What can be checked before anything is started.
     require_cluster()
     findings = list(check_sections(config))
     raise_first(findings)
@@ -74,6 +75,7 @@ def train(config: Config) -> int:
         check_tensors(files, hf_config, stores_stacked_experts(files, hf_config))
     rank = actor_runtime.rank()
     with ExitStack() as stack:
+        # The run's folder, and on rank 0 the task.
         _make_run_folder(config)
         if rank == 0:  # the others write nothing before they have met it
             stack.enter_context(lease(config.run.dir / LEASE, of=f"run.dir={config.run.dir}"))
@@ -90,6 +92,7 @@ def train(config: Config) -> int:
             stack.callback(suite.close)
             progress = stack.enter_context(Progress(total_steps=config.trainer.steps, title=config.run.name))
             progress.phase("starting ranks")
+        # The ranks, which know each other from here on.
         stack.callback(actor_runtime.stop)
         runtime = actor_runtime.start(
             config.parallel, seed=config.run.seed, timeout_minutes=config.run.collective_timeout_minutes
@@ -98,6 +101,7 @@ def train(config: Config) -> int:
         heartbeat = Heartbeat(config.run.dir, rank, limit=config.run.hang_minutes * 60, watch_peers=rank == 0)
         stack.enter_context(heartbeat.running())
         check_agreement(runtime, config)
+        # The engines; they load while the ranks build their model.
         rollout = config.rollout
         if config.model.random_weights:
             rollout = rollout.model_copy(update={"load_format": "dummy"})
@@ -116,10 +120,12 @@ def train(config: Config) -> int:
         fleet = stack.enter_context(engines)
         if progress:
             progress.phase("loading the model")
+        # The model, and the state that this run goes on from.
         actor = build_actor(runtime, config, hf_config)
         fixed = runtime.broadcast(facts(config, task=suite.task.fingerprint, weights=weights) if suite else None)
         checkpoints = Checkpoints(config, fixed, actor)
         first_step = checkpoints.restore() if config.trainer.resume else 0
+        # What rank 0 alone has: what is logged, and who samples and evaluates.
         controller = None
         if fleet is not None and suite is not None and progress is not None:
             save_config(dated, config.run.dir / CONFIG)

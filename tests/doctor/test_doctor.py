@@ -18,7 +18,7 @@ import yaml
 
 from examples.tiny_moe_dppo.model import byte_tokenizer, random_tiny_qwen3_moe, write_checkpoint
 from megatron_dppo.cli import main
-from megatron_dppo.doctor.gpu import check_bandwidth
+from megatron_dppo.doctor.machine import check_bandwidth
 from tests.distributed import run_ranks
 
 type Tree = dict[str, dict]

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatron_dppo.batch import RolloutBatch
-from megatron_dppo.rollout.bucket import Bucket
+from megatron_dppo.checkpoint.weight_layout import Bucket
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import GenerationRequest, RolloutEngine, SamplingConfig, update_weights
 from megatron_dppo.rollout.fleet.fleet import EngineFleet

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.rollout.bucket import pack
+from megatron_dppo.checkpoint.weight_layout import pack
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import (
     EngineClosed,

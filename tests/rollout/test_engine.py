@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron_dppo.batch import align
+from megatron_dppo.checkpoint.weight_layout import Bucket, pack
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.bucket import Bucket, pack
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import EngineClosed, GenerationRequest, GenerationTimeout, SamplingConfig
 from megatron_dppo.rollout.fleet.store import RolloutSource

@@ -16,7 +16,7 @@ import ray
 import torch
 
 from megatron_dppo.batch import RolloutBatch
-from megatron_dppo.rollout.bucket import pack
+from megatron_dppo.checkpoint.weight_layout import pack
 from megatron_dppo.rollout.engine import EngineClosed, EnginesFailed, GenerationRequest
 from megatron_dppo.rollout.fleet.fleet import EngineFleet
 from megatron_dppo.rollout.fleet.host import RemoteEngine

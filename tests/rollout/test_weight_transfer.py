@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from megatron_dppo.checkpoint.weight_layout import unpack
+from megatron_dppo.checkpoint.weight_layout import pack, unpack
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.bucket import pack
 from megatron_dppo.rollout.fleet.object_store import ObjectStoreSender
 from megatron_dppo.rollout.weight_transfer.manifest import IncompleteSync, Manifest, read_shapes
 from megatron_dppo.rollout.weight_transfer.recipients import Recipients

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_dppo.batch import RolloutBatch
-from megatron_dppo.rollout.bucket import Bucket
+from megatron_dppo.checkpoint.weight_layout import Bucket
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import (
     EngineClosed,

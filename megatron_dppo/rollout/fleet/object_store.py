@@ -9,8 +9,7 @@ import ray
 import torch
 
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
-from megatron_dppo.checkpoint.weight_layout import BucketLayout, unpack
-from megatron_dppo.rollout.bucket import Bucket
+from megatron_dppo.checkpoint.weight_layout import Bucket, BucketLayout, unpack
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.weight_transfer.manifest import Packed
 from megatron_dppo.rollout.weight_transfer.recipients import Pending, Recipients

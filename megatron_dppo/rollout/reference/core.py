@@ -24,7 +24,7 @@ import torch
 from transformers import PreTrainedModel
 
 from megatron_dppo.batch import RolloutBatch
-from megatron_dppo.rollout.bucket import Bucket
+from megatron_dppo.checkpoint.weight_layout import Bucket
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import EngineDead, GenerationRequest, SamplingConfig, TransferTerms, WorkerReport
 from megatron_dppo.rollout.event_loop import EventLoop

@@ -13,8 +13,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from megatron_dppo.checkpoint.weight_layout import Bucket
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.bucket import Bucket
 from megatron_dppo.rollout.engine import GenerationRequest, SamplingConfig, TransferTerms, WorkerReport
 from megatron_dppo.router_replay.record import RouteSchema
 

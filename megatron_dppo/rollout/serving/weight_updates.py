@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
-from megatron_dppo.checkpoint.weight_layout import TensorSlot
-from megatron_dppo.rollout.bucket import Bucket
+from megatron_dppo.checkpoint.weight_layout import Bucket, TensorSlot
 from megatron_dppo.rollout.engine import EngineClosed, TransferTerms, WorkerReport
 from megatron_dppo.rollout.event_loop import EventLoop
 from megatron_dppo.rollout.serving.core import Core

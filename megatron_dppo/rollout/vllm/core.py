@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from megatron_dppo.rollout.bucket import Bucket
+from megatron_dppo.checkpoint.weight_layout import Bucket
 from megatron_dppo.rollout.engine import (
     GenerationRequest,
     MalformedOutput,

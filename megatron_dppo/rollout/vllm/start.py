@@ -184,6 +184,7 @@ def engine_options(config: RolloutConfig) -> dict[str, Any]:
 async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
     """An AsyncLLM whose core runs in a process of its own. Raises `UserError` for what routes or the model's own
     distribution cannot be recorded with."""
+    # What vLLM reads from the environment when it is imported.
     check_plugin()
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
@@ -198,6 +199,7 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
 
     if facts.routes is not None:
         check_version(vllm.__version__, {field.name for field in fields(AsyncEngineArgs)})
+    # Its options, and what of the engine that they make is refused before it starts.
     options: dict[str, Any] = {
         "model": str(facts.folder),
         "dtype": config.dtype,

@@ -54,7 +54,7 @@ TRAIN_SIZE, HELD_OUT_SIZE = 2048, 256
 """Initial states, where the configuration does not say."""
 
 
-class EnvironmentTask:
+class EnvironmentTask(PromptSet):
     """Initial states of an environment as `Prompts`, a training and a held-out set. The number of a prompt decides the
     seed of its episodes, so all samples of a prompt start alike."""
 
@@ -68,17 +68,11 @@ class EnvironmentTask:
         self.turns = TurnEncoder(config, tokenizer)
         held_out = HELD_OUT_SIZE if config.held_out_size is None else config.held_out_size
         prompts = self._distinct(config, tokenizer, held_out + (config.train_size or TRAIN_SIZE), max_prompt_tokens)
-        self._set = PromptSet(prompts[:held_out], prompts[held_out:], config.seed)
-        self.epoch_size, self.held_out_size = self._set.epoch_size, self._set.held_out_size
-        self.fingerprint = self._set.fingerprint
-        self.prompts, self.held_out = self._set.prompts, self._set.held_out
+        super().__init__(prompts[:held_out], prompts[held_out:], config.seed)
 
     def begin(self, prompt: Prompt) -> Begun:
         """A new episode in the state that `prompt` describes."""
         return self.episodes.begin(int(prompt.metadata["seed"]))
-
-    def report(self) -> list[str]:
-        return []
 
     def close(self) -> None:
         """End the workers."""

@@ -19,11 +19,17 @@ from megatron_dppo.tasks.rewards.config import (
     RewardConfig,
     VerifierReward,
 )
-from megatron_dppo.tasks.rewards.custom import CustomVerifier
 from megatron_dppo.tasks.rewards.final_answer import end_of_thinking, is_thinking
 from megatron_dppo.tasks.rewards.math import MathVerifier
 from megatron_dppo.tasks.rewards.patterns import compile_pattern, match_all
-from megatron_dppo.tasks.rewards.pool import LocalVerifierPool, MakePool, TimedVerifier, Verifier, VerifierPool
+from megatron_dppo.tasks.rewards.pool import (
+    CustomVerifier,
+    LocalVerifierPool,
+    MakePool,
+    TimedVerifier,
+    Verifier,
+    VerifierPool,
+)
 from megatron_dppo.tasks.rewards.verdict import Answered, Reward, Verdict
 from megatron_dppo.tasks.task import Prompt, Rewards
 

@@ -13,8 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.tasks.rewards.custom import CustomVerifier
-from megatron_dppo.tasks.rewards.pool import LocalVerifierPool, TimedVerifier
+from megatron_dppo.tasks.rewards.pool import CustomVerifier, LocalVerifierPool, TimedVerifier
 from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
 from megatron_dppo.tasks.workers import sandbox
 

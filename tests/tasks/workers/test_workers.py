@@ -17,10 +17,9 @@ import pytest
 from megatron_dppo.errors import UserError, raise_cause
 from megatron_dppo.tasks.rewards import pool as pools
 from megatron_dppo.tasks.rewards.config import PythonReward, VerifierReward
-from megatron_dppo.tasks.rewards.custom import CustomVerifier
 from megatron_dppo.tasks.rewards.gym import GymVerifier
 from megatron_dppo.tasks.rewards.math import MathVerifier
-from megatron_dppo.tasks.rewards.pool import LocalVerifierPool, TimedVerifier, read_verdict
+from megatron_dppo.tasks.rewards.pool import CustomVerifier, LocalVerifierPool, TimedVerifier, read_verdict
 from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
 from megatron_dppo.tasks.workers import sandbox
 from megatron_dppo.tasks.workers.calls import HEADER, Asked, Call, Channel, Closed, Hosted, Outcome
