@@ -28,6 +28,7 @@ from megatron_dppo.config.load import build_config, read_tree
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
+from megatron_dppo.launch.nodes import environment, no_rank
 from megatron_dppo.models.hf_config import load_hf_config
 from megatron_dppo.rollout.engine import RolloutEngine, update_weights
 from megatron_dppo.rollout.seeds import TRAINING
@@ -185,7 +186,7 @@ def _roll_out(config: Config, dtype: str) -> RolloutBatch:
     rollout = config.rollout.model_copy(update={"dtype": dtype})
     if config.model.random_weights:
         rollout = rollout.model_copy(update={"load_format": "dummy"})
-    with _no_rank():
+    with no_rank():
         engine = open_engine(config.model.path, rollout)
         try:
             if config.model.random_weights:
@@ -200,7 +201,7 @@ def _opinion(config: Config, batch: RolloutBatch) -> RolloutBatch:
     if config.model.random_weights:
         rollout = rollout.model_copy(update={"load_format": "dummy"})
         prepare.append(lambda engine: _give_random_weights(engine, config))
-    with _no_rank():
+    with no_rank():
         return transformers_opinion(config.model.path, rollout, batch, *prepare)
 
 
@@ -238,17 +239,6 @@ def _recompute(
 
 
 @contextmanager
-def _no_rank() -> Iterator[None]:
-    """Without what torchrun told this process: the engine is no rank of the trainer, and would wait for its agent."""
-    told = [n for n in os.environ if n in (*TORCHRUN, "LOCAL_WORLD_SIZE") or n.startswith(("TORCHELASTIC_", "ROLE_"))]
-    kept = {name: os.environ.pop(name) for name in told}
-    try:
-        yield
-    finally:
-        os.environ |= kept
-
-
-@contextmanager
 def _one_rank() -> Iterator[None]:
     """Where torchrun did not start this process: a job of one rank."""
     if any(name in os.environ for name in TORCHRUN):
@@ -257,13 +247,8 @@ def _one_rank() -> Iterator[None]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    alone = dict(zip(TORCHRUN, ("0", "1", "0", "127.0.0.1", str(port)), strict=True))
-    os.environ |= alone
-    try:
+    with environment(dict(zip(TORCHRUN, ("0", "1", "0", "127.0.0.1", str(port)), strict=True))):
         yield
-    finally:
-        for name in alone:
-            os.environ.pop(name, None)
 
 
 def with_layers(model: Path, layers: int, folder: Path) -> Path:

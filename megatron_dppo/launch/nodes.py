@@ -1,10 +1,11 @@
-"""What of the job is on this node: ranks, GPUs."""
+"""What of the job is on this node: ranks, GPUs; and what the environment says of it."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 
 def ranks_in_all_and_here() -> tuple[int, int]:
@@ -21,3 +22,35 @@ def listed_gpus() -> int:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
         return sum(line.startswith("GPU") for line in done.stdout.splitlines())
     return 0
+
+
+_OF_A_RANK = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
+
+
+def no_rank(*also: str) -> AbstractContextManager[None]:
+    """Inside, what torchrun told this process is not in its environment, nor are the variables `also`: what is started
+    there is no rank of the trainer, and would wait for its peers."""
+    told = [name for name in os.environ if name in (*_OF_A_RANK, *also) or name.startswith("TORCHELASTIC_")]
+    return environment(dict.fromkeys(told))
+
+
+@contextmanager
+def environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Inside, these variables have these values, or (None) are not there; what stood there before is put back."""
+    before = {name: os.environ.get(name) for name in changes}
+    _set(changes)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -106,16 +106,22 @@ def _adapters(plan: Plan) -> str:
     return f"{trained / 1e9:.3f} B trained in adapters of rank {lora.rank} on {', '.join(lora.targets)}; "
 
 
+def _table(title: str, *columns: str, words: int = 1) -> Table:
+    """The first `words` columns are words, the others numbers."""
+    table = Table(title=title)
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="left" if number < words else "right")
+    return table
+
+
 def _memory_table(plan: Plan) -> Table:
-    table = Table(title="Memory of a rank while training, GiB")
     shown = {stage.stage: stage for stage in (plan.stages[0], plan.fullest, plan.stages[-1])}
-    table.add_column("part")
-    for number in sorted(shown):
-        table.add_column(f"stage {number}" if len(plan.stages) > 1 else "every rank", justify="right")
-    columns = [memory_parts(shown[number]) for number in sorted(shown)]
+    stages = [shown[number] for number in sorted(shown)]
+    names = [f"stage {stage.stage}" if len(plan.stages) > 1 else "every rank" for stage in stages]
+    table = _table("Memory of a rank while training, GiB", "part", *names)
+    columns = [memory_parts(stage) for stage in stages]
     for part in columns[0]:
         table.add_row(part, *(f"{column[part] / GIB:.2f}" for column in columns))
-    stages = [shown[number] for number in sorted(shown)]
     table.add_row("[bold]peak of the allocator[/]", *(f"[bold]{stage.peak / GIB:.1f}[/]" for stage in stages))
     table.add_row("on the GPU", *(f"{stage.on_gpu / GIB:.1f}" for stage in stages))
     table.add_row("fullest in", *(stage.moment for stage in stages))
@@ -123,10 +129,7 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def _time_table(plan: Plan) -> Table:
-    table = Table(title="Time of a rollout step")
-    table.add_column("phase")
-    table.add_column("seconds", justify="right")
-    table.add_column("share", justify="right")
+    table = _table("Time of a rollout step", "phase", "seconds", "share")
     for name, seconds in (("rollout", plan.rollout_s), ("training", plan.train_s), ("weight sync", plan.sync_s)):
         table.add_row(name, f"{seconds:.1f}", f"{seconds / plan.step_s:.0%}")
     table.add_row("[bold]all[/]", f"[bold]{plan.step_s:.1f}[/]", f"{plan.tokens_per_second:,.0f} tokens/s")
@@ -142,9 +145,7 @@ def _time_table(plan: Plan) -> Table:
 
 
 def _traffic_table(plan: Plan) -> Table:
-    table = Table(title="Bytes of a rollout step, GiB")
-    table.add_column("what")
-    table.add_column("GiB", justify="right")
+    table = _table("Bytes of a rollout step, GiB", "what", "GiB")
     for name, size in vars(plan.traffic).items():
         table.add_row(name.replace("_", " "), f"{size / GIB:.2f}")
     table.add_row("[bold]held on hosts[/] (routes, log-probabilities, tokens)", f"{plan.traffic.rollouts / GIB:.2f}")
@@ -171,9 +172,8 @@ def _moments_line(plan: Plan) -> str:
 
 
 def _alternatives(plans: tuple[Plan, ...], title: str) -> Table:
-    table = Table(title=title)
-    for name in ("layout", "recompute", "on the GPU, GiB", "training s", "step s", "tokens/s"):
-        table.add_column(name, justify="left" if name in ("layout", "recompute") else "right")
+    names = ("layout", "recompute", "on the GPU, GiB", "training s", "step s", "tokens/s")
+    table = _table(title, *names, words=2)
     for plan in plans:
         table.add_row(
             layout_name(plan.layout.parallel),
@@ -187,9 +187,7 @@ def _alternatives(plans: tuple[Plan, ...], title: str) -> Table:
 
 
 def _refused(plans: tuple[Plan, ...]) -> Table:
-    table = Table(title=f"Why {len(plans)} others do not fit (the nearest first)")
-    table.add_column("layout")
-    table.add_column("reason")
+    table = _table(f"Why {len(plans)} others do not fit (the nearest first)", "layout", "reason", words=2)
     for plan in plans[:_SHOWN]:
         table.add_row(layout_name(plan.layout.parallel), plan.problem)
     left = Counter("memory" if plan.problem.startswith("needs") else "other" for plan in plans[_SHOWN:])

@@ -8,8 +8,7 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +19,7 @@ import ray
 
 from megatron_dppo.compat.ray_daemons import fewer_daemons, on_loopback
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.nodes import environment, no_rank
 
 _START_ATTEMPTS = 4
 
@@ -29,15 +29,6 @@ _FOLDER = "dppo-ray-"
 
 _SMALLEST_STORE = 80 << 20
 """Ray refuses less than 75 MiB."""
-
-_TORCHRUN = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
-    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
-)  # fmt: skip
-"""What torchrun gives its ranks. Ray's processes inherit our environment, and an engine is no rank of the trainer."""
-
-
-_AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
 
 
 @dataclass(frozen=True)
@@ -58,10 +49,9 @@ class RaySession:
     the process that started them).
     """
 
-    def __init__(self, where: RayAddress, folder: str | None, environment: dict[str, str | None]) -> None:
-        self.where = where
-        self._folder = folder
-        self._environment = environment
+    def __init__(self, where: RayAddress, undo: ExitStack) -> None:
+        """`undo` is done when it has disconnected."""
+        self.where, self._undo = where, undo
 
     @staticmethod
     def start(*, namespace: str, object_store_mib: int) -> RaySession:
@@ -79,17 +69,18 @@ class RaySession:
                 raise UserError(
                     f"RAY_ADDRESS={joined}: no Ray cluster answers there ({error}); start one or unset RAY_ADDRESS"
                 ) from error
-            return RaySession(RayAddress(joined if joined != "auto" else context["address"], namespace), None, {})
+            return RaySession(RayAddress(joined if joined != "auto" else context["address"], namespace), ExitStack())
         if ray.is_initialized():
             raise RuntimeError("this process is connected to Ray already; closing a second session would end the first")
         _sweep()
+        _quiet_daemons()
         token = None if "RAY_AUTH_MODE" in os.environ else secrets.token_hex(32)
-        environment = _authenticate(token)
+        undo = _authenticated(token)
         for attempt in range(1, _START_ATTEMPTS + 1):
             folder = tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=_ROOT)
             others = {child.pid for child in psutil.Process().children()}
             try:
-                with _environment_of_a_daemon(), fewer_daemons(), on_loopback():
+                with no_rank("OMP_NUM_THREADS"), fewer_daemons(), on_loopback():
                     context = ray.init(
                         address="local",
                         num_cpus=max(64, os.cpu_count() or 1),
@@ -98,32 +89,29 @@ class RaySession:
                         _temp_dir=f"{folder}/r",  # Ray makes it 0777
                         **quiet,
                     )
-                return RaySession(RayAddress(context["address"], namespace, token), folder, environment)
+                undo.callback(shutil.rmtree, folder, ignore_errors=True)
+                return RaySession(RayAddress(context["address"], namespace, token), undo)
             except BaseException as error:
                 _clear_up(folder, others)
                 # Ray gives its daemons 30 s, which a busy machine may need for other things.
                 if attempt == _START_ATTEMPTS or "timed out during startup" not in str(error):
-                    _restore(environment)
+                    undo.close()
                     raise
         raise AssertionError("unreachable")
 
     @staticmethod
     def connect(where: RayAddress) -> RaySession:
         """For the other ranks: the Ray that rank 0 started or joined. Each node needs a Ray of that cluster."""
-        environment = _authenticate(where.token)
+        undo = _authenticated(where.token)
         ours = where.address.startswith("127.0.0.1:")
         with on_loopback() if ours else nullcontext():
             ray.init(address=where.address, namespace=where.namespace, log_to_driver=False, logging_level=logging.ERROR)
-        return RaySession(where, None, environment)
+        return RaySession(where, undo)
 
     def close(self) -> None:
         """Disconnect; end the Ray that this session started, with every process of it. Idempotent."""
         ray.shutdown()
-        _restore(self._environment)
-        self._environment = {}
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        self._undo.close()
 
     def __enter__(self) -> RaySession:
         return self
@@ -149,25 +137,15 @@ def _check_answer(address: str) -> None:
         ) from error
 
 
-def _authenticate(token: str | None) -> dict[str, str | None]:
-    """Let this process and its children present `token`; returns the variables it replaced. Ray's own default is a
+def _authenticated(token: str | None) -> ExitStack:
+    """Let this process and its children present `token`, until what this returns is closed. Ray's own default is a
     token in the home folder, which its other drivers do not find when they are given an address."""
-    if token is None:
-        return {}
-    before = {name: os.environ.get(name) for name in _AUTHENTICATION}
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
-    _reread_authentication()
-    return before
-
-
-def _restore(environment: dict[str, str | None]) -> None:
-    for name, value in environment.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    if environment:
+    undo = ExitStack()
+    if token is not None:
+        undo.callback(_reread_authentication)
+        undo.enter_context(environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}))
         _reread_authentication()
+    return undo
 
 
 def _reread_authentication() -> None:
@@ -202,17 +180,10 @@ def _store_bytes(wanted_mib: int) -> int:
     return max(_SMALLEST_STORE, min(wanted_mib << 20, free // 2))
 
 
-@contextmanager
-def _environment_of_a_daemon() -> Iterator[None]:
-    """The environment without torchrun's variables, and with Ray's own chatter off."""
-    names = [n for n in os.environ if n in _TORCHRUN or n.startswith("TORCHELASTIC_")]
-    taken = {name: os.environ.pop(name) for name in names}
+def _quiet_daemons() -> None:
+    """Variables that Ray's processes inherit: its own chatter is off, and it leaves devices and priorities alone."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # leave the devices that a worker sees alone
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # whoever waits for a call tells its error, in one line
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # its workers for tasks, of which there are none
     os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: the engine would yield to whoever waits for it
-    try:
-        yield
-    finally:
-        os.environ.update(taken)

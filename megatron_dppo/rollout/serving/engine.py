@@ -2,7 +2,7 @@
 
 ```
 a caller's thread ─ generate ─► event loop: one task a request ─ inside the Gate ─► Core.draw ─► whatever samples
-         waits for its batch ◄── convert ◄── the answer, with its record ◄────────────┘
+         waits for its batch ◄─ to_batch ◄── the answer, with its record ◄────────────┘
 another's ─ begin_update ─► shuts the Gate, waits until nobody is inside, then brings the weights to the core
 ```
 """

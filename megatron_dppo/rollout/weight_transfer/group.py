@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -13,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.launch.network import bound_store
+from megatron_dppo.launch.nodes import environment
 from megatron_dppo.rollout.engine import Rendezvous
 
 _PATIENCE = 10.0
@@ -59,7 +58,9 @@ class WeightGroup:
             if device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timedelta(seconds=_PATIENCE * where.timeout_s)
-                with _abort_without_exit():
+                # torch reads this when a group is made: a failed collective then aborts the communicator and leaves
+                # the process alone; the error shows in `finish`.
+                with environment({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}):
                     self._group = dist.ProcessGroupNCCL(self._meeting, rank, where.size, options)
             else:
                 self._group = dist.ProcessGroupGloo(self._meeting, rank, where.size, patience)
@@ -112,19 +113,3 @@ class WeightGroup:
         if not self.closed:
             self.closed = True
             self._group.abort()
-
-
-@contextmanager
-def _abort_without_exit() -> Iterator[None]:
-    """torch reads this variable when a group is made: a failed collective then aborts the communicator and leaves the
-    process alone; the error shows in `finish`."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "2"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
