@@ -21,22 +21,20 @@ EXPERT = "{expert}"
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Where one tensor, or the same tensor of consecutive experts, lies in a bucket.
-
-    name     Hugging Face name; with `{expert}` in it where `experts` is given
-    dtype    torch's name of it
-    shape    of one tensor
-    offset   bytes from the bucket's beginning
-    blocks   () where the tensor lies whole; else its blocks, which lie one after another, each contiguous
-    experts  (first, last + 1): that many tensors lie one after another, whole
-    """
+    """Where one tensor, or the same tensor of consecutive experts, lies in a bucket."""
 
     name: str
+    """Hugging Face name; with `{expert}` in it where `experts` is given."""
     dtype: str
+    """As torch names it."""
     shape: tuple[int, ...]
+    """Of one tensor."""
     offset: int
+    """Bytes from the bucket's beginning."""
     blocks: tuple[Block, ...] = ()
+    """() where the tensor lies whole; else its blocks, which lie one after another, each contiguous."""
     experts: tuple[int, int] | None = None
+    """(first, last + 1): that many tensors lie one after another, whole."""
 
     @property
     def count(self) -> int:

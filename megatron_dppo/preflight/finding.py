@@ -11,17 +11,15 @@ from megatron_dppo.errors import UserError
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of a report.
-
-    check    what was looked at, a short name that scripts can rely on
-    level    "error": it will fail, or silently be wrong; "warning": it may; "ok": nothing is wrong, a figure to know
-    fix      empty where nothing is wrong
-    """
+    """A line of a report."""
 
     check: str
+    """What was looked at, a short name that scripts can rely on."""
     level: Literal["error", "warning", "ok"]
+    """At an "error" it will fail, or silently be wrong; at a "warning" it may; "ok" is a figure to know."""
     problem: str
     fix: str
+    """Empty where nothing is wrong."""
 
     @property
     def text(self) -> str:

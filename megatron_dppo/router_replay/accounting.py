@@ -17,24 +17,22 @@ class RoutesLost(RuntimeError):
 @dataclass(frozen=True)
 class ReplayCounts:
     """What one rank's routers did, in rows, int64 `[M, L]` over its microbatches and MoE layers. Padding rows are never
-    counted.
-
-    sent       rows with a record that the microbatch brought
-    replayed   rows whose recorded experts a forward used (or, when only observing, compared)
-    kept       rows, gaps included, whose experts a forward kept for activation recomputation
-    recomputed rows, gaps included, that a recomputation then used
-    gaps       rows without a record, routed live
-    differing  replayed rows whose live top-k set is another
-    differing_tokens int64 `[M]`: rows that differ in any of this rank's layers
-    """
+    counted."""
 
     sent: np.ndarray
+    """Rows with a record that the microbatch brought."""
     replayed: np.ndarray
+    """Rows whose recorded experts a forward used (or, when only observing, compared)."""
     kept: np.ndarray
+    """Rows, gaps included, whose experts a forward kept for activation recomputation."""
     recomputed: np.ndarray
+    """Rows, gaps included, that a recomputation then used."""
     gaps: np.ndarray
+    """Rows without a record, routed live."""
     differing: np.ndarray
+    """Replayed rows whose live top-k set is another."""
     differing_tokens: np.ndarray
+    """int64 `[M]`: rows that differ in any of this rank's layers."""
 
 
 _MATRICES = ("sent", "replayed", "kept", "recomputed", "gaps", "differing")
@@ -44,12 +42,11 @@ _MATRICES = ("sent", "replayed", "kept", "recomputed", "gaps", "differing")
 class ReplayAccount:
     """Totals over the job and over microbatches, in rows: int64 `[L]` over all MoE layers of the model.
 
-    recorded          rows with a route, as the engine stated them when it handed the rollout over
-    differing_tokens  rows that differ in any layer; a row that differs on several pipeline stages counts for each
     The other fields are those of `ReplayCounts`.
     """
 
     recorded: np.ndarray
+    """Rows with a route, as the engine stated them when it handed the rollout over."""
     sent: np.ndarray
     replayed: np.ndarray
     kept: np.ndarray
@@ -57,6 +54,7 @@ class ReplayAccount:
     gaps: np.ndarray
     differing: np.ndarray
     differing_tokens: int
+    """Rows that differ in any layer; a row that differs on several pipeline stages counts for each."""
 
     def __add__(self, other: ReplayAccount) -> ReplayAccount:
         return ReplayAccount(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})

@@ -14,18 +14,16 @@ PADDING_ROW = -1
 
 @dataclass(frozen=True)
 class LocalRoutes:
-    """What the routers of one rank see of one microbatch, `S` local rows.
-
-    experts `[S, L, k]` of the routes' narrow type, `L` the MoE layers of this rank's model chunks in model order
-    forced  bool `[S]`: use `experts`; elsewhere the live router decides (a gap in the record)
-    real    bool `[S]`: belongs to a sequence; padding rows are forced, but never counted
-    num_experts experts per layer of the model that recorded them
-    """
+    """What the routers of one rank see of one microbatch, `S` local rows."""
 
     experts: np.ndarray
+    """`[S, L, k]` of the routes' narrow type, `L` the MoE layers of this rank's model chunks in model order."""
     forced: np.ndarray
+    """bool `[S]`: use `experts`; elsewhere the live router decides (a gap in the record)."""
     real: np.ndarray
+    """bool `[S]`: belongs to a sequence; padding rows are forced, but never counted."""
     num_experts: int
+    """Experts per layer of the model that recorded them."""
 
 
 def sequence_parallel_rows(rows: np.ndarray, rank: int, size: int) -> np.ndarray:

@@ -24,18 +24,16 @@ class RouteError(ValueError):
 
 @dataclass(frozen=True)
 class RouteSchema:
-    """What routes of a model look like.
-
-    hidden_layers all transformer layers, as vLLM counts them
-    moe_layers    numbers of those that route, in order
-    num_experts   experts per such layer
-    topk          experts per token
-    """
+    """What routes of a model look like."""
 
     hidden_layers: int
+    """All transformer layers, as vLLM counts them."""
     moe_layers: tuple[int, ...]
+    """Numbers of those that route, in order."""
     num_experts: int
+    """Experts per such layer."""
     topk: int
+    """Experts per token."""
 
 
 def record_routes(

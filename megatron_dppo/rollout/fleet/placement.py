@@ -21,30 +21,26 @@ Placement = Literal["fleet", "colocated"]
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a trainer rank runs.
-
-    node   Ray's id of the node
-    uuid   UUID of the GPU it trains on; None on a CPU
-    uuids  UUIDs of all GPUs of that node that it sees
-    """
+    """Where a trainer rank runs."""
 
     node: str
+    """Ray's id of the node."""
     uuid: str | None
+    """UUID of the GPU it trains on; None on a CPU."""
     uuids: tuple[str, ...]
+    """UUIDs of all GPUs of that node that it sees."""
 
 
 @dataclass(frozen=True)
 class EnginePlace:
-    """Where an engine runs.
-
-    node   Ray's id of the node; None lets Ray choose
-    uuids  UUIDs of its GPUs, in the order of its workers; () on a CPU, or where Ray hands GPUs out
-    gpus   how many GPUs Ray has to hand out
-    """
+    """Where an engine runs."""
 
     node: str | None = None
+    """Ray's id of the node; None lets Ray choose."""
     uuids: tuple[str, ...] = ()
+    """UUIDs of its GPUs, in the order of its workers; () on a CPU, or where Ray hands GPUs out."""
     gpus: int = 0
+    """How many GPUs Ray has to hand out."""
 
     @property
     def environment(self) -> dict[str, str]:

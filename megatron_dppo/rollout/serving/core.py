@@ -21,22 +21,20 @@ from megatron_dppo.router_replay.record import RouteSchema
 
 @dataclass(frozen=True)
 class Answer:
-    """What a core sampled for one request, and what it recorded of the `G` tokens.
-
-    request_id    of the request
-    token_ids     int32 `[G]`
-    finish_reason "stop", "length", or "abort" where a sync cut it before its first token (`G` is 0 then)
-    ids           int32 `[G, 1 + K]`, the sampled token, then the likeliest ids in rank order
-    logp          float32 `[G, 1 + K]`, their log-probabilities in the distribution that the token was drawn from
-    experts       `[prompt + G - 1, layers, k]` of an integer type; None where routes are not recorded
-    """
+    """What a core sampled for one request, and what it recorded of the `G` tokens."""
 
     request_id: str
+    """Of the request."""
     token_ids: np.ndarray
+    """int32 `[G]`"""
     finish_reason: str
+    """One of "stop", "length", or "abort" where a sync cut it before its first token (`G` is 0 then)."""
     ids: np.ndarray
+    """int32 `[G, 1 + K]`, the sampled token, then the likeliest ids in rank order."""
     logp: np.ndarray
+    """float32 `[G, 1 + K]`, their log-probabilities in the distribution that the token was drawn from."""
     experts: np.ndarray | None
+    """`[prompt + G - 1, layers, k]` of an integer type; None where routes are not recorded."""
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,13 @@ from megatron_dppo.router_replay.record import RouteSchema, record_routes
 
 @dataclass(frozen=True)
 class Part:
-    """What one stretch of sampling under one version of the weights gave.
-
-    request  whose prompt is everything before this part
-    version  of the weights that sampled it
-    """
+    """What one stretch of sampling under one version of the weights gave."""
 
     request: GenerationRequest
+    """Whose prompt is everything before this part."""
     answer: Answer
     version: int
+    """Of the weights that sampled it."""
 
 
 class Sampler:

@@ -139,44 +139,40 @@ def _runs(rows: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
 @dataclass
 class TransferInit(WeightTransferInitInfo):
-    """Terms of the syncs to come; what is absent stays as it was.
-
-    layouts      pickled list of `BucketLayout`, for buckets that are named by number
-    group        fields of `Rendezvous`: join this communicator, leaving the last one
-    first_rank   this engine's first worker's number in the communicator
-    source_rank  of each sending trainer rank: its number in the communicator
-    buffers      pickled handles of the trainer's buffers, by GPU
-    close        leave the communicator and let go of shared buffers
-    """
+    """Terms of the syncs to come; what is absent stays as it was."""
 
     layouts: bytes | None = None
+    """Pickled list of `BucketLayout`, for buckets that are named by number."""
     group: dict[str, Any] | None = None
+    """Fields of `Rendezvous`: join this communicator, leaving the last one."""
     first_rank: int = 0
+    """This engine's first worker's number in the communicator."""
     source_rank: list[tuple[int, int]] = field(default_factory=list)
+    """Of each sending trainer rank: its number in the communicator."""
     buffers: list[tuple[str, bytes]] = field(default_factory=list)
+    """Pickled handles of the trainer's buffers, by GPU."""
     close: bool = False
+    """Leave the communicator and let go of shared buffers."""
 
 
 @dataclass
 class BucketUpdate(WeightTransferUpdateInfo):
-    """One bucket, or all of them.
-
-    version  version the weights belong to
-    segment  path of a memory file that holds the payload of a bucket
-    size     bytes of that payload
-    slots    pickled `TensorSlot`s of that bucket
-    shared   number of a bucket that lies in the shared buffers
-    group    True receives every bucket from the communicator
-    abandon  True drops what came since `start_weight_update`; the model is then a mixture and must not be used
-    """
+    """One bucket, or all of them."""
 
     version: int
+    """Version the weights belong to."""
     segment: str = ""
+    """Path of a memory file that holds the payload of a bucket."""
     size: int = 0
+    """Bytes of that payload."""
     slots: bytes = b""
+    """Pickled `TensorSlot`s of that bucket."""
     shared: int | None = None
+    """Number of a bucket that lies in the shared buffers."""
     group: bool = False
+    """True receives every bucket from the communicator."""
     abandon: bool = False
+    """True drops what came since `start_weight_update`; the model is then a mixture and must not be used."""
 
 
 class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):

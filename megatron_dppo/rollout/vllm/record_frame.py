@@ -26,16 +26,14 @@ class BadFrame(ValueError):
 
 @dataclass(frozen=True)
 class ResponseRecord:
-    """What the engine recorded of the `G` sampled tokens of one response.
-
-    ids     int32 `[G, W]`, the sampled token, then the likeliest ids in rank order
-    logp    float32 `[G, W]`, their log-probabilities
-    experts `[prompt + G - 1, L, k]` of an unsigned type; None where routes are not recorded
-    """
+    """What the engine recorded of the `G` sampled tokens of one response."""
 
     ids: np.ndarray
+    """int32 `[G, W]`, the sampled token, then the likeliest ids in rank order."""
     logp: np.ndarray
+    """float32 `[G, W]`, their log-probabilities."""
     experts: np.ndarray | None
+    """`[prompt + G - 1, L, k]` of an unsigned type; None where routes are not recorded."""
 
     def to_frame(self) -> np.ndarray:
         """uint8 `[bytes]`."""
