@@ -1,2 +1,2 @@
-"""Running Megatron-Core and vLLM on a CPU; what is for that does nothing on a GPU. `vllm_plugin`, `torch_store` and
-`ray_daemons` mend vLLM, torch and Ray on both."""
+"""Running Megatron-Core and vLLM on a CPU; what is for that does nothing on a GPU. `vllm_plugin` and `ray_daemons`
+mend vLLM, torch and Ray on both."""

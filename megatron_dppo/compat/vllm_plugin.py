@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
+import urllib.parse
+from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
+from typing import Any
 
+from torch.distributed.constants import default_pg_timeout
+
+from megatron_dppo.launch.network import bound_store
+
+_HANDLERS = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
+_THEIRS = _HANDLERS["tcp"]
 BACKEND = "megatron_dppo"
 """Our name to vLLM, as a plugin and as a weight-transfer backend."""
 _RECEIVER = "megatron_dppo.rollout.vllm.receiver", "BucketReceiver"
@@ -24,7 +35,6 @@ def register() -> None:
     atexit.register(gc.freeze)
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from megatron_dppo.compat.torch_store import bind_stores
     from megatron_dppo.compat.vllm_cpu import mend_expert_choice, on_cpu
 
     with suppress(ValueError):  # the factory knows the name already
@@ -32,3 +42,26 @@ def register() -> None:
     bind_stores()
     if on_cpu():
         mend_expert_choice()
+
+
+def bind_stores() -> None:
+    """Let torch's stores listen on the address that they are asked for, from now on in this process. Idempotent.
+
+    vLLM's workers meet at `tcp://127.0.0.1:PORT`, or at a node's address; the store that torch makes there for the
+    first of them listens on all interfaces whatever that says, and torch has no option for it.
+    """
+    _HANDLERS["tcp"] = _bound
+
+
+def _bound(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> Iterator[Any]:
+    parts = urllib.parse.urlparse(url)
+    asked = dict(urllib.parse.parse_qsl(parts.query))
+    if asked.get("rank") == "0" and parts.hostname and parts.port:
+        try:
+            store = bound_store(parts.hostname, parts.port, timeout=timeout)
+        except OSError:  # the address of something before this machine
+            pass
+        else:
+            yield store, 0, int(asked["world_size"])
+            return
+    yield from _THEIRS(url, timeout=timeout, **options)

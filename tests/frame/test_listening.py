@@ -138,7 +138,7 @@ def test_the_doctor_says_that_torchruns_store_is_open() -> None:
 def test_an_engines_store_listens_on_its_address_alone() -> None:
     """As vLLM's workers meet, in a process of its own: the handler stays."""
     body = (
-        "import psutil, torch.distributed as dist; from megatron_dppo.compat.torch_store import bind_stores\n"
+        "import psutil, torch.distributed as dist; from megatron_dppo.compat.vllm_plugin import bind_stores\n"
         "from megatron_dppo.launch.network import bound_store\n"
         "bind_stores(); bind_stores()\n"
         "free = bound_store('127.0.0.1'); port = free.port; del free\n"
