@@ -49,9 +49,9 @@ class RaySession:
     the process that started them).
     """
 
-    def __init__(self, where: RayAddress, undo: ExitStack) -> None:
-        """`undo` is done when it has disconnected."""
-        self.where, self._undo = where, undo
+    def __init__(self, where: RayAddress, undo: ExitStack, folder: str = "") -> None:
+        """`undo` is done when it has disconnected, and the folder of a Ray that it started removed."""
+        self.where, self._undo, self._folder = where, undo, folder
 
     @staticmethod
     def start(*, namespace: str, object_store_mib: int) -> RaySession:
@@ -90,7 +90,7 @@ class RaySession:
                         **quiet,
                     )
                 undo.callback(shutil.rmtree, folder, ignore_errors=True)
-                return RaySession(RayAddress(context["address"], namespace, token), undo)
+                return RaySession(RayAddress(context["address"], namespace, token), undo, folder)
             except BaseException as error:
                 _clear_up(folder, others)
                 # Ray gives its daemons 30 s, which a busy machine may need for other things.
