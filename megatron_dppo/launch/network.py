@@ -28,9 +28,14 @@ def stay_on_loopback() -> None:
     machine. What the environment names stays."""
     if one_machine():
         os.environ.setdefault("VLLM_HOST_IP", LOOPBACK)
-        name = next((n for n, at in psutil.net_if_addrs().items() if any(a.address == LOOPBACK for a in at)), None)
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name else ():
-            os.environ.setdefault(variable, str(name))
+        for name, value in interface_variables(LOOPBACK).items():
+            os.environ.setdefault(name, value)
+
+
+def interface_variables(address: str) -> dict[str, str]:
+    """What lets gloo and NCCL take the interface that has `address`."""
+    named = (name for name, own in psutil.net_if_addrs().items() if any(one.address == address for one in own))
+    return {variable: name for name in named for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
 
 
 def own_address() -> str:
@@ -41,12 +46,18 @@ def own_address() -> str:
     named = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), [])
     if addresses := [one.address for one in named if one.family == socket.AF_INET]:
         return addresses[0]
+    try:
+        return address_towards("192.0.2.1", 9)
+    except OSError:
+        return LOOPBACK
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address of this machine on the way to `host`. Raises OSError where there is no way, or no such host."""
+    to = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_DGRAM)[0][4]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: a datagram socket only picks its interface
-            return str(probe.getsockname()[0])
-        except OSError:
-            return LOOPBACK
+        probe.connect(to)  # sends nothing: a datagram socket only picks its interface
+        return str(probe.getsockname()[0])
 
 
 def bound_store(host: str, port: int = 0, *, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPStore:

@@ -24,7 +24,7 @@ import psutil
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.local import launch_local
 from megatron_dppo.launch.meeting import Meeting, NodeLost, Nodes
-from megatron_dppo.launch.network import LOOPBACK
+from megatron_dppo.launch.network import LOOPBACK, address_towards, interface_variables
 from megatron_dppo.launch.nodes import listed_gpus
 from megatron_dppo.launch.rank import PROGRAM, exit_status
 from megatron_dppo.launch.restarts import Restarts, max_restarts
@@ -114,16 +114,10 @@ def _fabric(nodes: Nodes) -> dict[str, str]:
     """What lets gloo, NCCL and vLLM take the interface that leads to node 0, but for what the environment names. By
     default they ask for the address of the host's name, which on many systems is a loopback address."""
     try:
-        to = socket.getaddrinfo(nodes.head, nodes.port, socket.AF_INET, socket.SOCK_DGRAM)[0][4]
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(to)  # sends nothing: a datagram socket only picks its interface
-            own = probe.getsockname()[0]
+        own = address_towards(nodes.head, nodes.port)
     except OSError:
         return {}
-    found = {} if own == LOOPBACK else {"VLLM_HOST_IP": own}
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == own for one in addresses):
-            found |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    found = interface_variables(own) | ({} if own == LOOPBACK else {"VLLM_HOST_IP": own})
     return {name: value for name, value in found.items() if not os.environ.get(name)}
 
 
