@@ -204,11 +204,14 @@ def _labelled(runs: Sequence[Path]) -> dict[str, Path]:
     return dict(zip(labels, runs, strict=True))
 
 
+def _folders(runs: Sequence[Path]) -> dict[str, Path]:
+    return {label: run.parent if run.is_file() else run for label, run in _labelled(runs).items()}
+
+
 def _report(arguments: argparse.Namespace) -> int:
     from megatron_dppo.trainer.report import write_report
 
-    folders = {label: run.parent if run.is_file() else run for label, run in _labelled(arguments.runs).items()}
-    write_report(folders, arguments.output, title=arguments.title)
+    write_report(_folders(arguments.runs), arguments.output, title=arguments.title)
     print(arguments.output)
     return 0
 
@@ -223,27 +226,19 @@ def _show(arguments: argparse.Namespace) -> int:
 def _plot(arguments: argparse.Namespace) -> int:
     from megatron_dppo.trainer.history import History
     from megatron_dppo.trainer.mismatch import Mismatch, plot_mismatch
-    from megatron_dppo.trainer.plots import MASKED_PANELS, plot_runs
+    from megatron_dppo.trainer.plots import MASKED_PANELS, plot_objectives, plot_runs
 
+    runs, output, title = arguments.runs, arguments.output, arguments.title
     if arguments.objective:
-        from megatron_dppo.trainer.objective_plot import plot_objectives
-
-        if arguments.runs:
-            raise UserError(f"plot: --objective draws presets, not runs ({arguments.runs[0]}); leave one of them out")
-        plot_objectives(arguments.objective, arguments.mu, arguments.output, title=arguments.title)
-        print(arguments.output)
-        return 0
-    named = _labelled(arguments.runs)
-    if arguments.mismatch:
-        folders = {label: run.parent if run.is_file() else run for label, run in named.items()}
-        plot_mismatch(
-            {label: Mismatch.read(run) for label, run in folders.items()}, arguments.output, title=arguments.title
-        )
-        print(arguments.output)
-        return 0
-    runs = {label: History.read(run) for label, run in named.items()}
-    plot_runs(runs, arguments.output, title=arguments.title, panels=MASKED_PANELS if arguments.masked else None)
-    print(arguments.output)
+        if runs:
+            raise UserError(f"plot: --objective draws presets, not runs ({runs[0]}); leave one of them out")
+        plot_objectives(arguments.objective, arguments.mu, output, title=title)
+    elif arguments.mismatch:
+        plot_mismatch({label: Mismatch.read(run) for label, run in _folders(runs).items()}, output, title=title)
+    else:
+        histories = {label: History.read(run) for label, run in _labelled(runs).items()}
+        plot_runs(histories, output, title=title, panels=MASKED_PANELS if arguments.masked else None)
+    print(output)
     return 0
 
 

@@ -16,8 +16,7 @@ from megatron_dppo.algorithm import presets
 from megatron_dppo.cli import main
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import History, Series
-from megatron_dppo.trainer.objective_plot import objective_and_mask
-from megatron_dppo.trainer.plots import MASKED_PANELS, PANELS, plot_runs, smooth
+from megatron_dppo.trainer.plots import MASKED_PANELS, PANELS, objective_and_mask, plot_runs, smooth
 from megatron_dppo.trainer.summary import parity_table, print_summary
 
 
