@@ -180,7 +180,7 @@ class RolloutEngine(Protocol):
         ...
 
     def end_update(self, version: int, checksums: Mapping[int, int] | None = None) -> list[WorkerReport]:
-        """Check that every tensor came, and that each bucket's checksum (`weight_transfer.checksum`) is the sender's;
+        """Check that every tensor came, and that each bucket's checksum (`weight_transfer.manifest`) is the sender's;
         empty the prefix cache; generate again, from `version`. Raises `IncompleteSync`, `ChecksumMismatch`."""
         ...
 

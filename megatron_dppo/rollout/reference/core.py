@@ -115,7 +115,7 @@ class ReferenceCore:
         return await self._put(row, row.answer)
 
     async def score(self, batch: RolloutBatch, temperature: float) -> RolloutBatch:
-        """See `scoring.score`."""
+        """See `score`."""
         return await self._between_steps(lambda: score(self._model, self._recorder, self.routes, batch, temperature))
 
     async def turn(self) -> None:
