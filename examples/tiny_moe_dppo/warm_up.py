@@ -80,37 +80,53 @@ def warm_up(
     plan = plan or WarmUpPlan()
     demonstrator = Demonstrator(task.prompts(0, task.epoch_size), tokenizer, seed)
     held_out = task.held_out(task.held_out_size)
+
+    def measured() -> Measurement:
+        return measure(model, tokenizer, task, held_out, samples=plan.samples_per_prompt, seed=seed)
+
+    return teach(model, demonstrator.show, measured, plan=plan, report=report)
+
+
+def teach(
+    model: PreTrainedModel,
+    show: Callable[[int, float], DemonstrationBatch],
+    measured: Callable[[], Measurement],
+    *,
+    plan: WarmUpPlan,
+    report: Callable[[str], None] = print,
+) -> Measurement:
+    """Both lessons, from demonstrations that `show(count, slip)` gives; see `warm_up`."""
     model.train()
 
     optimizers = _first_lesson_optimizers(model, plan)
     schedule = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: _rise_and_fall(step, plan)) for o in optimizers]
     for step in range(1, plan.correct_steps + 1):
-        loss = _step(model, optimizers, demonstrator.show(plan.batch_size, slip=0.0))
+        loss = _step(model, optimizers, show(plan.batch_size, 0.0))
         for scheduler in schedule:
             scheduler.step()
         if step % 50 == 0 or step == plan.correct_steps:
             report(f"warm-up, correct demonstrations: step {step}/{plan.correct_steps}, loss {loss:.3f}")
 
-    measured = measure(model, tokenizer, task, held_out, samples=plan.samples_per_prompt, seed=seed)
-    report(f"warm-up, correct demonstrations: held-out accuracy {measured.accuracy:.3f}")
+    found = measured()
+    report(f"warm-up, correct demonstrations: held-out accuracy {found.accuracy:.3f}")
     careless = [torch.optim.Adam(model.parameters(), lr=plan.careless_lr, betas=(0.9, 0.99))]
     for step in range(1, plan.careless_steps + 1):
         slip = plan.slip * min(1.0, step / plan.slip_ramp_steps)
-        _step(model, careless, demonstrator.show(plan.batch_size, slip))
+        _step(model, careless, show(plan.batch_size, slip))
         if step < plan.measure_from or step % plan.measure_every:
             continue
-        measured = measure(model, tokenizer, task, held_out, samples=plan.samples_per_prompt, seed=seed)
+        found = measured()
         report(
-            f"warm-up, careless demonstrations: step {step}, held-out accuracy {measured.accuracy:.3f}, "
-            f"well-formed {measured.well_formed:.3f}"
+            f"warm-up, careless demonstrations: step {step}, held-out accuracy {found.accuracy:.3f}, "
+            f"well-formed {found.well_formed:.3f}"
         )
-        if measured.accuracy <= plan.accuracy_band[1] and measured.well_formed >= plan.min_well_formed:
-            if measured.accuracy < plan.accuracy_band[0]:
+        if found.accuracy <= plan.accuracy_band[1] and found.well_formed >= plan.min_well_formed:
+            if found.accuracy < plan.accuracy_band[0]:
                 break
-            return measured
+            return found
     raise WarmUpFailed(
-        f"the warm-up with seed {seed} ended at held-out accuracy {measured.accuracy:.3f} and "
-        f"{measured.well_formed:.3f} well-formed, wanted {plan.accuracy_band} and {plan.min_well_formed}"
+        f"the warm-up with seed {seed} ended at held-out accuracy {found.accuracy:.3f} and "
+        f"{found.well_formed:.3f} well-formed, wanted {plan.accuracy_band} and {plan.min_well_formed}"
     )
 
 

@@ -38,7 +38,7 @@ from megatron_dppo.tasks.workers.calls import Handler
 
 LARGEST_REPORT = 1 << 16
 """Bytes of a report."""
-_SHOWN = 2000
+_SHOWN = 400
 """Bytes of what a harness printed last that stand in an error."""
 
 

@@ -81,3 +81,28 @@ async def misbehaves(client, row):
         case 11:
             messages = [{"role": "user", "content": "x" * (100 << 20)}]
             await _ask(client, messages)
+
+
+async def waits(client, row):
+    """Three turns; in half of the episodes the tool takes 2 s each time."""
+    messages = list(row["messages"])
+    for turn in range(3):
+        await _ask(client, messages)
+        if turn < 2 and row["index"] % 2:
+            await asyncio.sleep(2.0)
+        messages.append({"role": "user", "content": "go on"})
+    return 1.0
+
+
+class Waiting:
+    """The same as an environment."""
+
+    def reset(self, seed=None):
+        self.seed, self.turn = seed, 0
+        return f"begin with {seed}", {}
+
+    def step(self, action):
+        self.turn += 1
+        if self.turn < 3 and self.seed % 2:
+            time.sleep(2.0)
+        return "go on", 1.0, self.turn == 3, False, {}

