@@ -17,6 +17,7 @@ import json
 import math
 import numbers
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megatron_dppo.agents.replies import MODEL
 from megatron_dppo.errors import UserError
@@ -180,8 +183,11 @@ class HarnessService:
     async def _environment(self, client: Any, row: Mapping[str, Any]) -> dict[str, Any]:
         """An environment with GEM's `reset` and `step`, played by chat: its observations are the user's messages."""
         assert self.environment is not None
+        seed = row["metadata"]["seed"]
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
         played = Episode(environment_maker(self.environment)(), self.environment.name)
-        played.reset(row["metadata"]["seed"])
+        played.reset(seed)
         messages, rewards, won = list(row["messages"]), [], False
         for _ in range(self.environment.max_turns):
             answer = (await client.chat.completions.create(model=MODEL, messages=messages)).choices[0].message

@@ -97,6 +97,7 @@ class AgentPlayer:
             other_law=config.agent.other_law,
             edited=config.agent.edited,
         )
+        self._workers: list[Workers] = []
         self._idle: list[Workers] = []
         self._lock = threading.Lock()
 
@@ -142,10 +143,13 @@ class AgentPlayer:
         return self._episodes(played, rewards, time.monotonic() - started)
 
     def close(self) -> None:
-        """End the server and the processes of all episodes."""
+        """End the server and the processes of all episodes. A step that is under way fails."""
         self._server.close()
-        while self._idle:
-            self._idle.pop().close()
+        with self._lock:
+            self._idle.clear()
+            workers, self._workers = self._workers, []
+        for one in workers:
+            one.close()
 
     def _finish(self, session: Session) -> SessionRecord:
         self._server.forget(session)
@@ -180,7 +184,11 @@ class AgentPlayer:
     def _run(self, calls: Sequence[Call]) -> list[Outcome]:
         """Steps that are sampled ahead, and an evaluation meanwhile, each have workers of their own."""
         with self._lock:
-            workers = self._idle.pop() if self._idle else self._start()
+            if self._idle:
+                workers = self._idle.pop()
+            else:
+                workers = self._start()
+                self._workers.append(workers)
         outcomes = workers.run(calls)
         with self._lock:
             self._idle.append(workers)

@@ -106,3 +106,12 @@ class Waiting:
         if self.turn < 3 and self.seed % 2:
             time.sleep(2.0)
         return "go on", 1.0, self.turn == 3, False, {}
+
+
+async def edited_with_turns(client, row):
+    return {"reward": await edited(client, row), "turn_rewards": {"1": 0.5}}
+
+
+async def sleeps(client, row):
+    await _ask(client, list(row["messages"]))
+    await asyncio.sleep(1000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 import time
 
 import numpy as np
@@ -247,3 +248,78 @@ def test_a_program_that_reports_nothing_usable(way: str, said: str, program: str
 def test_a_harness_that_is_not_there_is_found_before_anything_starts(agent, said: str, tokenizer) -> None:
     with pytest.raises(UserError, match=said):
         play(Policy(tokenizer), **agent)
+
+
+class Counting:
+    """Rewards what is as long as the seed says; ends after its third step."""
+
+    def reset(self, seed=None):
+        self.steps, self.drawn = 0, int(np.random.default_rng(seed).integers(1000))
+        return f"begin with {self.drawn}", {"suffix": "say something"}
+
+    def step(self, action):
+        self.steps += 1
+        return f"now {self.steps}", len(action) / 4, self.steps == 3, False, {}
+
+
+def test_an_environment_is_played_at_its_own_pace(tokenizer) -> None:
+    policy = Policy(tokenizer)
+    environment = {"name": "counting", "factory": f"{__name__}:Counting", "sandbox": "none"}
+    config = TaskConfig(kind="agent", agent={}, environment=environment, train_size=6, held_out_size=1)
+    task = build_task(config, tokenizer)
+    player = AgentPlayer(config, ROLLOUT, tokenizer, None)
+    try:
+        named = {"run_seed": 5, "step": 3, "stream": TRAINING}
+        episodes = player.play(policy, SamplingConfig(max_tokens=16), task.prompts(0, 2), 2, **named)
+    finally:
+        player.close()
+        task.close()
+    assert episodes.rewards.reward.tolist() == [3.0] * 4
+    assert episodes.rewards.correct.all()
+    assert episodes.turns.tolist() == [3] * 4
+    batch = episodes.batch
+    for b, prompt in enumerate([task.prompts(0, 2)[n] for n in (0, 0, 1, 1)]):
+        ids = batch.token_ids[batch.offsets[b] : batch.offsets[b + 1]]
+        np.testing.assert_array_equal(ids[: len(prompt.prompt_ids)], prompt.prompt_ids)
+        assert "<|user|>now 1<|assistant|>" in tokenizer.decode(ids)
+        assert batch.sampled_per_sequence[b] == 15
+
+
+def test_turns_of_branches_know_their_rows(tokenizer) -> None:
+    """Three turns, the last in a branch; 0.5 for the second turn and the sample's number at the end, discounted."""
+    episodes = play(Policy(tokenizer), prompts=1, function="edited_with_turns", credit="turn", discount=0.5)
+    turns, batch = episodes.turn_returns, episodes.batch
+    assert turns is not None
+    assert turns.sequence.tolist() == [0, 0, 1, 2, 2, 3]
+    assert turns.episode.tolist() == [0, 0, 0, 1, 1, 1]
+    assert turns.number.tolist() == [0, 1, 2, 0, 1, 2]
+    np.testing.assert_allclose(turns.returns, [0.25, 0.5, 0, 0.5, 1, 1])
+    for sequence, row in zip(turns.sequence, turns.row, strict=True):
+        first = batch.offsets[sequence] + row + 1  # the row before a token predicts it
+        assert batch.loss_mask[first]
+        assert not batch.loss_mask[first - 1]
+
+
+def test_the_end_of_a_run_does_not_wait_for_harnesses(tokenizer) -> None:
+    policy = Policy(tokenizer)
+    config = task_config(function="sleeps", timeout_s=1000)
+    task = build_task(config, tokenizer)
+    player = AgentPlayer(config, ROLLOUT, tokenizer, task.score)
+    named = {"run_seed": 5, "step": 3, "stream": TRAINING}
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            player.play(policy, SamplingConfig(max_tokens=16), task.prompts(0, 2), 2, **named)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while len(policy.said) < 4:
+        time.sleep(0.05)
+    player.close()
+    thread.join(timeout=60)
+    task.close()
+    assert not thread.is_alive()
+    assert failed
