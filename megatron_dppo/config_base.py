@@ -1,8 +1,10 @@
-"""The base of every configuration class."""
+"""The base of every configuration class, and a type that several use."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, PrivateAttr
 
 
 class ConfigModel(BaseModel):
@@ -13,3 +15,13 @@ class ConfigModel(BaseModel):
     _from_environment: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
     """Of the outermost section: the place of each value that holds one of the environment's, and what was written there
     (`${oc.env:NAME}`). See `config.load.recorded`."""
+
+
+def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:
+    if not -3e38 < bounds[0] < bounds[1] < 3e38:
+        raise ValueError("needs two finite numbers, the smaller first")
+    return bounds
+
+
+Bounds = Annotated[tuple[float, float], AfterValidator(_ordered)]
+"""Two numbers that float32 can say, the smaller first."""

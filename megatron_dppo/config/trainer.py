@@ -5,8 +5,8 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from megatron_dppo.config_base import ConfigModel
+from megatron_dppo.tasks.config import PromptTemplate
 from megatron_dppo.tasks.data.config import DataConfig
-from megatron_dppo.tasks.template import PromptTemplate
 
 
 class TrainerConfig(ConfigModel):

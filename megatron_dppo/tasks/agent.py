@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_dppo.config_base import ConfigModel
-from megatron_dppo.tasks.workers.config import ordered_bounds
+from megatron_dppo.config_base import Bounds, ConfigModel
 
 
 class AgentConfig(ConfigModel):
@@ -41,15 +40,13 @@ class AgentConfig(ConfigModel):
     environment: tuple[str, ...] = ()
     """Names of environment variables that episodes see besides those that programs need to run. Keys and tokens of the
     run are not among those."""
-    bounds: tuple[float, float] = (-100.0, 100.0)
+    bounds: Bounds = (-100.0, 100.0)
     """Least and greatest reward of an episode, and of a turn."""
     credit: Literal["episode", "turn"] = "episode"
     """What a token is trained with. `episode`: the reward of its whole episode. `turn`: what was earned from its turn
     on, against what the group's other episodes earned from the turn of the same number on."""
     discount: float = Field(default=1.0, gt=0, le=1)
     """With `credit: turn`: a reward so many turns later counts as many times this factor."""
-
-    _bounds = field_validator("bounds")(ordered_bounds)
 
     edited: Literal["branch", "refuse"] = "branch"
     """What a request gets whose messages are not those of the session with new ones at the end: an answer in a branch,

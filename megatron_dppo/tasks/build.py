@@ -25,15 +25,8 @@ def build_task(
     Raises UserError for a name or parameter that does not exist, and for data that cannot be used."""
     if config.environment is not None:
         return EnvironmentTask(config, tokenizer, max_prompt_tokens=max_prompt_tokens)
-    if config.data is not None:
-        return DataTask(
-            config,
-            tokenizer,
-            max_prompt_tokens=max_prompt_tokens,
-            max_response_tokens=max_response_tokens,
-            make_pool=make_pool,
-        )
-    return ReasoningGymTask(
+    kind = ReasoningGymTask if config.data is None else DataTask
+    return kind(
         config,
         tokenizer,
         max_prompt_tokens=max_prompt_tokens,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
-from typing import Any, Literal
+import re
+from string import Formatter
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from megatron_dppo.config_base import ConfigModel
 from megatron_dppo.tasks.agent import AgentConfig
@@ -13,7 +15,26 @@ from megatron_dppo.tasks.data.config import DataConfig
 from megatron_dppo.tasks.environments.config import EnvironmentConfig
 from megatron_dppo.tasks.rewards.config import RewardConfig
 from megatron_dppo.tasks.rewards.patterns import compile_pattern
-from megatron_dppo.tasks.template import PromptTemplate
+
+_BRACES = "write {{ and }} for braces of the text"
+
+
+def _check(template: str) -> str:
+    """ValueError for a string that cannot be filled, or that would be the same for every question."""
+    try:
+        fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ValueError(f"not a format string ({error}); {_BRACES}") from error
+    for field in fields:
+        if re.split(r"[.\[]", field)[0] not in ("question", "metadata"):
+            raise ValueError(f"{{{field}}} is neither {{question}} nor {{metadata[...]}}; {_BRACES}")
+    if not fields:
+        raise ValueError("shows neither {question} nor {metadata[...]}, so every prompt would be the same")
+    return template
+
+
+PromptTemplate = Annotated[str, AfterValidator(_check)]
+"""A Python format string over `question` and `metadata`."""
 
 
 class TaskConfig(ConfigModel):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from megatron_dppo.config_base import ConfigModel
-from megatron_dppo.tasks.workers.config import Sandbox, ordered_bounds
+from megatron_dppo.config_base import Bounds, ConfigModel
+from megatron_dppo.tasks.workers.sandbox import Sandbox
 
 
 class EnvironmentConfig(ConfigModel):
@@ -28,7 +28,7 @@ class EnvironmentConfig(ConfigModel):
     episode whose step hangs, raises, or gives anything but text, a finite number inside `bounds` and two truth values
     keeps the reward of the steps before, does not count as correct, and is counted (`reward/errors/environment`,
     `reward/timeouts/environment`). Where all episodes of a step end so the run stops, with the reason."""
-    bounds: tuple[float, float] = (-100.0, 100.0)
+    bounds: Bounds = (-100.0, 100.0)
     """Least and greatest reward of a step."""
     sandbox: Sandbox = "full"
     """`full`: an episode is a process of its own, whose steps can compute, read code and the folder the run was started
@@ -38,5 +38,3 @@ class EnvironmentConfig(ConfigModel):
     """Names of environment variables that it sees besides those that programs need to run."""
     max_turns: int = Field(default=64, ge=1)
     """Turns after which an episode is cut off, whatever the environment says."""
-
-    _bounds = field_validator("bounds")(ordered_bounds)

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from megatron_dppo.config_base import ConfigModel
+from megatron_dppo.config_base import Bounds, ConfigModel
 from megatron_dppo.tasks.rewards.patterns import compile_pattern
-from megatron_dppo.tasks.workers.config import Sandbox, ordered_bounds
+from megatron_dppo.tasks.workers.sandbox import Sandbox
 
 
 class _Reward(ConfigModel):
@@ -93,7 +93,7 @@ class PythonReward(_Reward):
     match), and returns a finite number."""
     timeout_s: float = Field(default=10.0, gt=0)
     """After this the call is killed, and the answer earns 0."""
-    bounds: tuple[float, float] = (-100.0, 100.0)
+    bounds: Bounds = (-100.0, 100.0)
     """Least and greatest score. A score outside counts as an error and earns 0."""
     sandbox: Sandbox = "full"
     """`full`: each answer is scored in a process of its own, forked after the import, that can compute and read code
@@ -103,8 +103,6 @@ class PythonReward(_Reward):
     environment: tuple[str, ...] = ()
     """Names of environment variables that the function sees besides those that programs need to run (PATH, HOME,
     PYTHONPATH, LANG, HF_HOME, CUDA_VISIBLE_DEVICES, ...): `[OPENAI_API_KEY]`, with `sandbox: none`."""
-
-    _bounds = field_validator("bounds")(ordered_bounds)
 
 
 RewardConfig = Annotated[

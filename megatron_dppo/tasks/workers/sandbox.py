@@ -37,6 +37,9 @@ from typing import Literal
 
 from megatron_dppo.errors import UserError
 
+Sandbox = Literal["full", "none"]
+"""What rewards and environments ask for: all of this file, or a clean environment and a limit of memory alone."""
+
 ENVIRONMENT = (
     *("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "VIRTUAL_ENV"),
     *("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "PYTHONHASHSEED", "XDG_CACHE_HOME"),
