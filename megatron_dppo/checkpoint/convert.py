@@ -21,6 +21,7 @@ from rich.console import Console
 
 from megatron_dppo.checkpoint import state_folder
 from megatron_dppo.checkpoint.atomic import check_target, set_aside
+from megatron_dppo.checkpoint.carried import carried
 from megatron_dppo.checkpoint.convert_sources import DTYPES, Format, Source, open_source, progress_bar
 from megatron_dppo.checkpoint.first_rank import raise_from_any
 from megatron_dppo.checkpoint.hf_files import converted
@@ -138,6 +139,13 @@ def convert_command(
             again = states.load
         else:
             _cast(models, wanted, allow_inf)
+            further = carried(opened.model, base or opened.model.path).tensors
+            if further:
+                console.print(
+                    f"{len(further)} tensors of layers after the last are left out ({further[0].name} first): this "
+                    "format has no place for them; converting back takes them from --base",
+                    soft_wrap=True,
+                )
             console.print(f"writing {output}")
             save_megatron_checkpoint(output, models, opened.model, groups, overwrite=overwrite)
             again = partial(_read_again, models, opened.model, groups, output / RELEASE)
