@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import numbers
 import os
 import random
@@ -30,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dppo.agents.replies import MODEL
+from megatron_dppo.agents import MODEL
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.imports import load_callable
 from megatron_dppo.tasks.agent import AgentConfig
@@ -93,8 +92,8 @@ def read_report(said: Any, turns: int, bounds: tuple[float, float]) -> Report:
 def _reward(value: Any, what: str, bounds: tuple[float, float]) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadReport(f"{what} is {value!r:.60}, which is no number")
-    if not math.isfinite(value) or not bounds[0] <= value <= bounds[1]:
-        raise BadReport(f"{what} is {value:g}, outside of task.agent.bounds [{bounds[0]:g}, {bounds[1]:g}]")
+    if not bounds[0] <= value <= bounds[1]:  # no number that is not finite is
+        raise BadReport(f"{what} is {value!r:.20}, outside of task.agent.bounds [{bounds[0]:g}, {bounds[1]:g}]")
     return float(value)
 
 
@@ -113,6 +112,8 @@ class HarnessService:
             program = self.agent.command[0]
             if shutil.which(program, path=os.environ.get("PATH", os.defpath)) is None:
                 raise UserError(f"task.agent.command: there is no program {program}; install it, or give its path")
+        elif self.environment is not None:
+            environment_maker(self.environment)()
         elif self.agent.function is not None:
             function = self._function()
             if not asyncio.iscoroutinefunction(function):

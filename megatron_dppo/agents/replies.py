@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dppo.agents import MODEL
 from megatron_dppo.agents.asked import Asked
 from megatron_dppo.agents.messages import Message
 from megatron_dppo.batch import RolloutBatch
-
-MODEL = "policy"
 
 
 @dataclass(frozen=True)

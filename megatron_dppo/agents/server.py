@@ -29,11 +29,12 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 from transformers import PreTrainedTokenizerBase
 
+from megatron_dppo.agents import MODEL
 from megatron_dppo.agents.drawing import Sample
 from megatron_dppo.agents.errors import Refused
 from megatron_dppo.agents.parsing import AnswerParser
 from megatron_dppo.agents.rendering import ChatRenderer
-from megatron_dppo.agents.replies import MODEL, events
+from megatron_dppo.agents.replies import events
 from megatron_dppo.agents.sessions import Session, SessionLimits, Shared
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.engine import SamplingConfig

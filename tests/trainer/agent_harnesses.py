@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import subprocess
 import sys
 import time
@@ -115,3 +116,15 @@ async def edited_with_turns(client, row):
 async def sleeps(client, row):
     await _ask(client, list(row["messages"]))
     await asyncio.sleep(1000)
+
+
+class Counting:
+    """Rewards what is as long as the seed says; ends after its third step."""
+
+    def reset(self, seed=None):
+        self.steps, self.drawn = 0, random.Random(seed).randrange(1000)
+        return f"begin with {self.drawn}", {"suffix": "say something"}
+
+    def step(self, action):
+        self.steps += 1
+        return f"now {self.steps}", len(action) / 4, self.steps == 3, False, {}

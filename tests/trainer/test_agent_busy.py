@@ -21,7 +21,7 @@ from megatron_dppo.trainer.agents import AgentPlayer
 from megatron_dppo.trainer.lockstep import EnvironmentPlayer
 from tests.tiny import tiny_qwen3_moe
 
-EPISODES, TURNS = 48, 3
+EPISODES, TURNS = 96, 3
 
 
 class Watched:

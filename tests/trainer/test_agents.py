@@ -146,7 +146,7 @@ FAULTS = {
     3: "it returned None",
     4: "a reply of .* bytes; at most 1,048,576 are read",
     5: "ValueError: after much text; it printed 'x+",
-    6: r"the reward is 1e\+09, outside of task.agent.bounds",
+    6: r"the reward is 1000000000.0, outside of task.agent.bounds",
     7: "its worker process ended with status 3",
     8: "killed after 6 s",
     10: "AuthenticationError: Error code: 401",
@@ -250,21 +250,9 @@ def test_a_harness_that_is_not_there_is_found_before_anything_starts(agent, said
         play(Policy(tokenizer), **agent)
 
 
-class Counting:
-    """Rewards what is as long as the seed says; ends after its third step."""
-
-    def reset(self, seed=None):
-        self.steps, self.drawn = 0, int(np.random.default_rng(seed).integers(1000))
-        return f"begin with {self.drawn}", {"suffix": "say something"}
-
-    def step(self, action):
-        self.steps += 1
-        return f"now {self.steps}", len(action) / 4, self.steps == 3, False, {}
-
-
 def test_an_environment_is_played_at_its_own_pace(tokenizer) -> None:
     policy = Policy(tokenizer)
-    environment = {"name": "counting", "factory": f"{__name__}:Counting", "sandbox": "none"}
+    environment = {"name": "counting", "factory": f"{HERE}:Counting", "sandbox": "none"}
     config = TaskConfig(kind="agent", agent={}, environment=environment, train_size=6, held_out_size=1)
     task = build_task(config, tokenizer)
     player = AgentPlayer(config, ROLLOUT, tokenizer, None)
@@ -323,3 +311,19 @@ def test_the_end_of_a_run_does_not_wait_for_harnesses(tokenizer) -> None:
     task.close()
     assert not thread.is_alive()
     assert failed
+
+
+def test_one_of_gems_environments_is_played_by_chat(tokenizer) -> None:
+    environment = {"name": "game:Sudoku-v0-easy", "sandbox": "none", "max_turns": 2}
+    config = TaskConfig(kind="agent", agent={}, environment=environment, train_size=2, held_out_size=1)
+    task = build_task(config, tokenizer, max_prompt_tokens=8000)
+    player = AgentPlayer(config, RolloutConfig(max_prompt_tokens=8000, max_response_tokens=16), tokenizer, None)
+    try:
+        named = {"run_seed": 5, "step": 3, "stream": TRAINING}
+        episodes = player.play(Policy(tokenizer), SamplingConfig(max_tokens=16), task.prompts(0, 1), 2, **named)
+    finally:
+        player.close()
+        task.close()
+    assert episodes.rewards.errors == {"agent": 0}
+    assert episodes.turns.min() >= 1
+    assert not episodes.rewards.correct.any()  # letters are no move

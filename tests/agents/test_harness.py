@@ -1,0 +1,83 @@
+"""What a harness may report, and what its processes load."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_dppo.agents.harness import BadReport, Report, read_report
+
+BOUNDS = (-10.0, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "report"),
+    [
+        ({"reward": 1}, Report(1.0)),
+        ({"reward": -10.0, "correct": True}, Report(-10.0, correct=True)),
+        ({"answer": "12"}, Report(answer="12")),
+        ({"answer": "half a character \ud800"}, Report(answer="half a character ?")),
+        ({"reward": 0, "turn_rewards": [0.5, 1]}, Report(0.0, {0: 0.5, 1: 1.0})),
+        ({"reward": 0, "turn_rewards": {"2": 0.5}}, Report(0.0, {2: 0.5})),
+        ({"answer": "", "turn_rewards": {}}, Report(answer="")),
+    ],
+)
+def test_reports(said: dict[str, Any], report: Report) -> None:
+    assert read_report(said, 3, BOUNDS) == report
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (None, "no JSON object"),
+        ([1.0], "no JSON object"),
+        ({}, "a reward or an answer"),
+        ({"reward": 1, "answer": "1"}, "not both"),
+        ({"reward": True}, "no number"),
+        ({"reward": "1"}, "no number"),
+        ({"reward": float("nan")}, "outside of task.agent.bounds"),
+        ({"reward": 10.5}, "outside of task.agent.bounds"),
+        ({"reward": 10**400}, "outside of task.agent.bounds"),
+        ({"reward": 1, "turn_rewards": [0, 0, 0, 0]}, "turn 3; the episode has turns 0 to 2"),
+        ({"reward": 1, "turn_rewards": {"-1": 1}}, "turn '-1'"),
+        ({"reward": 1, "turn_rewards": {"1": None}}, "no number"),
+        ({"reward": 1, "turn_rewards": 5}, "give a list"),
+        ({"reward": 1, "correct": 1}, "no truth value"),
+        ({"answer": 12}, "no text"),
+        ({"reward": 1, "rewards": 2}, "known are"),
+    ],
+)
+def test_what_is_no_report(said: Any, why: str) -> None:
+    with pytest.raises(BadReport, match=why) as caught:
+        read_report(said, 3, BOUNDS)
+    assert "\n" not in str(caught.value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(["reward", "answer", "turn_rewards", "correct", "other"])
+
+
+@given(JSON | st.dictionaries(NAMES, JSON, max_size=4), st.integers(0, 4))
+def test_anything_is_a_report_within_bounds_or_refused(said: Any, turns: int) -> None:
+    try:
+        report = read_report(said, turns, BOUNDS)
+    except BadReport:
+        return
+    assert all(BOUNDS[0] <= value <= BOUNDS[1] for value in (report.reward, *report.turns.values()))
+    assert all(0 <= number < turns for number in report.turns)
+
+
+def test_processes_of_episodes_load_no_torch() -> None:
+    """Each would carry its pages, and every worker wait for its import."""
+    code = "import sys, megatron_dppo.agents.harness; print([m for m in ('torch', 'ray', 'vllm') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.strip() == "[]"
