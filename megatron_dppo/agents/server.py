@@ -43,7 +43,8 @@ MOST_BYTES = 16 << 20
 """Of the body of a request."""
 BODY_TIMEOUT_S = 60.0
 """In which all of it has to come."""
-_REPORT_BYTES = 64 << 10
+_REPORT_BYTES = _HEADER_BYTES = 64 << 10
+_KEEP_ALIVE_S = 300  # longer than most tools take: a connection that closes while a client writes is an error to it
 _MOST_THREADS = 4096
 
 
@@ -103,8 +104,9 @@ class SessionServer:
         self._host, self.port = host, int(self._socket.getsockname()[1])
         self._server = uvicorn.Server(
             uvicorn.Config(
-                self._app(), log_level="error", access_log=False, lifespan="off", loop="asyncio", http="httptools",
-                ws="none", backlog=4096, proxy_headers=False, server_header=False, timeout_graceful_shutdown=1,
+                self._app(), log_level="error", access_log=False, lifespan="off", loop="asyncio", http="h11",
+                h11_max_incomplete_event_size=_HEADER_BYTES, ws="none", backlog=4096, proxy_headers=False,
+                server_header=False, timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=1,
             )
         )  # fmt: skip
         self._thread = threading.Thread(
