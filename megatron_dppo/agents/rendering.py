@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_dppo.agents.errors import Refused
 from megatron_dppo.agents.messages import Message
 from megatron_dppo.errors import UserError
-from megatron_dppo.tasks.prompting import encode_text, render
+from megatron_dppo.tasks.prompting import encode_text, is_control, render
 
 _PRIVATE = range(0xE000, 0xF8FF)
 _ASKED = {"role": "user", "content": "?"}
@@ -73,7 +73,7 @@ class ChatRenderer:
         self.added = {token.content: number for number, token in added.items()}
         self._hidden = {number: token.content for number, token in added.items() if token.special}
         self._stops = [added[number].content for number in stop_token_ids if number in added]
-        special = [token.content for token in added.values() if token.special]
+        special = [token.content for token in added.values() if is_control(token)]
         written = [token.content for token in added.values() if token.content in self._template]
         self._special, self._control = _starts_of(special), _starts_of([*special, *written])
         self._leading = re.compile("|".join(map(re.escape, sorted(self.added, key=len, reverse=True))) or r"(?!)")

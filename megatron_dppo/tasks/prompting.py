@@ -13,6 +13,7 @@ from typing import Any
 import jinja2
 import numpy as np
 from jinja2 import meta
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.errors import UserError
@@ -98,7 +99,7 @@ _SPLIT = "\ue5ca"
 
 
 def split_special(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
-    """`content` with a mark inside of everything that spells a special token; `encode_text` cuts there."""
+    """`content` with a mark inside of everything that spells a control token; `encode_text` cuts there."""
     content = content.replace(_SPLIT, "")
     for token in _special_tokens(tokenizer):
         if len(token) > 1 and token in content:
@@ -106,9 +107,18 @@ def split_special(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
     return content
 
 
+_CONTROL = re.compile(r"<[|｜][^|｜]+[|｜]>")
+"""How control tokens are written. DeepSeek's tokenizer does not call <｜User｜> special."""
+
+
+def is_control(token: AddedToken) -> bool:
+    """Whether a token of the tokenizer's own may come from nobody's text."""
+    return token.special or _CONTROL.fullmatch(token.content) is not None
+
+
 @functools.lru_cache(maxsize=8)
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    return tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return tuple(token.content for token in tokenizer.added_tokens_decoder.values() if is_control(token))
 
 
 def encode_text(

@@ -13,6 +13,8 @@ from megatron_dppo.agents.errors import Refused
 from megatron_dppo.agents.messages import Message, ToolCall
 from megatron_dppo.agents.rendering import CannotContinue, ChatRenderer
 from megatron_dppo.errors import UserError
+from megatron_dppo.tasks.config import TaskConfig
+from megatron_dppo.tasks.prompting import encode_prompt
 from tests.agents.families import FAMILIES, stop_ids, tokenizer_of
 from tests.tiny import tiny_tokenizer
 
@@ -180,3 +182,19 @@ def test_a_template_without_control_tokens_goes_on_too() -> None:
     rendered = renderer.after(Message("assistant", "A"), [user("U <eos>")], None, {}, last=1, closed=True)
     assert tokenizer.decode(rendered.ids) == "\nuser: U <eos>\nassistant:"
     assert 1 not in rendered.ids
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(text=TEXT)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_the_question_of_a_task_is_no_control_token_either(name: str, text: str) -> None:
+    """Tags (<think>) may be named in a prompt; what is written as a control token is none, also where the tokenizer
+    does not call it special, as DeepSeek's."""
+    tokenizer = tokenizer_of(name)
+    control = {number for number, token in tokenizer.added_tokens_decoder.items() if token.content[:2] in ("<|", "<｜")}
+    config = TaskConfig(dataset="chain_sum", prompt="{question}", chat_template=True)
+
+    def controls(words: str) -> list[int]:
+        return [int(one) for one in encode_prompt(config, tokenizer, words)[0] if int(one) in control]
+
+    assert controls(text) == controls("U")
