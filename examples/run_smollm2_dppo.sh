@@ -44,10 +44,7 @@ from megatron_dppo.launch import MadeOnce, exit_status, job_stamp, run_example
 
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = {
-    "sums": (  # 27 - 4 + 13
-        *("run.name=SmolLM2, sums", "rollout.max_prompt_tokens=96", "task.dataset=chain_sum", "task.train_size=8192"),
-        "task.parameters={min_terms: 2, max_terms: 3, min_digits: 1, max_digits: 2}",
-    ),
+    "sums": (),  # the configuration's
     "word_problems": (  # "how many legs are there in total if you have 2 cows, 1 spider?"
         *("run.name=SmolLM2, word problems", "task.dataset=leg_counting", "task.train_size=2048"),
         "task.parameters={min_animals: 1, max_animals: 2, min_instances: 1, max_instances: 3}",

@@ -20,7 +20,9 @@ FLOAT32_LIMIT = 1e-2
 """Nats. Two right float32 forwards of the same experts are 1e-5 to 1e-3 apart; what is more is another model."""
 WORST = 8
 """Tokens listed per precision."""
-STATISTICS = ("mean", "p99", "max")
+STATISTICS = ("mean", "p50", "p99", "max")
+PRINTED = ("mean", "p99", "max")
+"""Of them, in a table that has to fit a terminal."""
 
 
 def run_parity(config: Config, precisions: list[Precision], *, reference: bool = False) -> Iterator[Finding]:
@@ -51,13 +53,13 @@ def run_parity(config: Config, precisions: list[Precision], *, reference: bool =
 
 
 def summarise(one: Comparison) -> dict[str, dict[str, float]]:
-    """Per pass (R3 on, off, or "-", then the engine and the trainer beside transformers): tokens, and mean, 99th
-    percentile and maximum of |log pi - log mu| in nats (`logp_*`) and of |pi - mu| (`prob_*`)."""
+    """Per pass (R3 on, off, or "-", then the engine and the trainer beside transformers): tokens, and mean, median,
+    99th percentile and maximum of |log pi - log mu| in nats (`logp_*`) and of |pi - mu| (`prob_*`)."""
     result: dict[str, dict[str, float]] = {}
     for compared, mine, theirs, routed in one.passes():
         row = {"tokens": float(len(mine))}
         for name, gaps in (("logp", _logp_gaps(mine, theirs)), ("prob", _prob_gaps(mine, theirs))):
-            values = (gaps.mean(), np.quantile(gaps, 0.99), gaps.max())
+            values = (gaps.mean(), *np.quantile(gaps, (0.5, 0.99)), gaps.max())
             row |= {f"{name}_{statistic}": float(value) for statistic, value in zip(STATISTICS, values, strict=True)}
         if routed is not None:
             row["routed_otherwise"] = routed
@@ -79,13 +81,13 @@ def _summary(model: str, numbers: dict[str, dict[str, dict[str, float]]]) -> Tab
         title_justify="left",
         caption="precision is ENGINE/TRAINER where they differ, transformers' is float32; log-probabilities in nats",
     )
-    for header in ("precision", "R3", "tokens", *(f"|log pi - log mu| {s}" for s in STATISTICS)):
+    for header in ("precision", "R3", "tokens", *(f"|log pi - log mu| {s}" for s in PRINTED)):
         table.add_column(header, justify="left" if header in ("precision", "R3") else "right")
-    for header in (*(f"|pi - mu| {s}" for s in STATISTICS), "routed otherwise"):
+    for header in (*(f"|pi - mu| {s}" for s in PRINTED), "routed otherwise"):
         table.add_column(header, justify="right")
     for precision, passes in numbers.items():
         for replay, row in passes.items():
-            gaps = [f"{row[f'{name}_{statistic}']:.2e}" for name in ("logp", "prob") for statistic in STATISTICS]
+            gaps = [f"{row[f'{name}_{statistic}']:.2e}" for name in ("logp", "prob") for statistic in PRINTED]
             routed = f"{row['routed_otherwise']:,.0f}" if "routed_otherwise" in row else "-"
             table.add_row(precision, replay, f"{row['tokens']:,.0f}", *gaps, routed)
     return table

@@ -35,6 +35,8 @@ class EngineSettings:
     """Bytes of a weight, and of a key or a value (`rollout.dtype`)."""
     bucket: int = 256 << 20
     """Bytes of weights under way at once in a sync (`rollout.weight_sync_bucket_mib`)."""
+    sleeps: bool = True
+    """Whether an engine on the trainer's GPUs gives its memory back while they train (`rollout.enable_sleep`)."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,8 @@ class Plan:
     """Of the training GPUs."""
     workload: Workload
     rollout_gpus: int
-    """GPUs that only generate; 0: engines share the GPUs of the trainer and sleep while it trains."""
+    """GPUs that only generate; 0: engines share the GPUs of the trainer, and sleep while it trains if
+    `settings.sleeps`."""
     stages: tuple[StageMemory, ...]
     gradient_step: StepTime
     microbatches: int
@@ -103,14 +104,18 @@ class Plan:
     @property
     def on_gpu(self) -> int:
         """Bytes of the fullest GPU while training."""
-        return max(stage.on_gpu for stage in self.stages) + (0 if self.rollout_gpus else SLEEPING_ENGINE)
+        beside = SLEEPING_ENGINE if self.settings.sleeps else self.engine.on_gpu + ENGINE_OUTSIDE
+        return max(stage.on_gpu for stage in self.stages) + (0 if self.rollout_gpus else beside)
 
     @property
     def moments(self) -> dict[str, int]:
         """Bytes of the fullest GPU, moment by moment of a step. GPUs that are shared change hands: the engine sleeps
-        while the trainer trains, both have their weights there in a weight sync, then the trainer's go to the host."""
+        while the trainer trains, both have their weights there in a weight sync, then the trainer's go to the host.
+        Without sleep both keep all they have."""
         if self.rollout_gpus:
             return {"training": self.on_gpu, GENERATION[1]: self.engine.on_gpu + ENGINE_OUTSIDE}
+        if not self.settings.sleeps:
+            return {"training beside the engine": self.on_gpu}
         trainer = max(stage.weights + stage.adapter_weights for stage in self.stages)
         buckets = SYNC_BUCKETS * self.settings.bucket
         return {
@@ -136,7 +141,7 @@ class Plan:
         GPUs, what goes there while they generate. Rollouts come beside (`traffic.rollouts`, on all hosts together)."""
         ranks = min(self.layout.gpus, self.layout.gpu.gpus_per_node)
         lent = 0
-        if not self.rollout_gpus:
+        if not self.rollout_gpus and self.settings.sleeps:
             lent = max(stage.weights + stage.adapter_weights + stage.optimizer for stage in self.stages)
         return ranks * (lent + max(stage.host_optimizer for stage in self.stages))
 

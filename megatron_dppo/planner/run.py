@@ -105,6 +105,7 @@ def planned_run(
         max_sequences=rollout.max_num_seqs,
         element=4 if rollout.dtype == "float32" else 2,
         bucket=rollout.weight_sync_bucket_mib << 20,
+        sleeps=rollout.enable_sleep,
     )
     return Run(layout, workload, settings, engines)
 

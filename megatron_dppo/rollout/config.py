@@ -37,8 +37,8 @@ class RolloutConfig(ConfigModel):
     """Record the experts of every token (R3). Ignored for models without experts."""
 
     placement: Literal["fleet", "colocated"] = "fleet"
-    """Where engines run: on GPUs of their own, or on the trainer's, which then change hands twice a step (needs
-    `enable_sleep`)."""
+    """Where engines run: on GPUs of their own, or on the trainer's, which change hands twice a step with `enable_sleep`
+    and are shared without it."""
     weight_transfer: Literal["auto", "object_store", "ipc", "broadcast"] = "auto"
     """How weights reach the engines: through Ray's object store by way of rank 0; through memory of the shared GPU
     (CUDA IPC, colocated only); by broadcast from the ranks that own them (NCCL, on a CPU gloo). "auto" takes ipc when
@@ -67,8 +67,9 @@ class RolloutConfig(ConfigModel):
     enable_prefix_caching: bool = True
     """Samples of one prompt share its key-value cache. Emptied at every weight sync."""
     enable_sleep: bool = False
-    """Let the engine give its GPU memory back between rollouts (`sleep` and `wake`); needed when it shares GPUs with
-    the trainer. A CPU has nothing to give back."""
+    """Let the engine give its GPU memory back between rollouts (`sleep` and `wake`). Where it is on the trainer's GPUs
+    they take turns then; without it both keep theirs, and it has to hold both: for small models, since no time goes
+    into handing over. A CPU has nothing to give back."""
     cpu_threads: int = Field(default=1, ge=1)
     """Threads of an engine on a CPU. One is best up to some millions of parameters: more wait for each other longer
     than they compute, above all on cores shared with others. On a GPU without effect."""
@@ -114,6 +115,11 @@ class RolloutConfig(ConfigModel):
     """For each bucket of a weight sync."""
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether the trainer's GPUs change hands between it and the engines."""
+        return self.placement == "colocated" and self.enable_sleep
+
+    @property
     def max_model_len(self) -> int:
         """Longest sequence, prompt included."""
         return self.max_prompt_tokens + self.max_response_tokens
@@ -138,10 +144,6 @@ class RolloutConfig(ConfigModel):
                 "rollout.expert_parallel=true divides experts among the devices of one engine, and "
                 "rollout.tensor_parallel=1 gives it a single one; raise that, or set expert_parallel=false"
             )
-        if self.placement == "colocated" and not self.enable_sleep:
-            raise ValueError(
-                "rollout.placement=colocated shares GPUs between trainer and engine: set rollout.enable_sleep=true"
-            )
         if self.weight_transfer == "ipc" and self.placement != "colocated":
             raise ValueError(
                 "rollout.weight_transfer=ipc needs trainer and engine on the same GPUs: set "
@@ -152,10 +154,11 @@ class RolloutConfig(ConfigModel):
                 "rollout.weight_transfer=broadcast: NCCL refuses two members on one GPU; with "
                 "rollout.placement=colocated use ipc"
             )
-        if self.placement == "colocated" and self.schedule == "one_step_off":
+        if self.takes_turns and self.schedule == "one_step_off":
             raise ValueError(
-                "rollout.schedule=one_step_off needs engines on GPUs of their own: with rollout.placement=colocated "
-                "they sleep while the trainer works"
+                "rollout.schedule=one_step_off needs engines that are awake while the trainer works: on its GPUs "
+                "(rollout.placement=colocated) set rollout.enable_sleep=false, if their memory holds both, or give "
+                "engines GPUs of their own"
             )
         if self.schedule == "synchronous" and self.max_staleness != 1:
             raise ValueError(

@@ -81,8 +81,8 @@ def open_fleet(
 ) -> Iterator[RolloutFleet | None]:
     """Connects every rank to one Ray, and gives the controller its engines, which load in the background. Collective.
 
-    Where they share the trainer's GPUs they are waited for and put to sleep: a model that is built meanwhile would take
-    what they measure as free. `made` gets the engines while they load.
+    Where they share the trainer's GPUs they are waited for, and put to sleep if they take turns: a model that is built
+    meanwhile would take what they measure as free. `made` gets the engines while they load.
     """
     with ExitStack() as stack:
         if ranks.is_controller:
@@ -110,9 +110,11 @@ def open_fleet(
             made(fleet)
         if config.placement == "colocated":
             if fleet is not None:
-                asleep = [member.ask(lambda engine: engine.sleep(), "weights") for member in fleet.ready_members()]
-                for future in asleep:
-                    future.result()
+                ready = fleet.ready_members()
+                if config.takes_turns:
+                    asleep = [member.ask(lambda engine: engine.sleep(), "weights") for member in ready]
+                    for future in asleep:
+                        future.result()
             ranks.barrier()
         yield fleet
 

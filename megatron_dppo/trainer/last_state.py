@@ -87,7 +87,7 @@ class LastState:
 
     def _take_gpus(self) -> None:
         """What is left of the engines may have the trainer's GPUs."""
-        if self.weights.colocated and self.fleet is not None:
+        if self.weights.takes_turns and self.fleet is not None:
             try:
                 self.fleet.close()
             except Exception:  # the others wait; if the GPUs are not free, they will hear

@@ -130,7 +130,7 @@ class Trainer:
 
     def _run(self, first_step: int) -> bool:
         self._step_now = first_step
-        loaded = not self._config.model.random_weights and self._config.rollout.placement != "colocated"
+        loaded = not (self._config.model.random_weights or self._config.rollout.takes_turns)
         if first_step > 0 or self._config.trainer.engine_weight_noise or not loaded:
             with self._watch("sync"):
                 self._coordinator.sync(first_step)
@@ -158,9 +158,9 @@ class Trainer:
         return True
 
     def _take_gpus(self) -> None:
-        """Engines that share the trainer's GPUs give them back. One that is being started again is waited for: it
-        would take the memory that it finds free."""
-        if self._weights.colocated:
+        """Engines that take turns with the trainer give its GPUs back. One that is being started again is waited for:
+        it would take the memory that it finds free."""
+        if self._weights.takes_turns:
             found = meanwhile(self._controller.fleet.ready_members) if self._controller else None
             self._weights.before_update(self._coordinator.wait_until_done(found))
 
@@ -194,7 +194,7 @@ class Trainer:
         self._collector.release(experience)
         every = config.trainer.checkpoint_every
         due = bool(every) and (step % every == 0 or step == config.trainer.steps)
-        if due and self._weights.colocated:  # the engines take the GPUs with the weights
+        if due and self._weights.takes_turns:  # the engines take the GPUs with the weights
             self._save(step)
         try:
             with self._watch("weight sync"), clock.phase("sync"):
@@ -209,7 +209,7 @@ class Trainer:
                     self._controller.progress.step(step, metrics)
                     if look:
                         self._show(step, report, self._controller)
-        if due and not self._weights.colocated:
+        if due and not self._weights.takes_turns:
             self._save(step)
         if self._evaluation_is_due(step):
             self._evaluate(step)

@@ -34,21 +34,21 @@ class SyncReport:
 class WeightSync:
     """Every rank has one and calls its methods together; the controller, rank 0, names the engines.
 
-    With engines on the trainer's GPUs (`rollout.placement: colocated`) the GPUs change hands here:
+    Where engines on the trainer's GPUs take turns with it (`rollout.takes_turns`) the GPUs change hands here:
     `before_update` puts the engines to sleep and brings the actor back, `sync` lends the GPUs to the engines again.
     """
 
     def __init__(self, runtime: Runtime, actor: MegatronActor, config: Config) -> None:
         self._runtime, self._actor, self._config = runtime, actor, config
         self._rollout = config.rollout
-        self.colocated = config.rollout.placement == "colocated"
-        """Whether engines share the trainer's GPUs."""
+        self.takes_turns = config.rollout.takes_turns
+        """Whether GPUs change hands between engines and trainer."""
         self._sender: WeightSender | None = None
         self._awake = False
-        """Whether the engines have the GPUs (colocated)."""
+        """Whether the engines have the GPUs, if they take turns."""
 
     def before_update(self, members: Sequence[EngineClient] | None) -> None:
-        """The GPUs to the trainer, with which the engines are `colocated`."""
+        """The GPUs to the trainer, with which the engines take turns."""
         if members is not None:
             # A dead engine holds no memory; the fleet finds out about it by itself.
             engines = Recipients(members, timeout_s=self._rollout.sync_timeout_s)
@@ -57,7 +57,7 @@ class WeightSync:
 
     def reclaim(self) -> None:
         """Bring the actor back to GPUs that the engines left. Collective; nothing where nothing was lent."""
-        if self.colocated:
+        if self.takes_turns:
             self._runtime.barrier()
             self._awake = False
             self._actor.onload()
@@ -72,7 +72,7 @@ class WeightSync:
         to = None
         if members is not None:
             to = Recipients(members, timeout_s=self._rollout.sync_timeout_s)
-        if self.colocated:
+        if self.takes_turns:
             with clock("lend"):
                 self._lend(to)
         try:
@@ -81,7 +81,7 @@ class WeightSync:
             if to is not None:
                 to.give_up(version, f"{type(error).__name__}: {error}")
             raise
-        if self.colocated:
+        if self.takes_turns:
             with clock("lend"):
                 self._actor.offload(("weights",))
                 self._runtime.barrier()  # every rank's part of a GPU is free before an engine takes it

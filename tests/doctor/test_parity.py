@@ -98,6 +98,7 @@ def test_the_numbers_are_those_of_the_definition() -> None:
     of_experts = summarise(Comparison(Mismatch(*logs), whole, whole, whole, differing_tokens=4.0))
     assert of_experts["on"]["logp_max"] == pytest.approx(np.log(2), rel=1e-6)
     assert of_experts["on"]["prob_mean"] == pytest.approx((0 + 0.25 + 0.1) / 3, rel=1e-6)
+    assert of_experts["on"]["prob_p50"] == pytest.approx(0.1, rel=1e-6)
     assert of_experts["on"]["prob_p99"] == pytest.approx(np.quantile([0, 0.25, 0.1], 0.99), rel=1e-6)
     assert of_experts["off"]["logp_max"] == pytest.approx(np.log(5), rel=1e-6)
     assert of_experts["off"]["routed_otherwise"] == 4

@@ -1,4 +1,4 @@
-"""On two GPUs: the weights that the ranks send are the weights that the engine samples from, over CUDA IPC and NCCL."""
+"""The weights that the ranks send are the weights that the engine samples from, over CUDA IPC and NCCL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     "rollout.enforce_eager=true",
-    "rollout.gpu_memory_utilization=0.5",
+    "rollout.gpu_memory_utilization=0.2",
+    "rollout.kv_cache_mib=4096",
     "rollout.max_prompt_tokens=256",
     "rollout.max_response_tokens=32",
     "rollout.max_num_seqs=64",
@@ -27,17 +28,30 @@ SMALL = (
 )
 
 
+def needs(devices: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(
+        torch.cuda.device_count() < devices,
+        reason=f"needs {devices} CUDA devices, TransformerEngine and vLLM",
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices, TransformerEngine and vLLM")
 @pytest.mark.parametrize(
     ("placement", "ranks", "engine"),
     [
-        ("colocated", 2, ()),
-        ("fleet", 1, ()),
-        ("colocated", 2, ("rollout.tensor_parallel=2", "rollout.expert_parallel=true")),
+        pytest.param("colocated", 1, (), marks=needs(1), id="one GPU in turns"),
+        pytest.param("colocated", 1, ("rollout.enable_sleep=false",), marks=needs(1), id="one GPU for both"),
+        pytest.param("colocated", 2, (), marks=needs(2), id="colocated"),
+        pytest.param("fleet", 1, (), marks=needs(2), id="fleet"),
+        pytest.param(
+            "colocated",
+            2,
+            ("rollout.tensor_parallel=2", "rollout.expert_parallel=true"),
+            marks=needs(2),
+            id="colocated, experts divided",
+        ),
     ],
-    ids=["colocated", "fleet", "colocated, experts divided"],
 )
 def test_random_weights_arrive(tmp_path: Path, placement: str, ranks: int, engine: tuple[str, ...]) -> None:
     """The engine starts from other random weights: its first rollout agrees with the trainer only after a sync."""

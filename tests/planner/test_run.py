@@ -16,7 +16,7 @@ from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.planner.engine import EngineSettings
 from megatron_dppo.planner.fix import find_fix
 from megatron_dppo.planner.gpus import GIB, GPUS, gpu_of_device
-from megatron_dppo.planner.plan import largest_utilization, make_plan
+from megatron_dppo.planner.plan import ENGINE_OUTSIDE, largest_utilization, make_plan
 from megatron_dppo.planner.run import Run, beside_figures, planned_run
 from megatron_dppo.planner.search import Wanted, search
 from megatron_dppo.planner.workload import Layout, Workload
@@ -189,6 +189,10 @@ def test_gpus_change_hands(run_of: Callable[..., Run]) -> None:
     assert fleet.engine.kv_cache == GIB
     assert fleet.host_per_node == 0
     assert shared.on_gpu - fleet.on_gpu == 2 * GIB
+    awake = run_of("rollout.placement=colocated", "rollout.enable_sleep=false", gpus=32).plan()
+    assert awake.host_per_node == 0
+    assert awake.on_gpu - fleet.on_gpu == awake.engine.on_gpu + ENGINE_OUTSIDE
+    assert max(awake.moments.values()) == awake.on_gpu
 
 
 def test_measured_gpus_that_change_hands() -> None:

@@ -18,7 +18,10 @@ def test_every_field_says_what_it_means() -> None:
         ({"temperature": 0.0}, "temperature"),
         ({"temperature": 0.005}, "silently raises temperatures below 0.01"),
         ({"stop_token_ids": (5, -1)}, "negative token id"),
-        ({"schedule": "one_step_off", "placement": "colocated", "enable_sleep": True}, "GPUs of their own"),
+        (
+            {"schedule": "one_step_off", "placement": "colocated", "enable_sleep": True},
+            "set rollout.enable_sleep=false",
+        ),
         ({"max_staleness": 2}, "needs rollout.schedule=one_step_off"),
         ({"partial_rollouts": True}, "needs rollout.schedule=one_step_off"),
         ({"expert_parallel": True}, "rollout.tensor_parallel=1 gives it a single one"),

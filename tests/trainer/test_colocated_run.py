@@ -56,10 +56,15 @@ def test_states_and_models_are_those_of_a_run_on_gpus_of_its_own(tmp_path: Path)
     run(shared, model, *colocated, "trainer.resume=true")
     assert [row["step"] for row in rows(shared)] == [1, 2, 3]
     assert sorted(p.name for p in (shared / "checkpoints").glob("step_*")) == ["step_00000002", "step_00000003"]
-    before, expected, found = (
+    awake = tmp_path / "awake"
+    run(awake, model, "rollout.placement=colocated")
+    assert all("sync/lend_s" in row for row in rows(shared))
+    assert not any("sync/lend_s" in row for row in rows(awake)), "nothing changes hands"
+    before, expected, *found = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
-        for path in (model, fleet / "hf", shared / "hf")
+        for path in (model, fleet / "hf", shared / "hf", awake / "hf")
     )
     assert max((before[name] - tensor).abs().max() for name, tensor in expected.items()) > 1e-3
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=0, msg=name)
+    for one in found:
+        for name, tensor in expected.items():
+            torch.testing.assert_close(one[name], tensor, atol=1e-4, rtol=0, msg=name)

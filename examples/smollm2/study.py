@@ -1,0 +1,208 @@
+#!/usr/bin/env python3
+"""Several runs of SmolLM2 that share one GPU, and what they show together.
+
+    python examples/smollm2/study.py OUT EXPERIMENT ... [--seeds "0 1 2"] [--at-once 8] [--seconds S] [a.b=c ...]
+    python examples/smollm2/study.py OUT report
+
+| EXPERIMENT | runs |
+|---|---|
+| `learn` | the dense model and the mixture of eight experts |
+| `replay` | the mixture of `--parted`, whose experts differ, with R3 and without |
+| `rates` | algorithms x learning rates, on the newest weights |
+| `staleness` | algorithms x steps that answers may be old, at `--rate` |
+| `noise` | float32 on both sides, algorithms x noise on the engine's weights, at `--rate` |
+
+Runs are OUT/EXPERIMENT/ARM/seed-N, seed by seed. One that is complete is not repeated; one that stopped with a state
+goes on from it, without one it begins anew. After `--seconds` nothing is started; what runs is asked to stop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.smollm2.report import report
+from megatron_dppo.checkpoint.state_folder import finished_states
+from megatron_dppo.errors import UserError
+from megatron_dppo.launch import exit_status
+from megatron_dppo.trainer.history import CHECKPOINTS, METRICS_FILE, read_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+ALGORITHMS = ("dppo-binary-tv", "grpo-clip-higher", "cispo", "pg-is")
+EXPERIMENTS = ("learn", "replay", "rates", "staleness", "noise")
+SHORT = (
+    *("trainer.steps=30", "trainer.checkpoint_every=0", "evaluation.every=0"),
+    *("trainer.export_hugging_face=false", "tracking.samples_every=0", "trainer.parity_check=false"),
+)
+"""Of the runs of a table: 512 answers and 4 gradient steps a step, 120 gradient steps in all."""
+MIXTURE_GIB, DENSE_GIB = 24, 9
+"""Of GPU memory that a run takes, trainer and engine."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: its folder below OUT, the script's variables and overrides."""
+
+    folder: str
+    variables: dict[str, str]
+    overrides: tuple[str, ...]
+    gib: int
+
+
+def jobs(experiment: str, seed: int, chosen: argparse.Namespace) -> Iterator[Job]:
+    """The runs of `experiment` with `seed`. Raises UserError where an option is missing."""
+
+    def job(arm: str, *overrides: str, gib: int = DENSE_GIB, **variables: str) -> Job:
+        folder = f"{experiment}/{arm}/seed-{seed}"
+        return Job(folder, {"SEED": str(seed), **variables}, (f"run.name={arm}", *overrides, *chosen.overrides), gib)
+
+    if experiment == "learn":
+        kept = ("trainer.checkpoint_every=0",)  # with its moments a mixture's state is 11 GB
+        yield job("dense", *kept)
+        yield job("mixture", *kept, gib=MIXTURE_GIB, EXPERTS="8")
+    elif experiment == "replay":
+        if chosen.parted is None:
+            raise UserError("study replay: name the mixture whose experts differ (supervised.py makes it): --parted")
+        mixture = {"EXPERTS": "8", "MODEL_DIR": str(chosen.parted)}
+        kept = ("trainer.checkpoint_every=0", "trainer.export_hugging_face=false", "evaluation.every=0")
+        yield job("r3", *kept, gib=MIXTURE_GIB, **mixture)
+        yield job("live", *kept, "actor.router_replay=none", gib=MIXTURE_GIB, **mixture)
+    else:
+        for algorithm in chosen.algorithms:
+            one = (*SHORT, f"algorithm.preset={algorithm}", "algorithm.constants=appendix-d")
+            rate = f"optimizer.lr={chosen.rate:g}"
+            if experiment == "rates":
+                for other in chosen.rates:
+                    yield job(f"{algorithm}/{other:g}", *one, f"optimizer.lr={other:g}")
+            elif experiment == "staleness":
+                for steps in chosen.staleness:
+                    ahead = ("rollout.schedule=one_step_off", f"rollout.max_staleness={steps}") if steps else ()
+                    yield job(f"{algorithm}/{steps}", *one, rate, *ahead)
+            else:
+                precise = ("actor.dtype=float32", "rollout.dtype=float32", "rollout.weight_transfer=object_store")
+                for noise in chosen.noise:
+                    noisy = f"trainer.engine_weight_noise={noise:g}"
+                    yield job(f"{algorithm}/{noise:g}", *one, rate, *precise, noisy, gib=2 * DENSE_GIB)
+
+
+def left(job: Job, out: Path, steps: int) -> tuple[str, ...] | None:
+    """What the run needs beside its overrides to begin or go on; None where it is complete."""
+    run = out / job.folder
+    if not (run / METRICS_FILE).exists():
+        shutil.rmtree(run, ignore_errors=True)
+        return ()
+    done = max((row["step"] for row in read_rows(run / METRICS_FILE) if "reward/mean" in row), default=0)
+    if done >= steps:
+        return None
+    if finished_states(run / CHECKPOINTS):
+        return ("trainer.resume=true",)
+    shutil.rmtree(run)
+    return ()
+
+
+def steps_of(job: Job) -> int:
+    """Of `trainer.steps` the last word counts; the configuration's is 60."""
+    said = [override.partition("=")[2] for override in job.overrides if override.startswith("trainer.steps=")]
+    return int(said[-1]) if said else 60
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Run what is left, `--at-once` at a time and no more than `--gib` of the GPU; 1 where a run failed."""
+    started, failed = time.monotonic(), []
+    queue = [job for seed in chosen.seeds for name in chosen.experiments for job in jobs(name, seed, chosen)]
+    active: dict[subprocess.Popen[bytes], Job] = {}
+    out: Path = chosen.out
+    over = False
+    try:
+        while queue or active:
+            late = time.monotonic() - started > chosen.seconds
+            if late and not over:
+                queue, over = [], True
+                for job in active.values():
+                    (out / job.folder / "stop").touch()  # ends after its step, and saves
+            room = chosen.gib - sum(job.gib for job in active.values())
+            fitting = next((job for job in queue if job.gib <= room), None)
+            if fitting is not None and len(active) < chosen.at_once:
+                queue.remove(fitting)
+                more = left(fitting, out, steps_of(fitting))
+                if more is not None:
+                    active[_start(fitting, out, more)] = fitting
+                    time.sleep(chosen.stagger)
+                continue
+            time.sleep(1.0)
+            for process in [one for one in active if one.poll() is not None]:
+                job = active.pop(process)
+                said = "" if process.returncode == 0 else f", status {process.returncode}: {out / job.folder}.log"
+                print(f"{time.monotonic() - started:5.0f} s: {job.folder}{said}", flush=True)
+                failed += [job.folder] if process.returncode else []
+    finally:
+        for process in active:
+            process.terminate()
+        for process in active:
+            process.wait()
+    return 1 if failed else 0
+
+
+def _start(job: Job, out: Path, more: Sequence[str]) -> subprocess.Popen[bytes]:
+    log = out / f"{job.folder}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    variables = {"PYTHON": sys.executable, "RUN_DIR": str(out / job.folder), "OMP_NUM_THREADS": "1"}
+    command = ["bash", str(ROOT / "examples/run_smollm2_dppo.sh"), *job.overrides, *more]
+    with open(log, "ab") as file:
+        return subprocess.Popen(
+            command, env=os.environ | variables | job.variables, stdout=file, stderr=subprocess.STDOUT
+        )
+
+
+def _several[T](kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Of a word that holds several, such as "0 1 2"."""
+
+    def values(text: str) -> list[T]:
+        return [kind(word) for word in text.split()]
+
+    return values
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument(
+        "words", nargs="+", metavar="EXPERIMENT", help=f"{', '.join(EXPERIMENTS)}, or report; a.b=c overrides"
+    )
+    parser.add_argument("--seeds", type=_several(int), default=[0, 1, 2])
+    parser.add_argument("--algorithms", type=_several(str), default=ALGORITHMS)
+    parser.add_argument("--rates", type=_several(float), default=[2e-5, 4e-5, 8e-5, 1.6e-4])
+    parser.add_argument("--staleness", type=_several(int), default=[0, 4, 8])
+    parser.add_argument("--noise", type=_several(float), default=[0.0, 0.01, 0.03])
+    parser.add_argument("--rate", type=float, default=2e-5, help="of staleness and noise")
+    parser.add_argument("--parted", type=Path, help="of replay: a mixture whose experts differ")
+    parser.add_argument("--at-once", type=int, default=8, help="runs that share the GPU and the cores")
+    parser.add_argument("--gib", type=int, default=125, help="of the GPU, for all of them")
+    parser.add_argument("--seconds", type=float, default=1e9, help="after which nothing is started")
+    parser.add_argument("--stagger", type=float, default=1.0, help="seconds between two starts")
+    chosen = parser.parse_intermixed_args(arguments)
+
+    def go() -> int | None:
+        if chosen.words == ["report"]:
+            return report(chosen.out)
+        chosen.overrides = tuple(word for word in chosen.words if "=" in word)
+        chosen.experiments = [word for word in chosen.words if "=" not in word]
+        for word in chosen.experiments:
+            if word not in EXPERIMENTS:
+                raise UserError(f"study: {word} is no experiment: {', '.join(EXPERIMENTS)}")
+        return run(chosen)
+
+    return exit_status(go)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,109 @@
+"""The study of SmolLM2: which runs, what is left of them, what they show; and the supervised phase before it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.smollm2 import make_model, report, study, supervised
+from tests.examples.test_smollm2 import tiny_llama
+
+
+def chosen(out: Path, **changed: object) -> argparse.Namespace:
+    known = {
+        "out": out,
+        "seeds": [0, 1],
+        "algorithms": ["dppo-binary-tv", "pg-is"],
+        "rates": [1e-5, 2e-5],
+        "staleness": [0, 4],
+        "noise": [0.0, 0.01],
+        "rate": 2e-5,
+        "parted": None,
+        "overrides": ("trainer.steps=7",),
+    }
+    return argparse.Namespace(**(known | changed))
+
+
+def test_runs_are_named_by_what_varies(tmp_path: Path) -> None:
+    rates = list(study.jobs("rates", 1, chosen(tmp_path)))
+    assert [one.folder for one in rates] == [
+        f"rates/{algorithm}/{rate}/seed-1" for algorithm in ("dppo-binary-tv", "pg-is") for rate in ("1e-05", "2e-05")
+    ]
+    assert "optimizer.lr=2e-05" in rates[1].overrides
+    assert rates[1].variables == {"SEED": "1"}
+    assert study.steps_of(rates[0]) == 7, "the last word counts"
+    fresh, old = list(study.jobs("staleness", 0, chosen(tmp_path)))[:2]
+    assert not any("schedule" in override for override in fresh.overrides)
+    assert "rollout.max_staleness=4" in old.overrides
+    with pytest.raises(study.UserError, match="--parted"):
+        list(study.jobs("replay", 0, chosen(tmp_path)))
+    r3, live = study.jobs("replay", 0, chosen(tmp_path, parted=Path("m")))
+    assert set(live.overrides) - set(r3.overrides) == {"run.name=live", "actor.router_replay=none"}
+
+
+def logged(out: Path, folder: str, rewards: list[float]) -> None:
+    run = out / folder
+    run.mkdir(parents=True)
+    rows = [
+        {"step": i + 1, "reward/mean": r, "mismatch/mean_abs_pi_mu": 0.01, "mismatch/max_abs_pi_mu": 0.5}
+        | {"policy/masked_fraction": 0.02}
+        for i, r in enumerate(rewards)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_run_goes_on_where_it_can(tmp_path: Path) -> None:
+    job = study.Job("rates/pg-is/1e-05/seed-0", {}, (), 9)
+    assert study.left(job, tmp_path, 3) == ()
+    logged(tmp_path, job.folder, [0.1, 0.2])
+    assert study.left(job, tmp_path, 2) is None
+    assert study.left(job, tmp_path, 3) == ()
+    assert not (tmp_path / job.folder).exists(), "without a state it begins anew"
+
+
+def test_the_largest_value_that_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ends = {
+        "dppo-binary-tv": {"1e-05": (0.4, 0.5), "2e-05": (0.5, 0.3), "4e-05": (0.2, 0.2)},
+        "pg-is": {"1e-05": (0.2, 0.4), "2e-05": (0.0, 0.0), "4e-05": (0.0, 0.0)},
+    }
+    for algorithm, rates in ends.items():
+        for rate, by_seed in rates.items():
+            for seed, end in enumerate(by_seed):
+                logged(tmp_path, f"rates/{algorithm}/{rate}/seed-{seed}", [0.1, end])
+    assert report.report(tmp_path) == 0
+    # The best gains 0.4: a run learns from 0.1 + 0.2 on.
+    printed = capsys.readouterr().out
+    assert "| DPPO-Binary-TV | 2e-05, 2e-05 |" in printed
+    assert "| PG-IS | none, 1e-05 |" in printed
+    assert "| DPPO-Binary-TV 2e-05 | 2 | 2 | 0.100 (0.100 to 0.100) | 0.400 (0.300 to 0.500) |" in printed
+    assert (tmp_path / "study.png").stat().st_size > 10_000
+    with pytest.raises(report.UserError, match="holds no run"):
+        report.report(tmp_path / "none")
+
+
+def test_working_is_right_or_slips() -> None:
+    draw = random.Random(0)
+    assert supervised.worked("27 - 4 + 13", 0.0, draw) == "27 - 4 = 23, 23 + 13 = 36. The answer is 36."
+    assert supervised.worked("15 - 43 - 75", 0.0, draw).endswith("The answer is -103.")
+    slipped = supervised.worked("27 - 4 + 13", 1.0, draw)
+    assert slipped != "27 - 4 = 23, 23 + 13 = 36. The answer is 36."
+    first = slipped.split(", ")[0].split(" = ")[1]
+    assert f", {first} + 13 = " in slipped, "what follows goes on from it"
+
+
+def test_experts_part_and_then_routes_matter() -> None:
+    mixture = make_model.upcycle(tiny_llama(), 4, 2, router_std=0.5, seed=1)
+    ids = torch.randint(97, (4, 33), generator=torch.Generator().manual_seed(0))
+    assert max(supervised.distances(mixture)) == 0
+    assert supervised.route_gaps(mixture, ids).max() < 1e-4, "equal experts: any route is the same"
+    solved = [([5, i % 7, 9], [i % 7 + 20, i % 5 + 30, 2]) for i in range(64)]
+    supervised.teach(mixture, solved, steps=12, lr=1e-2, seed=0)
+    assert min(supervised.distances(mixture)) > 0.01
+    before = mixture.model.layers[0].mlp.gate.weight.detach().clone()
+    assert supervised.route_gaps(mixture, ids).mean() > 1e-3
+    assert torch.equal(before, mixture.model.layers[0].mlp.gate.weight), "routers are put back"
