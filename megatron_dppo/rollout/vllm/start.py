@@ -192,6 +192,10 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
     shorten_socket_paths()
     with uncollected():
         os.environ.update(engine_environment(config))
+        if (
+            not on_cpu()
+        ):  # a fork of a process that has only counted the GPUs cannot use them, and vLLM does not see that
+            os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         import vllm
         from vllm import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
