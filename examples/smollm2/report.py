@@ -132,8 +132,10 @@ _CELLS: tuple[tuple[Callable[[Ended], float], str], ...] = (
 
 
 def largest_that_learns(arms: Mapping[str, Sequence[History]]) -> dict[str, tuple[float | None, ...]]:
-    """Per algorithm and seed the largest value of the experiment with which the run learns, None where none does."""
-    ended = {arm: [Ended.of(one) for one in runs] for arm, runs in arms.items()}
+    """Per algorithm and seed the largest value of the experiment with which the run learns, None where none does. Runs
+    that are not complete do not count."""
+    whole = max(len(one[REWARD]) for runs in arms.values() for one in runs)
+    ended = {arm: [Ended.of(one) for one in runs if len(one[REWARD]) == whole] for arm, runs in arms.items()}
     start = float(np.mean([one.start for ends in ended.values() for one in ends]))
     bar = start + LEARNS * (max(one.end for ends in ended.values() for one in ends) - start)
     found: dict[str, dict[int, float | None]] = {}

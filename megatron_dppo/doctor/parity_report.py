@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -16,8 +17,9 @@ from megatron_dppo.preflight.finding import Finding, error
 from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.mismatch import plot_mismatch
 
-FLOAT32_LIMIT = 1e-2
-"""Nats. Two right float32 forwards of the same experts are 1e-5 to 1e-3 apart; what is more is another model."""
+FLOAT32_LIMIT = {"cpu": 1e-2, "cuda": 0.2}
+"""Nats. Two right float32 forwards of the same experts are 1e-5 to 1e-3 apart on a CPU; what is more is another model.
+On a GPU products of float32 are rounded more: 0.044 was the most of 19,366 tokens (docs/benchmarks.md)."""
 WORST = 8
 """Tokens listed per precision."""
 STATISTICS = ("mean", "p50", "p99", "max")
@@ -43,7 +45,7 @@ def run_parity(config: Config, precisions: list[Precision], *, reference: bool =
     console.print(f"picture and numbers: {folder}/parity.png, {folder}/parity.json", markup=False, soft_wrap=True)
     for name, passes in numbers.items():
         worst = next(iter(passes.values()))["logp_max"]
-        if name == "float32" and not worst <= FLOAT32_LIMIT:
+        if name == "float32" and not worst <= FLOAT32_LIMIT["cuda" if torch.cuda.is_available() else "cpu"]:
             yield error(
                 "parity",
                 f"in float32 the trainer is up to {worst:.3g} nats from the engine with the same weights and experts",
