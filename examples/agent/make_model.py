@@ -53,7 +53,7 @@ TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}
 """
-PLAN = WarmUpPlan(correct_steps=150, slip=0.7, samples_per_prompt=1)
+PLAN = WarmUpPlan(correct_steps=300, slip=0.7, samples_per_prompt=1)
 
 
 def agent_tokenizer() -> PreTrainedTokenizerBase:
