@@ -24,7 +24,7 @@ model: {{path: {model}}}
 actor: {{dtype: float32, max_tokens_per_microbatch: 3000}}
 optimizer: {{lr: 1.0e-3}}
 rollout: {{max_prompt_tokens: 300, max_response_tokens: 6, dtype: float32, kv_cache_mib: 64, max_num_seqs: 8,
-  top_k_logprobs: 5, schedule: {schedule}}}
+  top_k_logprobs: 5, schedule: {schedule}, partial_rollouts: {partial}}}
 task:
   kind: agent
   agent: {{function: "tests.trainer.agent_harnesses:edited", credit: {credit}, discount: 1.0, timeout_s: 120}}
@@ -40,12 +40,19 @@ tracking: {{samples_every: 1, samples: 2}}
 
 
 def train(
-    folder: Path, *, credit: str = "episode", schedule: str = "synchronous", engines: int = 1, ranks="sudoku_ranks.py"
+    folder: Path,
+    *,
+    credit: str = "episode",
+    schedule: str = "synchronous",
+    partial: bool = False,
+    engines: int = 1,
+    ranks: str = "sudoku_ranks.py",
 ):
     (folder / "batches").mkdir(parents=True)
     tiny_qwen3_moe(folder / "model", seed=4, max_position_embeddings=512, num_hidden_layers=LAYERS)
     config = folder / "agent.yaml"
-    made = CONFIG.format(run=folder / "run", model=folder / "model", credit=credit, schedule=schedule)
+    named = {"credit": credit, "schedule": schedule, "partial": str(partial).lower()}
+    made = CONFIG.format(run=folder / "run", model=folder / "model", **named)
     config.write_text(made.replace("rollout: {", f"rollout: {{engines: {engines}, "))
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),
@@ -121,8 +128,10 @@ def test_samples_hold_every_sequence_of_an_episode_and_say_what_was_not_trained_
 
 
 @pytest.mark.full
-def test_sampled_ahead_with_credit_by_turn(tmp_path):
-    _, batches, rows = train(tmp_path / "ahead", credit="turn", schedule="one_step_off")
+@pytest.mark.parametrize("partial", [False, True])
+def test_sampled_ahead_with_credit_by_turn(tmp_path, partial):
+    """With partial rollouts a weight sync cuts the turns under way, which go on under the new weights."""
+    _, batches, rows = train(tmp_path / "ahead", credit="turn", schedule="one_step_off", partial=partial)
     trained = [row for row in rows if "optimizer/loss" in row]
     staleness = [row["rollout/staleness_max"] for row in trained]
     assert staleness[0] == 0
