@@ -54,7 +54,7 @@ def draw(
             return whole
         number += 1
         seed = continued_seed(request.seed, _OWN_SEEDS + number)
-        now = GenerationRequest(request_id=f"{request.request_id}.{number}", prompt_ids=whole.token_ids, seed=seed)
+        now = replace(request, request_id=f"{request.request_id}.{number}", prompt_ids=whole.token_ids, seed=seed)
 
 
 def _first_with(ids: np.ndarray, stop: Sequence[str], spell: Callable[[np.ndarray], str]) -> int:

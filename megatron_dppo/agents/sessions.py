@@ -247,7 +247,9 @@ class Session:
                     param="messages",
                 )
             self._begun += 1
-        request = GenerationRequest(request_id=f"{self.name}/{number}", prompt_ids=prompt, seed=self._seed(number))
+        request = GenerationRequest(
+            request_id=f"{self.name}/{number}", prompt_ids=prompt, seed=self._seed(number), affinity=self.name
+        )
         sampling = replace(asked.sampling, max_tokens=min(room, asked.max_tokens or room))
         started = time.monotonic()
         batch = draw(

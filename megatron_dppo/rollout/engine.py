@@ -46,11 +46,14 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """One sequence to sample. `request_id` is unique within a run; `seed` derives from (run, step, prompt, sample)."""
+    """One sequence to sample. `request_id` is unique within a run; `seed` derives from (run, step, prompt, sample).
+    Requests of one `affinity` go to one engine of a fleet, which may have the keys and values of their beginning,
+    unless it has much more to do than the others."""
 
     request_id: str
     prompt_ids: np.ndarray = field(repr=False)
     seed: int
+    affinity: str = ""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dppo.rollout.engine import GenerationRequest, SamplingConfig
+from megatron_dppo.rollout.fleet.replica import best_for
 from megatron_dppo.rollout.fleet.work import Ticket, in_pieces
 
 SAMPLING = SamplingConfig(max_tokens=10)
@@ -68,3 +72,21 @@ def test_a_ticket_closes_when_enough_has_come_or_when_it_fails() -> None:
     failed.fail(KeyError("too late"))
     with pytest.raises(ValueError, match="no"):
         failed.wait()
+
+
+def test_turns_of_a_session_go_to_one_engine_unless_it_has_much_more_to_do() -> None:
+    replicas: Any = [SimpleNamespace(tokens=tokens, budget=400) for tokens in (300, 200, 250)]
+
+    def sent(names: list[str], free: Any = replicas) -> Any:
+        requests = [replace(r, affinity=name) for r, name in zip(asked([len(names)]), names, strict=True)]
+        return best_for(Ticket([requests], SAMPLING, training=True).work[0], free, replicas)
+
+    homes = [replicas.index(sent([f"session {n}"])) for n in range(300)]
+    assert [homes.count(n) > 60 for n in range(3)] == [True] * 3
+    assert homes == [replicas.index(sent([f"session {n}"] * 2)) for n in range(300)]
+    assert sent([""]) is sent(["a", "b"]) is replicas[1]  # nothing in common
+    name = f"session {homes.index(0)}"
+    assert sent([name]) is replicas[0]
+    assert sent([name], replicas[1:]) is replicas[1]
+    replicas[0].tokens = 301
+    assert sent([name]) is replicas[1]

@@ -39,7 +39,7 @@ from megatron_dppo.rollout.engine import (
 )
 from megatron_dppo.rollout.event_loop import EventLoop
 from megatron_dppo.rollout.fleet.host import RemoteEngine, future_of
-from megatron_dppo.rollout.fleet.replica import Replica
+from megatron_dppo.rollout.fleet.replica import Replica, best_for
 from megatron_dppo.rollout.fleet.store import sampled_columns
 from megatron_dppo.rollout.fleet.work import Ticket, Work
 from megatron_dppo.rollout.stored import column_names
@@ -245,13 +245,13 @@ class Dispatcher:
         self._counts["dropped_sequences"] += sum(len(work.requests) for work in given_up)
 
     def _assign(self) -> None:
-        """To the engine with the fewest tokens in flight, first come, first served."""
+        """First come, first served."""
         while self._waiting and not self._held:
             work = self._waiting[0]
             free = [r for r in self._replicas if r.up and r.version == self._current and r.has_room(work)]
             if not free:
                 return
-            self._give(min(free, key=lambda replica: replica.tokens), self._waiting.popleft())
+            self._give(best_for(work, free, self._replicas), self._waiting.popleft())
 
     def _give(self, replica: Replica, work: Work) -> None:
         key, requests, ticket = work.key, work.requests, work.ticket

@@ -24,9 +24,9 @@ from megatron_dppo.rollout.stored import LayerGroups, RolloutHandle, column_name
 class EngineFleet:
     """The `RolloutFleet` of engines in Ray actors. They load in the background once this is made.
 
-    Work goes to the engine with the fewest tokens in flight, by groups of the samples of one prompt; what is beyond the
-    budgets (`rollout.max_tokens_in_flight`) waits here. An engine that dies, hangs or answers nonsense loses its work
-    to the others, and another one takes its place, which gets work when it has the current weights
+    Work goes to the engine with the fewest tokens in flight (`best_for`), by groups of the samples of one prompt; what
+    is beyond the budgets (`rollout.max_tokens_in_flight`) waits here. An engine that dies, hangs or answers nonsense
+    loses its work to the others, and another one takes its place, which gets work when it has the current weights
     (`members_behind`, `synced`). Needs a connected `RaySession`.
     """
 

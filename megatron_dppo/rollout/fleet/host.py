@@ -23,7 +23,7 @@ from megatron_dppo.errors import raise_cause
 from megatron_dppo.launch.imports import uncollected
 from megatron_dppo.rollout.engine import EngineDead, Lane, RolloutEngine
 
-THREADS: Mapping[Lane, int] = {"work": 64, "weights": 1, "control": 8}
+THREADS: Mapping[Lane, int] = {"work": 256, "weights": 1, "control": 8}
 """Of each lane. Generation may take all of its own; one thread keeps the order of calls."""
 
 

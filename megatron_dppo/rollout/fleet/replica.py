@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -105,3 +106,12 @@ class Replica:
         name = f"{self._name}-{self.number}"
         log = None if self._logs is None else self._logs / f"{name}.log"
         return RemoteEngine(self._make, name=name, options=self._options, log=log)
+
+
+def best_for(work: Work, free: Sequence[Replica], replicas: Sequence[Replica]) -> Replica:
+    """Of the free ones, the one with the fewest tokens in flight; or the one of `replicas` that all work of this
+    affinity is sent to, as long as it has at most a quarter of its budget more."""
+    least = min(free, key=lambda replica: replica.tokens)
+    home = replicas[zlib.crc32(work.affinity.encode()) % len(replicas)]
+    near = home in free and home.tokens <= least.tokens + home.budget // 4
+    return home if work.affinity and near else least

@@ -27,6 +27,12 @@ class Work:
     """How often a request of it took too long."""
 
     @property
+    def affinity(self) -> str:
+        """See `GenerationRequest`; empty for requests that have none in common."""
+        first = self.requests[0].affinity
+        return first if all(request.affinity == first for request in self.requests) else ""
+
+    @property
     def tokens(self) -> int:
         """Most tokens that it can come to: what it counts against an engine's budget."""
         return sum(len(r.prompt_ids) for r in self.requests) + len(self.requests) * self.ticket.sampling.max_tokens
