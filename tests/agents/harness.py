@@ -26,21 +26,21 @@ def random_text(rng: np.random.Generator, most: int = 12) -> str:
     return "".join(pool[int(n)] for n in rng.integers(0, len(pool), rng.integers(1, most)))
 
 
-def writer(name: str) -> Any:
-    """Answers of a family: words, calls, and ids that no tokenizer makes of any text."""
+def writer(name: str, *, plain: bool = False) -> Any:
+    """Answers of a family: words, calls, and, unless `plain`, ids that no tokenizer makes of any text."""
     family, tokenizer, stops = FAMILIES[name], tokenizer_of(name), stop_ids(name)
     others = np.setdiff1d(np.arange(len(tokenizer)), stops)
-    plain = np.setdiff1d(others, list(tokenizer.added_tokens_decoder))
+    ordinary = np.setdiff1d(others, list(tokenizer.added_tokens_decoder))
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     def write(rng: np.random.Generator, request: GenerationRequest) -> list[int]:
-        kind = rng.random()
+        kind = rng.uniform(0.4 if plain else 0, 1)
         end = [int(rng.choice(stops))]
         begin = encode(family.answer) if rng.random() < 0.8 else []
         if kind < 0.3:
-            return begin + [int(n) for n in rng.choice(plain, rng.integers(1, 30))] + end
+            return begin + [int(n) for n in rng.choice(ordinary, rng.integers(1, 30))] + end
         if kind < 0.4:
             return begin + [int(n) for n in rng.choice(others, rng.integers(1, 30))] + end
         if kind < 0.65:
@@ -68,6 +68,8 @@ class Sent:
 class Harness:
     session: Session
     rng: np.random.Generator
+    plain: bool = False
+    """Whether answers end by themselves."""
     sent: list[Sent] = field(default_factory=list)
     did: Counter[str] = field(default_factory=Counter)
 
@@ -84,9 +86,9 @@ class Harness:
         self._say()
         options: dict[str, Any] = {"tools": TOOLS}
         stop: list[str] = []
-        if self.rng.random() < 0.2:
+        if self.rng.random() < 0.2 and not self.plain:
             options["max_tokens"] = int(self.rng.integers(1, 12))
-        if self.rng.random() < 0.2:
+        if self.rng.random() < 0.2 and not self.plain:
             options["stop"] = stop = [
                 str(one) for one in self.rng.choice(STOPS, self.rng.integers(1, 3), replace=False)
             ]
