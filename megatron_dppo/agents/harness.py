@@ -40,6 +40,7 @@ from megatron_dppo.tasks.workers.calls import Handler
 
 LARGEST_REPORT = 1 << 16
 """Bytes of a report."""
+_KNOWN = ("reward", "answer", "turn_rewards", "untrained_turns", "correct")
 _SHOWN = 400
 """Bytes of what a harness printed last that stand in an error."""
 
@@ -52,6 +53,8 @@ class Report:
     """Of the whole episode."""
     turns: Mapping[int, float] = field(default_factory=dict)
     """Rewards of single turns, by their numbers from 0."""
+    untrained: frozenset[int] = frozenset()
+    """Turns that are not to be trained on."""
     answer: str | None = None
     """To be scored by the task's rewards, in place of `reward`."""
     correct: bool | None = None
@@ -66,8 +69,8 @@ def read_report(said: Any, turns: int, bounds: tuple[float, float]) -> Report:
     """`said` as the report on an episode of `turns` turns. Raises BadReport, with the reason, for anything else."""
     if not isinstance(said, dict):
         raise BadReport(f"it reported {said!r:.60}, which is no JSON object")
-    if unknown := sorted(map(repr, said.keys() - {"reward", "turn_rewards", "answer", "correct"})):
-        raise BadReport(f"its report has {unknown[0]:.60}; known are reward, turn_rewards, answer and correct")
+    if unknown := sorted(map(repr, said.keys() - set(_KNOWN))):
+        raise BadReport(f"its report has {unknown[0]:.60}; known are {', '.join(_KNOWN)}")
     answer, correct, of_turns = said.get("answer"), said.get("correct"), said.get("turn_rewards") or {}
     if answer is not None and not isinstance(answer, str):
         raise BadReport(f"its answer is {answer!r:.60}, which is no text")
@@ -81,12 +84,21 @@ def read_report(said: Any, turns: int, bounds: tuple[float, float]) -> Report:
         raise BadReport(f"its turn_rewards are {of_turns!r:.60}; give a list, or an object by the turn's number")
     rewards: dict[int, float] = {}
     for name, value in of_turns.items():
-        number = int(name) if str(name).isdecimal() and len(str(name)) < 10 else -1
-        if not 0 <= number < turns:
-            raise BadReport(f"its turn_rewards name turn {name!r:.20}; the episode has turns 0 to {turns - 1}")
+        number = _turn(name, turns)
         rewards[number] = _reward(value, f"the reward of turn {number}", bounds)
+    masked = said.get("untrained_turns") or []
+    if not isinstance(masked, list):
+        raise BadReport(f"its untrained_turns are {masked!r:.60}; give a list of numbers")
     text = None if answer is None else answer.encode(errors="replace").decode()  # half a character is no text
-    return Report(_reward(said.get("reward", 0.0), "the reward", bounds), rewards, text, correct)
+    untrained = frozenset(_turn(number, turns) for number in masked)
+    return Report(_reward(said.get("reward", 0.0), "the reward", bounds), rewards, untrained, text, correct)
+
+
+def _turn(name: Any, turns: int) -> int:
+    number = int(name) if str(name).isascii() and str(name).isdecimal() and len(str(name)) < 10 else -1
+    if not 0 <= number < turns:
+        raise BadReport(f"it names turn {name!r:.20}; the episode has turns 0 to {turns - 1}")
+    return number
 
 
 def _reward(value: Any, what: str, bounds: tuple[float, float]) -> float:

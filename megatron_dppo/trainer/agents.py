@@ -221,7 +221,7 @@ class AgentPlayer:
                 error = str(problem)
         if record.cut and not outcome.timed_out and "failed" in reply:
             error = ""  # it was refused another turn, and gave up
-        return _Played(prompt, record, report, printable(error), outcome.timed_out)
+        return _Played(prompt, _masked(record, report.untrained), report, printable(error), outcome.timed_out)
 
     def _rewards(
         self, played: Sequence[_Played], score: Callable[[Sequence[Prompt], Sequence[str]], Rewards] | None
@@ -263,7 +263,7 @@ class AgentPlayer:
             for branch in one.record.branches
         ]
         if not sequences:
-            raise UserError(f"task.agent: none of the {len(played)} episodes asked the policy anything")
+            raise UserError(f"task.agent: none of the {len(played)} episodes has a turn to train on")
         episode = np.repeat(np.arange(len(played)), [len(one.record.branches) for one in played])
         returns = None
         if self._agent.credit == "turn":
@@ -275,6 +275,34 @@ class AgentPlayer:
 
 def _seeds(run: int, step: int, stream: int, prompt: Prompt, sample: int) -> Callable[[int], int]:
     return lambda turn: request_seed(run, step, prompt.index, sample, stream=stream, turn=turn)
+
+
+def _masked(record: SessionRecord, numbers: frozenset[int]) -> SessionRecord:
+    """Without the turns of these numbers in the loss: they are context, as if somebody else had said them."""
+    if not numbers:
+        return record
+    branches, turns = list(record.branches), list(record.turns)
+    for number in sorted(numbers):
+        turn = turns[number]
+        if turn.trained:
+            rows = slice(turn.first_token, turn.first_token + turn.sampled)
+            branches[turn.branch] = _context(branches[turn.branch], rows)
+            turns[number] = replace(turn, why_not="its harness said so")
+    kept = [number for number, branch in enumerate(branches) if branch.loss_mask.any()]
+    place = {number: new for new, number in enumerate(kept)}
+    return replace(
+        record,
+        branches=tuple(branches[number] for number in kept),
+        turns=tuple(replace(turn, branch=place.get(turn.branch, -1)) for turn in turns),
+    )
+
+
+def _context(batch: RolloutBatch, rows: slice) -> RolloutBatch:
+    """With these tokens as tokens that the policy did not sample."""
+    loss_mask, mu_logp = batch.loss_mask.copy(), batch.mu_logp.copy()
+    topk_ids, topk_logp = batch.topk_ids.copy(), batch.topk_logp.copy()
+    loss_mask[rows], mu_logp[rows], topk_ids[rows], topk_logp[rows] = False, 0.0, -1, -np.inf
+    return replace(batch, loss_mask=loss_mask, mu_logp=mu_logp, topk_ids=topk_ids, topk_logp=topk_logp)
 
 
 def _plain(value: object) -> object:

@@ -24,6 +24,7 @@ BOUNDS = (-10.0, 10.0)
         ({"answer": "half a character \ud800"}, Report(answer="half a character ?")),
         ({"reward": 0, "turn_rewards": [0.5, 1]}, Report(0.0, {0: 0.5, 1: 1.0})),
         ({"reward": 0, "turn_rewards": {"2": 0.5}}, Report(0.0, {2: 0.5})),
+        ({"reward": 1, "untrained_turns": [0, 2]}, Report(1.0, untrained=frozenset({0, 2}))),
         ({"answer": "", "turn_rewards": {}}, Report(answer="")),
     ],
 )
@@ -47,6 +48,9 @@ def test_reports(said: dict[str, Any], report: Report) -> None:
         ({"reward": 1, "turn_rewards": {"-1": 1}}, "turn '-1'"),
         ({"reward": 1, "turn_rewards": {"1": None}}, "no number"),
         ({"reward": 1, "turn_rewards": 5}, "give a list"),
+        ({"reward": 1, "turn_rewards": {"\u0661": 1}}, "names turn"),
+        ({"reward": 1, "untrained_turns": [3]}, "turn 3"),
+        ({"reward": 1, "untrained_turns": {"0": True}}, "give a list"),
         ({"reward": 1, "correct": 1}, "no truth value"),
         ({"answer": 12}, "no text"),
         ({"reward": 1, "rewards": 2}, "known are"),
@@ -63,7 +67,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-NAMES = st.sampled_from(["reward", "answer", "turn_rewards", "correct", "other"])
+NAMES = st.sampled_from(["reward", "answer", "turn_rewards", "untrained_turns", "correct", "other"])
 
 
 @given(JSON | st.dictionaries(NAMES, JSON, max_size=4), st.integers(0, 4))

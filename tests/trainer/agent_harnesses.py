@@ -113,6 +113,10 @@ async def edited_with_turns(client, row):
     return {"reward": await edited(client, row), "turn_rewards": {"1": 0.5}}
 
 
+async def edited_and_masked(client, row):
+    return {"reward": await edited(client, row), "untrained_turns": [1, 2]}
+
+
 async def sleeps(client, row):
     await _ask(client, list(row["messages"]))
     await asyncio.sleep(1000)

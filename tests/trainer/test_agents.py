@@ -198,7 +198,7 @@ def post(path, body):
 answer = post("/chat/completions", {"model": "policy", "messages": row["messages"]})["choices"][0]["message"]["content"]
 assert "MY_SECRET_TOKEN" not in os.environ
 report = {"reward": float(len(answer)), "correct": row["sample"] == 1}
-match sys.argv[1]:
+match sys.argv[1 + row["sample"]]:
     case "file": json.dump(report, open(os.environ["AGENT_REPORT"], "w"))
     case "http": post("/reward", report)
     case "nothing": pass
@@ -208,33 +208,33 @@ match sys.argv[1]:
 """
 
 
-@pytest.fixture
-def program(tmp_path, monkeypatch) -> str:
+WAYS = {
+    "file": "",
+    "http": "",
+    "nothing": "it ended without a report",
+    "status": "its command ended with status 4; it printed 'out of cheese'",
+    "large": "its report has more than 65,536 bytes",
+    "pickle": "UnicodeDecodeError",
+}
+
+
+def test_a_program_reports_by_file_or_http_or_fails_alone(tokenizer, tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setenv("MY_SECRET_TOKEN", "not for harnesses")
     (tmp_path / "program.py").write_text(PROGRAM)
-    return f"{sys.executable} {tmp_path / 'program.py'}"
+    command = f"{sys.executable} {tmp_path / 'program.py'} {' '.join(WAYS)}"
+    episodes = play(Policy(tokenizer), prompts=1, samples=len(WAYS), command=command)
+    assert episodes.rewards.reward.tolist() == [4.0, 4.0, 0, 0, 0, 0]
+    assert episodes.rewards.correct.tolist() == [False, True, False, False, False, False]
+    assert episodes.rewards.errors == {"agent": 4}
+    lines = [record.message for record in caplog.records if " failed: " in record.message]
+    for line, said in zip(lines, list(WAYS.values())[2:], strict=True):
+        assert said in line
+        assert "\n" not in line
 
 
-@pytest.mark.parametrize("way", ["file", "http"])
-def test_a_program_reports_by_file_or_http(way: str, program: str, tokenizer) -> None:
-    episodes = play(Policy(tokenizer), command=f"{program} {way}")
-    assert episodes.rewards.reward.tolist() == [4.0] * 4
-    assert episodes.rewards.correct.tolist() == [False, True, False, True]
-
-
-@pytest.mark.parametrize(
-    ("way", "said"),
-    [
-        ("nothing", "it ended without a report"),
-        ("status", "its command ended with status 4; it printed 'out of cheese'"),
-        ("large", "its report has more than 65,536 bytes"),
-        ("pickle", "UnicodeDecodeError"),
-    ],
-)
-def test_a_program_that_reports_nothing_usable(way: str, said: str, program: str, tokenizer) -> None:
-    with pytest.raises(UserError, match=r"task.agent failed in all 2 episodes: [^\n]*$") as caught:
-        play(Policy(tokenizer), prompts=1, command=f"{program} {way}")
-    assert said in str(caught.value)
+def test_where_all_fail_the_run_ends_in_one_line(tokenizer) -> None:
+    with pytest.raises(UserError, match=r"^task.agent failed in all 2 episodes: [^\n]*'out of cheese'$"):
+        play(Policy(tokenizer), prompts=1, command=f"{sys.executable} -c 'print(\"out of cheese\"); exit(4)'")
 
 
 @pytest.mark.parametrize(
@@ -286,6 +286,25 @@ def test_turns_of_branches_know_their_rows(tokenizer) -> None:
         first = batch.offsets[sequence] + row + 1  # the row before a token predicts it
         assert batch.loss_mask[first]
         assert not batch.loss_mask[first - 1]
+
+
+def test_masked_turns_are_context(tokenizer) -> None:
+    """The second turn of the first sequence, and the only one of the second, which then is none."""
+    whole = play(Policy(tokenizer), prompts=1, function="edited", credit="turn")
+    masked = play(Policy(tokenizer), prompts=1, function="edited_and_masked", credit="turn")
+    assert masked.episode.tolist() == [0, 1]
+    assert masked.metrics["agent/untrained_turns"] == 4
+    before, after = whole.batch.select([0, 2]), masked.batch
+    np.testing.assert_array_equal(after.token_ids, before.token_ids)
+    for b in range(2):
+        first, second = np.split(np.flatnonzero(before.loss_mask[before.offsets[b] : before.offsets[b + 1]]), 2)
+        rows = slice(after.offsets[b], after.offsets[b + 1])
+        assert np.flatnonzero(after.loss_mask[rows]).tolist() == first.tolist()
+        np.testing.assert_array_equal(after.mu_logp[rows][first], before.mu_logp[rows][first])
+        assert (after.mu_logp[rows][second] == 0).all()
+    assert masked.turn_returns is not None
+    assert masked.turn_returns.sequence.tolist() == [0, 1]
+    assert masked.turn_returns.number.tolist() == [0, 0]
 
 
 def test_the_end_of_a_run_does_not_wait_for_harnesses(tokenizer) -> None:
