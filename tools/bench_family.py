@@ -1,8 +1,11 @@
 """The whole loop with a family's published shapes cut to a few layers of experts, random weights, vLLM and R3.
 
-    python tools/bench_family.py GLM-4.5-Air                        # on one H200: its dense layer and 2 with experts
-    NPROC=2 python tools/bench_family.py MiniMax-M2 rollout.placement=fleet ...
-    python tools/bench_family.py GLM-4.5-Air --moe-layers 1 2       # two depths: the full depth's MFU follows
+    python tools/bench_family.py GLM-4.5-Air rollout.placement=fleet   # its dense layer and 2 with experts
+    python tools/bench_family.py GLM-4.5-Air --moe-layers 1 2 rollout.placement=fleet   # and the full depth's MFU
+    python tools/bench_family.py MiniMax-M2 rollout.placement=fleet optimizer.cpu_offload_fraction=0.5
+
+Two layers with experts are 112 GiB for a trainer of GLM-4.5-Air and 150 of MiniMax-M2 (by the planner): with `fleet` the
+rank has one H200 and the engine another; on one GPU (`colocated`, the default) the host lends 16 bytes a parameter.
 
 Shapes are those of `tests/models/public_configs.py`. Each depth is a run of `examples/run_qwen3_moe_dppo.sh
 --random-weights`, four steps unless an override says otherwise, in `runs/bench_family/NAME-N`. Printed of each: the
