@@ -4,8 +4,9 @@
     python tools/bench_family.py GLM-4.5-Air --moe-layers 1 2 rollout.placement=fleet   # and the full depth's MFU
     python tools/bench_family.py MiniMax-M2 rollout.placement=fleet optimizer.cpu_offload_fraction=0.5
 
-Two layers with experts are 112 GiB for a trainer of GLM-4.5-Air and 150 of MiniMax-M2 (by the planner): with `fleet` the
-rank has one H200 and the engine another; on one GPU (`colocated`, the default) the host lends 16 bytes a parameter.
+By the planner two layers with experts are 112 GiB for a trainer of GLM-4.5-Air and 150 for one of MiniMax-M2. With
+`fleet` the rank has one H200 and the engine another; on one (`colocated`, the default) the host must hold what the
+trainer lends, 16 bytes a parameter.
 
 Shapes are those of `tests/models/public_configs.py`. Each depth is a run of `examples/run_qwen3_moe_dppo.sh
 --random-weights`, four steps unless an override says otherwise, in `runs/bench_family/NAME-N`. Printed of each: the
