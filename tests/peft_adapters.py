@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 if TYPE_CHECKING:
@@ -64,11 +64,27 @@ def with_peft(
     if getattr(base.config, "num_experts", 0) or getattr(base.config, "num_local_experts", 0):
         base.set_experts_implementation("eager")  # the grouped product has no float64
     adapted = PeftModel.from_pretrained(base, folder, is_trainable=trainable, autocast_adapter_dtype=False)
+    _add_left_out(adapted, folder, trainable)
     if trainable:
         for name, parameter in adapted.named_parameters():
             if name.endswith(".experts.base_layer.lora_B.default.weight"):
                 parameter.register_hook(_block_diagonal)
     return adapted
+
+
+def _add_left_out(adapted: PeftModel, folder: Path, trainable: bool) -> None:
+    """Where a model has experts too, PEFT with transformers 5 takes the names of a dense MLP's projections for those of
+    experts and leaves out the adapters of dense layers and shared experts."""
+    from peft.tuners.lora.layer import Linear
+
+    stored, base = load_file(folder / "adapter_model.safetensors"), adapted.get_base_model()
+    for name, module in list(base.named_modules()):
+        if _LINEAR.fullmatch(name) and not hasattr(module, "lora_A"):
+            layer = Linear(module, "default", config=adapted.peft_config["default"], r=RANK, lora_alpha=ALPHA)
+            for matrix, factor in (("A", layer.lora_A), ("B", layer.lora_B)):
+                weight = stored[f"base_model.model.{name}.lora_{matrix}.weight"].to(module.weight.dtype)
+                factor["default"].weight = torch.nn.Parameter(weight, requires_grad=trainable)
+            base.set_submodule(name, layer)
 
 
 def _block_diagonal(gradient: torch.Tensor) -> torch.Tensor:
