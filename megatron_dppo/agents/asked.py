@@ -76,12 +76,13 @@ def read_ids(
 ) -> tuple[list[int], Asked]:
     """The ids and the rest of a body of `/inference/v1/generate`. Raises `Refused` with the field."""
     ids = body.get("token_ids")
-    if not isinstance(ids, list) or not ids or not all(_is_id(one, vocab_size) for one in ids):
-        raise Refused(400, f"token_ids must be a list of ids from 0 to {vocab_size - 1}", param="token_ids")
+    if not isinstance(ids, list) or not ids or not all(_is_id(one, 1 << 31) for one in ids):
+        raise Refused(400, "token_ids must be a list of ids", param="token_ids")
     if body.get("stream"):
         raise Refused(400, "stream: answers in ids are not streamed", param="stream")
-    if body.get("features"):
-        raise Refused(400, "features: sessions know text alone", param="features")
+    for name in ("features", "content_parts"):
+        if body.get(name):
+            raise Refused(400, f"{name}: sessions know text alone", param=name)
     parameters = _of(body, "sampling_params", dict, "an object") or {}
     asked = _read(parameters, session, other_law, vocab_size)
     return ids, replace(asked, logprobs=_whole(parameters, "logprobs", 0), token_ids=True)

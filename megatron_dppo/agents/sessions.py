@@ -220,6 +220,9 @@ class Session:
         with self._lock:
             before = self._history.longest_ids(prompt)
             why = self._why_new(before)
+        # A model may sample ids that its tokenizer has not; engines take nobody else's.
+        if (prompt[0 if before is None else before.length :] >= self._shared.vocab_size).any():
+            raise Refused(400, f"token_ids: the ids are those below {self._shared.vocab_size}", param="token_ids")
         number, started, batch = self._draw(prompt, asked)
         record = _record(number, batch, asked, started, (), None, why)
         with self._lock:

@@ -338,7 +338,7 @@ def test_ids_for_ids(serve: Callable[..., SessionServer], sample: Held) -> None:
     assert [one["logprob"] for one in choice["logprobs"]["content"]] == batch.mu_logp[3:].tolist()
     generate([5, 6, 7, *choice["token_ids"], 8], stop_token_ids=[choice["token_ids"][1]])
     generate([5, 6], max_tokens=1)
-    for ids in ([], [-1], [10**6], ["a"], [True], None):
+    for ids in ([], [-1], [10**6], [2**40], ["a"], [True], None):
         assert generate(ids).status_code == 400  # type: ignore[arg-type]
     assert generate([5], n=2).json()["error"]["param"] == "n"
     assert generate([5], temperature=0.1).json()["error"]["param"] == "temperature"
@@ -348,6 +348,25 @@ def test_ids_for_ids(serve: Callable[..., SessionServer], sample: Held) -> None:
     assert record.turns[1].sampled == 2
     check_rows(record.branches[0], list(record.turns[:2]),
                {n: [sample.recorder.given[f"train/0/0/0/{n}"]] for n in (0, 1)})  # fmt: skip
+
+
+def test_ids_that_the_tokenizer_has_not(serve: Callable[..., SessionServer], sample: Held) -> None:
+    """A model with more ids than its tokenizer may sample one: it goes on from there, and nobody may send another."""
+    unknown = len(tokenizer_of(NAME)) + 3
+    sample.recorder._write = lambda rng, request: [unknown, 5, stop_ids(NAME)[0]]
+    session = open_session(serve())
+    client = client_of(session)
+    said = {"role": "assistant", "content": ask(client, logprobs=True).choices[0].message.content}
+    ask(client, [*HI, said, *HI])
+    first, second = session.finish().turns
+    assert (first.branch, second.branch) == (0, 0)
+    session = open_session(serve(), "train/0/0/1")
+    (choice,) = post(session, "/inference/v1/generate", json={"token_ids": [5]}).json()["choices"]
+    assert choice["token_ids"][0] == unknown
+    more = {"token_ids": [5, *choice["token_ids"], 6]}
+    assert post(session, "/inference/v1/generate", json=more).status_code == 200
+    assert post(session, "/inference/v1/generate", json={"token_ids": [5, unknown]}).status_code == 400
+    assert [turn.branch for turn in session.finish().turns] == [0, 0]
 
 
 def test_limits_are_named(serve: Callable[..., SessionServer]) -> None:
