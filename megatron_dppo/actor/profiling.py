@@ -6,7 +6,7 @@ import gzip
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,13 +98,16 @@ class StepProfile:
 
 
 @contextmanager
-def profiled(phases: Phases, *, trace: Path | None = None) -> Iterator[StepProfile]:
-    """Profile what runs inside; the result is filled at the end. `trace` (a name ending in .json.gz) receives
-    a Chrome trace, to be opened in Perfetto or chrome://tracing."""
+def profiled(phases: Phases | None, *, trace: Path | None = None) -> Iterator[StepProfile]:
+    """Profile what runs inside; the result is filled at the end. Without `phases` nothing waits for the device
+    inside. `trace` (a name ending in .json.gz) receives a Chrome trace, to be opened in Perfetto or
+    chrome://tracing."""
     result = StepProfile()
     on_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
-    with phases.measure() as measured, profile(activities=activities) as profiler:
+    with ExitStack() as stack:
+        measured = stack.enter_context(phases.measure()) if phases else {}
+        profiler = stack.enter_context(profile(activities=activities))
         _synchronise()
         start = time.perf_counter()
         yield result

@@ -1,12 +1,14 @@
-"""A training state through TransformerEngine and NCCL: saved under TP2 x EP2, loaded again, and the next step is equal.
+"""A training state through TransformerEngine and NCCL: saved, on one rank or under TP2 x EP2, loaded again, and the next
+step is equal.
 
-Two ranks: `torchrun --nproc-per-node 2 -m tests.gpu.training_state FOLDER` (on a CPU too, over gloo).
+`torchrun --nproc-per-node RANKS -m tests.gpu.training_state FOLDER`, one or two (on a CPU too, over gloo).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,14 @@ from tests.checkpoint.training_ranks import adam_step
 from tests.megatron import build_from
 from tests.tiny import tiny_qwen3_moe
 
-LAYOUT: dict[str, Any] = {"tensor": 2, "expert": 2, "sequence_parallel": True}
+LAYOUTS: dict[int, dict[str, Any]] = {1: {}, 2: {"tensor": 2, "expert": 2, "sequence_parallel": True}}
+"""By number of ranks."""
 
 
 def trainee_in(path: Path) -> Trainee:
     """bfloat16 weights, float32 master weights and moments, as the actor has them."""
-    models, model, groups = build_from(path, LAYOUT, params_dtype=torch.bfloat16)
+    layout = LAYOUTS[dist.get_world_size()]
+    models, model, groups = build_from(path, layout, params_dtype=torch.bfloat16)
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     chunks = [DistributedDataParallel(gpt.config, ddp, gpt) for gpt in models]
     optimizer, scheduler = build_optimizer(OptimizerConfig(lr=1e-3, weight_decay=0.01), chunks, torch.bfloat16)
@@ -38,7 +42,7 @@ def trainee_in(path: Path) -> Trainee:
         model=model,
         models=chunks,
         groups=groups,
-        parallel=ParallelConfig(**LAYOUT),
+        parallel=ParallelConfig(**layout),
         optimizer=optimizer,
         scheduler=scheduler,
     )
@@ -60,7 +64,8 @@ def digest(trainee: Trainee) -> str:
 
 
 def main(folder: Path) -> dict[str, Any]:
-    runtime = actor_runtime.start(ParallelConfig(**LAYOUT), seed=0, timeout_minutes=3)
+    parallel = ParallelConfig(**LAYOUTS[int(os.environ["WORLD_SIZE"])])
+    runtime = actor_runtime.start(parallel, seed=0, timeout_minutes=3)
     path = folder / "model"
     if runtime.rank == 0:
         tiny_qwen3_moe(path)

@@ -29,6 +29,8 @@ TINY = {
 TOPK = 20
 LEARNING_RATE = 1e-6
 SEQUENCES_PER_PACK = 8
+REPEATS = 4
+"""Forwards and backwards of a layer of experts that are timed as one."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,14 @@ class Case:
     depth      the step with this project's kernels and with stock ones in turn, at one of two depths, from which the
                whole model's is computed
     agreement  loss and gradient norm of three steps on a batch that is the same for every layout
+    experts    one layer of experts, by this project's kernels and by stock ones in turn
     """
 
     name: str
     gpus: int
     layers: int
     layout: dict[str, Any] = field(default_factory=dict)
-    measure: Literal["time", "depth", "agreement"] = "time"
+    measure: Literal["time", "depth", "agreement", "experts"] = "time"
     recompute: Literal["none", "selective", "full"] = "none"
     microbatches: int = 2
     cross_entropy: bool = True
@@ -85,6 +88,9 @@ class Case:
     """Also this many turns of a step with and one without replay, next to each other."""
     predicted: bool = False
     """Only to hold the planner's step time against, committed before the case was measured: one arm, no profile."""
+
+    recompute_logp: bool = False
+    """Also steps that first recompute the log-probabilities that the trust region is around."""
 
     overlap: bool = False
     """Reduce gradients and gather weights beside other work."""
@@ -126,7 +132,7 @@ def _depths(name: str, gpus: int, layers: tuple[int, int], **options: Any) -> li
 
 CASES = [
     Case("b2", 2, 8, _TP2_EP2, recompute="selective", wgrad_arm=True, trace=True),
-    Case("a1", 1, 4, cross_entropy=False, optimizer_arm=True, most_rounds=40, trace=True),
+    Case("a1", 1, 4, cross_entropy=False, optimizer_arm=True, recompute_logp=True, most_rounds=40, trace=True),
     Case("a1-wgrad", 1, 4, cross_entropy=False, wgrad_arm=True),
     Case("a1-small", 1, 2, offload=True),
     Case("a1-replay", 1, 4, cross_entropy=False, replay_rounds=80),
@@ -160,6 +166,8 @@ CASES = [
     Case("same-ep4", 4, 4, {"expert": 4}, measure="agreement"),
     Case("same-pp2-ep2", 4, 4, _PP2_EP2, measure="agreement"),
     Case("g4", 4, 12, _TP2_EP4, recompute="full", cross_entropy=False),
+    Case("experts", 1, 1, measure="experts", most_rounds=40),
+    Case("experts-235b", 1, 1, measure="experts", most_rounds=40, shapes=_QWEN3_235B_A22B),
     *_depths("full-1", 1, (2, 4)),
     *_depths("full-1-235b", 1, (1, 2), shapes=_QWEN3_235B_A22B, whole=94),
     *_depths("full-ep2", 2, (2, 4), layout={"expert": 2}),

@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from actor_step.cases import CASES, REFERENCE, Case
+from actor_step.cases import CASES, REFERENCE, REPEATS, Case
 from megatron_dppo.models.flops import H100_BF16_DENSE
 
 Found = dict[str, dict[str, Any]]
 MAIN, REPLAY, NO_REPLAY = "dppo-topk-tv, replay", "dppo-binary-tv, replay", "dppo-binary-tv"
 STOCK = "dppo-binary-tv, replay, Megatron-Core's optimizer step"
 STOCK_KERNELS = "dppo-topk-tv, replay, stock experts, dispatcher and Adam"
+OLD_LOGP = "dppo-topk-tv-decoupled, replay"
+EXPERTS, STOCK_EXPERTS = "experts", "stock experts and dispatcher"
 
 
 def report(found: Found, failures: dict[str, str]) -> str:
@@ -23,6 +25,8 @@ def report(found: Found, failures: dict[str, str]) -> str:
         _timing(found),
         _ratios(found),
         _replay(found),
+        _old_logp(found),
+        _experts(found),
         _work(found),
         _agreement(found),
         _offload(found),
@@ -142,11 +146,51 @@ def _replay(found: Found) -> str:
     return _table(title, [*head, "median of ratios"], rows)
 
 
+def _old_logp(found: Found) -> str:
+    rows = []
+    for case in _cases(found, "time"):
+        skipped, done = _median(found[case.name], "old_logp", MAIN), _median(found[case.name], "old_logp", OLD_LOGP)
+        if skipped and done:
+            rows.append([case.name, f"{skipped:.4f}", f"{done:.4f}", _ratio(done, skipped)])
+    title = "Steps without and with a pass that recomputes log-probabilities before the update, in turn; medians."
+    return _table(title, ["case", "without, s", "with, s", "with / without"], rows)
+
+
+def _experts(found: Found) -> str:
+    rows = []
+    for case in _cases(found, "experts"):
+        got = found[case.name]
+        if "stock_profile" not in got:
+            continue
+        medians = [statistics.median(got["layer_s"][arm]) for arm in (EXPERTS, STOCK_EXPERTS)]
+        busy = [got[profile]["busy"] / REPEATS for profile in ("profile", "stock_profile")]
+        for name, seconds, kernels, profile in zip(
+            ("ours", "stock"), medians, busy, ("profile", "stock_profile"), strict=True
+        ):
+            work = got[profile]["work"]
+            parts = [work.get(f"experts: {kind}", 0.0) for kind in ("grouped GEMM", "activation", "permutation")]
+            other = sum(work.values()) - sum(parts)
+            cells = [f"{seconds * 1e3:.2f}", _ratio(seconds, medians[1]), f"{kernels * 1e3:.2f}"]
+            cells += [_ratio(kernels, busy[1]), *(f"{part / REPEATS * 1e3:.2f}" for part in [*parts, other])]
+            rows.append([case.name, got["rows"], name, *cells])
+    title = (
+        "One layer of experts, forward and backward, by our kernels and by stock ones in turn: medians, and of a "
+        "profiled one the kernels' time."
+    )
+    head = ["case", "rows", "kernels", "ms", "of stock", "a kernel runs, ms", "of stock"]
+    return _table(title, [*head, "products", "activation", "permutation", "other"], rows)
+
+
 def _work(found: Found) -> str:
-    cases = [c for c in [*_cases(found, "depth"), *_cases(found, "time")] if "profile" in found[c.name]]
+    kinds_of_case = ("depth", "time", "experts")
+    cases = [c for measure in kinds_of_case for c in _cases(found, measure) if "profile" in found[c.name]]
     profiles = {case.name: found[case.name]["profile"] for case in cases}
-    stock = "stock_optimizer_profile"
-    profiles |= {f"{c.name}, stock optimizer": found[c.name][stock] for c in cases if stock in found[c.name]}
+    for key, what in (
+        ("profile_unwaited", "phases not waited for"),
+        ("stock_optimizer_profile", "stock optimizer"),
+        ("stock_profile", "stock kernels"),
+    ):
+        profiles |= {f"{c.name}, {what}": found[c.name][key] for c in cases if key in found[c.name]}
     if not profiles:
         return ""
     kinds = sorted(

@@ -7,6 +7,7 @@ import statistics
 import time
 import traceback
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from actor_step.arms import Arm, cross_entropy_arm, policy_arm
-from actor_step.cases import LEARNING_RATE, SEQUENCES_PER_PACK, SMALL, TOPK, Case
+from actor_step.cases import LEARNING_RATE, REPEATS, SEQUENCES_PER_PACK, SMALL, TOPK, Case
+from actor_step.experts import ExpertLayer, difference
 from actor_step.problem import advantages, agreement_batch, build, describe, timing_batch
 from actor_step.stock import stock_kernels, stock_optimizer
 from megatron_dppo.actor import runtime as actor_runtime
@@ -31,6 +33,8 @@ from megatron_dppo.models.parallel import ParallelConfig
 MAIN, REPLAY, NO_REPLAY = "dppo-topk-tv, replay", "dppo-binary-tv, replay", "dppo-binary-tv"
 STOCK = "dppo-binary-tv, replay, Megatron-Core's optimizer step"
 STOCK_KERNELS = "dppo-topk-tv, replay, stock experts, dispatcher and Adam"
+OLD_LOGP = "dppo-topk-tv-decoupled, replay"
+EXPERTS, STOCK_EXPERTS = "experts", "stock experts and dispatcher"
 
 
 class Bench:
@@ -127,6 +131,23 @@ class Bench:
         self.note("peak_gib", self.found[f"peak_gib, {MAIN}"])
         self.note("profile", self._profile(ours))
 
+    def experts(self) -> None:
+        """A layer of experts with our kernels and with stock ones."""
+        layer = ExpertLayer(self.actor, self.sizes.pack, self.dtype)
+
+        def stock() -> torch.Tensor:
+            with stock_kernels(self.actor):
+                return layer.run()
+
+        self.note("rows", int(layer.map.sum()))
+        self.note("difference", difference(layer.results(layer.run), layer.results(stock)))
+        runs: dict[str, Any] = {EXPERTS: layer.run, STOCK_EXPERTS: stock}
+        arms: dict[str, Arm] = {name: partial(_repeat, run) for name, run in runs.items()}
+        taken = self._rounds(arms)
+        self.note("layer_s", {name: [seconds / REPEATS for seconds in times] for name, times in taken.items()})
+        self.note("profile", self._profile(arms[EXPERTS]))
+        self.note("stock_profile", self._profile(arms[STOCK_EXPERTS]))
+
     def time(self) -> None:
         source, signal, batch = self._batch()
 
@@ -143,8 +164,12 @@ class Bench:
         self.note("peak_gib", self._peak())
         if self.case.predicted:
             return
-        profile = self._profile(arms[MAIN])
-        self.note("profile", profile)
+        self.note("profile", self._profile(arms[MAIN]))
+        self.note("profile_unwaited", self._profile(arms[MAIN], waited=False))
+        if self.case.recompute_logp:
+            # The decoupled preset anchors its trust region at the policy before the update, which a pass recomputes.
+            old = {MAIN: arms[MAIN], OLD_LOGP: policy("dppo-topk-tv-decoupled", replay=True)}
+            self.note("old_logp", self._rounds(old))
         if self.case.replay_rounds:
             pair = {REPLAY: arms[REPLAY], NO_REPLAY: arms[NO_REPLAY]}
             self.note("replay", self._rounds(pair, exactly=3 if self.tiny else self.case.replay_rounds))
@@ -242,11 +267,12 @@ class Bench:
             torch.cuda.synchronize()
         return max(self._gather(time.perf_counter() - start))
 
-    def _profile(self, arm: Arm) -> dict[str, Any]:
+    def _profile(self, arm: Arm, *, waited: bool = True) -> dict[str, Any]:
+        """waited: for the device around every phase, without which phases have no times, but the step its own pace."""
         self._meet()
-        traced = self.case.trace and self.runtime.rank == 0
+        traced = self.case.trace and self.runtime.rank == 0 and not waited
         trace = self.file.with_suffix(".trace.json.gz") if traced else None
-        with profiled(self.actor.phases, trace=trace) as profile:
+        with profiled(self.actor.phases if waited else None, trace=trace) as profile:
             arm()
         return self._mean(profile)
 
@@ -283,11 +309,18 @@ class Bench:
         return max(self._gather(torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0))
 
 
+def _repeat(run: Any) -> None:
+    for _ in range(REPEATS):
+        run()
+
+
 def work(case: Case, file: Path, *, tiny: bool, seconds: float, fusion: bool) -> int:
     """Run a case on this rank; the exit code."""
     try:
         bench = Bench(case, file, tiny=tiny, seconds=seconds, fusion=fusion)
-        {"time": bench.time, "depth": bench.depth, "agreement": bench.agreement}[case.measure]()
+        {"time": bench.time, "depth": bench.depth, "agreement": bench.agreement, "experts": bench.experts}[
+            case.measure
+        ]()
         bench.note("finished", True)
     except BaseException:
         traceback.print_exc()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from actor_step.cases import SMALL, TOPK, Case, Sizes
 from actor_step.problem import advantages, build, describe, timing_batch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_dppo.actor import runtime as actor_runtime
 from megatron_dppo.actor.actor import MegatronActor, TrainingSignal
@@ -84,6 +87,7 @@ def timing(trial: Trial, lora: LoraConfig | None, steps: int) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     seconds = [_seconds(lambda: actor.update(source, signal)) for _ in range(steps)]
     peak = _gib("max_memory_allocated")
+    kernels = kernel_seconds(lambda: actor.update(source, signal)) if torch.cuda.is_available() else {}
     export = min(_seconds(lambda: sum(1 for _ in actor.export_weights())) for _ in range(2))
     step = statistics.median(seconds)
     return {
@@ -94,8 +98,22 @@ def timing(trial: Trial, lora: LoraConfig | None, steps: int) -> dict[str, Any]:
         "held_gib": held,
         "peak_gib": peak,
         "export_s": export,
+        "kernels_s": kernels,
         "summary": f"{step:.3f} s, peak {peak:.1f} GiB, {trained / 1e6:.0f}M trained, export {export:.2f} s",
     }
+
+
+def kernel_seconds(work: Callable[[], Any]) -> dict[str, float]:
+    """Seconds of the device's work by kernel name, the longest first, of one call of `work`: a bound of what it can
+    take. Operators are not recorded, so that the host keeps its pace."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    taken: Counter[str] = Counter()
+    for event in profiler.events() or ():
+        if event.device_type != DeviceType.CPU and not event.is_user_annotation:
+            taken[event.name] += (event.time_range.end - event.time_range.start) / 1e6
+    return dict(taken.most_common())
 
 
 def _seconds(work: Any) -> float:
