@@ -1,5 +1,5 @@
-"""A training state through TransformerEngine and NCCL: saved, on one rank or under TP2 x EP2, loaded again, and the next
-step is equal.
+"""A training state through TransformerEngine and NCCL: saved on one rank or under TP2 x EP2, loaded, and the next step
+is equal.
 
 `torchrun --nproc-per-node RANKS -m tests.gpu.training_state FOLDER`, one or two (on a CPU too, over gloo).
 """
