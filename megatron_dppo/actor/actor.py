@@ -213,7 +213,6 @@ class MegatronActor:
             with self.phases("microbatches"):
                 for chunk in self.chunks:  # the device does so while the host makes the first microbatch
                     chunk.zero_grad_buffer()
-                self.optimizer.zero_grad()
                 microbatches = self._passes.build(source, plan, replay=self._passes.replay, own_routes=own_routes)
             totals.add_plan(plan)
             self._aux_losses.start(plan.padded_rows)
@@ -237,6 +236,7 @@ class MegatronActor:
                 finite = bool(np.isfinite(loss))
                 with progress.inside():
                     outcome = guarded_step(self.optimizer, self.scheduler, loss_is_finite=finite)
+                self.optimizer.zero_grad()  # parameter by parameter, while the device steps
             progress.step(applied=outcome.applied)
             self._watch_finite(outcome.applied or outcome.overflowed, reports)
             totals.add_step(loss, outcome)

@@ -61,12 +61,16 @@ class FusedAdam:
         """
         self._inner, self._weights, self._counted = inner, weights, counted
         self._tables: list[_Table] | None = None
+        self._square: Tensor | None = None
 
     @torch.no_grad()
-    def prepare(self) -> None:
+    def prepare(self, *, norm: bool = False) -> None:
         """Tell the device where everything is. Addresses may change from step to step (`Offloader`, a resumed state),
-        so this comes before each; it waits for nothing."""
+        so this comes before each; it waits for nothing.
+
+        norm  the gradients are final: the device can sum their squares now, while the host does something else"""
         self._tables = list(self._make())
+        self._square = self._sum_of_squares() if norm else None
 
     def _make(self) -> Iterator[_Table]:
         from megatron_dppo.actor.adam_kernels import BLOCK
@@ -108,6 +112,9 @@ class FusedAdam:
 
     def square_norm(self) -> Tensor:
         """The sum of the squares of the gradients that count, float32."""
+        return self._sum_of_squares() if self._square is None else self._square
+
+    def _sum_of_squares(self) -> Tensor:
         from megatron_dppo.actor import adam_kernels
 
         sums = []
@@ -147,8 +154,8 @@ class FusedAdam:
                 )
 
     def forget(self) -> None:
-        """Addresses are those of one step."""
-        self._tables = None
+        """Addresses and gradients are those of one step."""
+        self._tables = self._square = None
 
     def _prepared(self) -> list[_Table]:
         if self._tables is None:

@@ -109,10 +109,11 @@ class MultiTensorOptimizer(DistributedOptimizer):
 
 
 def prepare_step(optimizer: Any) -> None:
-    """What the host has to do for the next step, to be done while the device computes gradients."""
+    """What the host has to do for the next step, to be done while the device computes gradients, which are reduced. The
+    device goes on with their norm, unless they still have to be divided by a loss scale."""
     for part in _fused(optimizer):
         part._copy_model_grads_to_main_grads()
-        part.adam.prepare()
+        part.adam.prepare(norm=part.grad_scaler is None)
 
 
 def end_step(optimizer: Any) -> None:

@@ -115,7 +115,7 @@ class AlignedBatch:
         sequences = np.asarray(sequences, dtype=np.int64)
         rows = rows_of(self.offsets, sequences)
         return AlignedBatch(
-            input_ids=self.input_ids[rows],
+            input_ids=self.input_ids.take(rows),
             offsets=np.concatenate([[0], np.cumsum(self.lengths[sequences])]).astype(np.int64),
             policy=_take(self.policy, rows) if columns.policy else None,
             topk=_take(self.topk, rows) if columns.topk else None,
@@ -142,7 +142,9 @@ class AlignedBatch:
 
 
 def _take[T: (PolicyColumns, TopKColumns)](part: T | None, rows: np.ndarray) -> T | None:
-    return None if part is None else type(part)(**{f.name: getattr(part, f.name)[rows] for f in fields(part)})
+    return (
+        None if part is None else type(part)(**{f.name: getattr(part, f.name).take(rows, axis=0) for f in fields(part)})
+    )
 
 
 def _join[T: (PolicyColumns, TopKColumns)](kind: type[T], parts: Sequence[T | None]) -> T:

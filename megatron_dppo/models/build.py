@@ -10,6 +10,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_dppo.models.direct_norm import call_norms_directly
 from megatron_dppo.models.experts.module import take_over_experts
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.rope import rope_frequencies
@@ -58,6 +59,7 @@ def build_model(
             layer.self_attention._yarn_concentration_factor = rope_factor
         built.append(gpt)
     take_over_experts(built)
+    call_norms_directly(built)
     return built
 
 

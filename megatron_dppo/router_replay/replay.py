@@ -68,10 +68,8 @@ class RouterReplayController:
         self._hooks = [(router, _Hook(self, index)) for index, router in routers]
         self._targets: _Targets | None = None
         self._training = False
-        self._row_differs = torch.zeros(0, dtype=torch.bool)
         self._rows: Counter[tuple[str, int, int]] = Counter()
-        self._differing: dict[tuple[int, int], torch.Tensor] = {}
-        self._differing_tokens: dict[int, torch.Tensor] = {}
+        self._differing: dict[int, dict[int, torch.Tensor]] = {}  # bool [S], by microbatch and layer
         self._brought: dict[int, LocalRoutes] = {}
         self._used: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -115,11 +113,8 @@ class RouterReplayController:
         )
         self._brought[index] = routes
         self._training = training
-        self._row_differs = torch.zeros(len(real), dtype=torch.bool, device=device)
         try:
             yield
-            earlier = self._differing_tokens.get(index)
-            self._differing_tokens[index] = self._row_differs if earlier is None else earlier | self._row_differs
         finally:
             self._targets = None
 
@@ -136,13 +131,13 @@ class RouterReplayController:
         sent = np.zeros(shape, dtype=np.int64)
         for m, routes in self._brought.items():
             sent[m] = int((routes.forced & routes.real).sum())
-        differing = np.zeros(shape, dtype=np.int64)
-        if self._differing:
-            for key, count in zip(self._differing, torch.stack(list(self._differing.values())).tolist(), strict=True):
-                differing[key] = count
-        tokens = np.zeros(microbatches, dtype=np.int64)
-        for m, rows in self._differing_tokens.items():
-            tokens[m] = int(rows.sum())
+        differing, tokens = np.zeros(shape, dtype=np.int64), np.zeros(microbatches, dtype=np.int64)
+        rows = [torch.stack(list(by_layer.values())) for by_layer in self._differing.values()]
+        numbers = [torch.cat([of.sum(dim=1), of.any(dim=0).sum()[None]]) for of in rows]
+        found = iter(torch.cat(numbers).tolist() if numbers else ())
+        for m, by_layer in self._differing.items():
+            differing[m, list(by_layer)] = [next(found) for _ in by_layer]
+            tokens[m] = next(found)
         return ReplayCounts(sent=sent, differing=differing, differing_tokens=tokens, **sums)
 
     def used_routes(self, microbatch: int) -> LocalRoutes:
@@ -164,11 +159,11 @@ class RouterReplayController:
             )
         key = (targets.microbatch, hook.index)
         live = live_topk()
-        differs = (live.sort(dim=1).values != recorded.sort(dim=1).values).any(dim=1) & targets.counted
-        self._row_differs |= differs
+        # Both name k different experts, so that they are the same set where each live one is among the recorded.
+        elsewhere = (live.unsqueeze(2) != recorded.unsqueeze(1)).all(dim=2).any(dim=1)
+        self._differing.setdefault(targets.microbatch, {})[hook.index] = elsewhere & targets.counted
         self._rows["replayed", *key] += targets.recorded
         self._rows["gaps", *key] += targets.gaps
-        self._differing[key] = self._differing.get(key, 0) + differs.sum()
         merged = torch.where(targets.forced[:, None], recorded, live) if self._force else live
         if self._keep_routes:
             self._used[key] = merged

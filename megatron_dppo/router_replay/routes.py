@@ -102,9 +102,8 @@ class Routes:
 
     def take(self, rows: np.ndarray, layers: Sequence[int] | None = None) -> Routes:
         """The named token rows and MoE layers (all when None), in the order named (copies them)."""
-        experts = (
-            self.experts[rows] if layers is None else self.experts[rows[:, None], np.array(layers, dtype=np.int64)]
-        )
+        every = layers is None or list(layers) == list(range(self.moe_layers))
+        experts = self.experts.take(rows, axis=0) if every else self.experts[rows[:, None], np.array(layers)]
         return Routes(experts, self.valid[rows], self.num_experts, _runs(self.weight_versions[rows]))
 
     def between(self, start: int, stop: int) -> Routes:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_dppo.models.direct_norm import call_norms_directly
 from megatron_dppo.models.experts.activation import WeightedSwiGLU
 from megatron_dppo.models.experts.grouped import add_weight_gradients
 
@@ -60,6 +61,31 @@ def test_activation_times_probability(rows: int, width: int) -> None:
     for got, right in ((value, wanted), (gate_up.grad, exact.grad)):
         assert torch.equal(got, right.to(torch.bfloat16)) or (got.double() - right).norm() <= 2e-3 * right.norm()
     assert (probability.grad.double() - weight.grad).norm() <= 1e-5 * weight.grad.norm()
+
+
+@pytest.mark.parametrize(("shape", "centred"), [((300, 1, 256), False), ((70, 1, 4, 128), False), ((5, 64), True)])
+def test_a_norm_called_directly_is_the_modules_own(shape: tuple[int, ...], centred: bool) -> None:
+    te = pytest.importorskip("transformer_engine.pytorch")
+    torch.manual_seed(3)
+    norm = te.RMSNorm(shape[-1], eps=1e-6, zero_centered_gamma=centred, params_dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 1.5)
+    # Queries are a part of what a projection gives out: not contiguous.
+    whole = torch.randn(*shape[:-1], 2 * shape[-1], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    def run() -> list[torch.Tensor]:
+        whole.grad = norm.weight.grad = None
+        out = norm(whole[..., : shape[-1]])
+        out.backward(grad)
+        assert whole.grad is not None
+        return [out.detach(), whole.grad, norm.weight.grad]
+
+    stock = run()
+    call_norms_directly([torch.nn.ModuleList([norm])])
+    assert type(norm).__name__ == "DirectRMSNorm"
+    ours = run()
+    assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True))
 
 
 @pytest.mark.parametrize("shift", [0, 1])

@@ -36,12 +36,16 @@ def stock_optimizer(optimizer: Any) -> Iterator[None]:
 
 @contextmanager
 def stock_kernels(actor: MegatronActor) -> Iterator[None]:
-    """Inside, experts, their dispatcher and Adam are Megatron-Core's and TransformerEngine's; clipping and casts remain
-    `MultiTensorOptimizer`'s, a launch for many parameters."""
+    """Inside, experts, their dispatcher, norms and Adam are Megatron-Core's and TransformerEngine's; clipping and
+    casts remain `MultiTensorOptimizer`'s, a launch for many parameters."""
     ours = [m for chunk in actor.model for m in chunk.modules() if isinstance(m, OneLaunchExperts)]
     holders = [m for chunk in actor.model for m in chunk.modules() if hasattr(m, "token_dispatcher")]
     dispatchers = [m.token_dispatcher for m in holders if isinstance(m.token_dispatcher, UnwaitingDispatcher)]
+    norms = [m for chunk in actor.model for m in chunk.modules() if type(m).__name__ == "DirectRMSNorm"]
+    ours_of_norms = [type(norm) for norm in norms]
     parts: Any = actor.optimizer.chained_optimizers
+    for norm in norms:
+        norm.__class__ = type(norm).__bases__[0]
     for experts in ours:
         experts.__class__ = TEGroupedMLP
     for dispatcher in dispatchers:
@@ -51,6 +55,8 @@ def stock_kernels(actor: MegatronActor) -> Iterator[None]:
     try:
         yield
     finally:
+        for norm, kind in zip(norms, ours_of_norms, strict=True):
+            norm.__class__ = kind
         for experts in ours:
             experts.__class__ = OneLaunchExperts
         for dispatcher in dispatchers:

@@ -52,7 +52,7 @@ class GroupedLinear(torch.autograd.Function):
         ends      int32 `[E]`, on x's device: one past each expert's last token; `ends[-1] = T`
         stack     `[E, N, K]`: the weights' memory (`stacked`)
         add       whether weight gradients are added to the weights' float32 `main_grad` where they have one
-        weights   E parameters `[N, K]`
+        weights   E parameters `[N, K]`; one of them where none wants a gradient
 
     The host waits for nothing. Products accumulate in float32; y and the gradient of x are rounded once. With `add`,
     the weight gradients are not rounded at all: each weight is told so (`grad_added_to_main_grad`), and autograd gets

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -35,8 +36,14 @@ def take_over_experts(chunks: Iterable[torch.nn.Module]) -> None:
                 dispatcher.__class__ = UnwaitingDispatcher
 
 
-def _weights(linear: Any) -> list[torch.nn.Parameter]:
-    return [getattr(linear, f"weight{expert}") for expert in range(linear.num_gemms)]
+def _weights(linear: Any) -> tuple[torch.nn.Parameter, ...]:
+    found: Any = _by_expert(linear.num_gemms)(linear._parameters)
+    return found if isinstance(found, tuple) else (found,)
+
+
+@functools.cache
+def _by_expert(experts: int) -> Any:
+    return itemgetter(*(f"weight{expert}" for expert in range(experts)))
 
 
 @torch.no_grad()
@@ -63,7 +70,7 @@ class OneLaunchExperts(TEGroupedMLP):
         if self.activation_recompute or self.offload_expert_fc1 or self.offload_moe_act:
             return "recomputed or offloaded activations"
         for linear in (self.linear_fc1, self.linear_fc2):
-            if stacked(_weights(linear)) is None:
+            if linear.stack() is None:
                 return "weights that do not lie next to each other"
             if reason := unusable(hidden, linear.weight0):
                 return reason
@@ -96,12 +103,24 @@ def _one_launch(stock: Any) -> Any:
     """`stock` (a TransformerEngine GroupedLinear) that also takes `ends` (see `GroupedLinear`) in place of counts."""
 
     class OneLaunchLinear(stock):
+        _stack: tuple[tuple[int, int], Tensor | None] = (0, 0), None
+
+        def stack(self) -> Tensor | None:
+            """All weights as one tensor (`stacked`). Looked for again when the first or the last of them has moved:
+            asking 128 of them takes the host longer than a product takes the device."""
+            weights = _weights(self)
+            outermost = weights[0].data_ptr(), weights[-1].data_ptr()
+            if self._stack[0] != outermost or not outermost[0]:
+                self._stack = outermost, stacked(weights)
+            return self._stack[1]
+
         def forward(self, x: Tensor, splits: Any) -> tuple[Tensor, Any]:
             if not isinstance(splits, Tensor):
                 return super().forward(x, splits)
-            weights = _weights(self)
-            stack = stacked(weights)
+            stack, weights = self.stack(), _weights(self)
             assert stack is not None
+            if not weights[0].requires_grad:
+                weights = weights[:1]  # autograd has nothing to do with them
             return GroupedLinear.apply(x, splits, stack, bool(self.fuse_wgrad_accumulation), *weights), None
 
     OneLaunchLinear.__name__ = f"OneLaunch{stock.__name__}"

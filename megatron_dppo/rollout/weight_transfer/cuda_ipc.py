@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,14 +40,23 @@ def share(buffers: list[torch.Tensor]) -> bytes:
 def take_back(shared: bytes) -> None:
     """Let go of what `share` returned, once nobody opens it any more. To be called by the process that shared.
 
-    torch frees shared memory when as many processes have closed it as `share` was called, and cannot be told that one
-    never comes: an engine that is down, or is not among those of this sync, would cost the GPU its buffers for good. So
-    this process counts as one that has closed them. Where the engine has done so too the count is below zero, which
-    frees them as well (`CudaIPCSentDataLimbo::collect` in torch/csrc/CudaIPCTypes.cpp).
+    torch frees shared memory when a process has closed it, and cannot be told that none will come: an engine that is
+    down, or is not among those of this sync, would cost the GPU its buffers for good. So this process closes what
+    nobody did. Not what was closed: the count has no sign, and one below zero would keep the memory as well.
     """
     for arguments in pickle.loads(shared):
         named = inspect.signature(rebuild_cuda_tensor).bind(*arguments).arguments
-        torch.UntypedStorage._release_ipc_counter_cuda(named["ref_counter_handle"], named["ref_counter_offset"])
+        counter = named["ref_counter_handle"], named["ref_counter_offset"]
+        if _open(*counter):
+            torch.UntypedStorage._release_ipc_counter_cuda(*counter)
+
+
+def _open(handle: bytes, offset: int) -> bool:
+    """Whether a counter of torch's (`CudaIPCRefCountersFile`: int64 numbers behind the 64 bytes with which
+    `RefcountedMapAllocator` begins a file) says that somebody has yet to close."""
+    with Path("/dev/shm", handle.decode().lstrip("/")).open("rb") as file:
+        file.seek(64 + 8 * offset)
+        return int.from_bytes(file.read(8), sys.byteorder, signed=True) > 0
 
 
 def open_shared(handles: dict[str, bytes], device: torch.device) -> list[torch.Tensor]:
