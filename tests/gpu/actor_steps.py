@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 from actor_step.stock import stock_kernels, stock_optimizer
 
 from megatron_dppo.actor.actor import MegatronActor, TrainingSignal
+from megatron_dppo.actor.multi_tensor import prepare_step
 from megatron_dppo.actor.optimizer import guarded_step
 from megatron_dppo.actor.runtime import stop
 from megatron_dppo.batch import InMemorySource, RolloutBatch
@@ -64,6 +65,7 @@ def given_step(actor: MegatronActor, number: int) -> float:
         chunk.zero_grad_buffer()
         for parameter in chunk.parameters():
             parameter.main_grad.normal_(generator=generator)
+    prepare_step(actor.optimizer)
     return guarded_step(actor.optimizer, actor.scheduler, loss_is_finite=True).grad_norm
 
 

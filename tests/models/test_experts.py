@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_dppo.models.experts.activation import WeightedSwiGLU
 from megatron_dppo.models.experts.grouped import GroupedLinear, stacked, unusable
+from megatron_dppo.models.experts.module import _line_up, _one_launch
 
 COUNTS = [[3, 0, 5, 1], [0, 0, 9, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
 
@@ -99,3 +100,50 @@ def test_activation_times_probability(dtype: torch.dtype, rows: int) -> None:
         assert got is not None
         assert wanted is not None
         torch.testing.assert_close(got.double(), wanted, **tolerance)
+
+
+class Grouped(torch.nn.Module):
+    """What TransformerEngine's GroupedLinear has of weights, which a CPU cannot build."""
+
+    num_gemms, fuse_wgrad_accumulation = 3, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        for expert in range(self.num_gemms):
+            self.register_parameter(f"weight{expert}", torch.nn.Parameter(torch.randn(4, 8)))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_that_move_are_found_again(frozen: bool) -> None:
+    """Into other memory (a wrapper's buffer), out of it (an offload), and apart."""
+    torch.manual_seed(0)
+    linear: Any = Grouped().requires_grad_(not frozen)
+    linear.__class__ = _one_launch(Grouped)
+    _line_up(linear)
+    x, ends = torch.randn(5, 8), torch.tensor([2, 2, 5], dtype=torch.int32)
+
+    def product() -> Tensor:
+        return torch.cat([rows @ getattr(linear, f"weight{e}").t() for e, rows in enumerate(x.split([2, 0, 3]))])
+
+    def check() -> None:
+        y, _ = linear(x, ends)
+        torch.testing.assert_close(y, product())
+        if not frozen:
+            (gradient,) = torch.autograd.grad(y.sum(), [linear.weight2])
+            torch.testing.assert_close(gradient, x[2:].sum(0).expand(4, 8))
+
+    check()
+    held = linear.stack()
+    assert linear.stack() is held
+    buffer = torch.randn(3, 4, 8)
+    for expert, place in enumerate(buffer):
+        getattr(linear, f"weight{expert}").data = place
+    assert linear.stack().data_ptr() == buffer.data_ptr()
+    check()
+    storage = buffer.untyped_storage()
+    storage.resize_(0)
+    storage.resize_(buffer.numel() * 4)
+    buffer.normal_()
+    check()
+    linear.weight0.data = torch.randn(4, 8)
+    assert linear.stack() is None
