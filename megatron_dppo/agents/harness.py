@@ -147,7 +147,11 @@ class HarnessService:
         printed = _Printed()
         local = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1", "localhost"]))
         os.environ.update(
-            OPENAI_BASE_URL=given["base_url"], OPENAI_API_KEY=given["api_key"], OPENAI_MODEL=MODEL, NO_PROXY=local
+            OPENAI_BASE_URL=given["base_url"],
+            OPENAI_API_KEY=given["api_key"],
+            OPENAI_MODEL=MODEL,
+            NO_PROXY=local,
+            no_proxy=local,
         )
         try:
             return self._run(given["row"]) if self.agent.command else self._call(given)

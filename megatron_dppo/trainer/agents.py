@@ -16,6 +16,7 @@ import math
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -100,6 +101,9 @@ class AgentPlayer:
         self._workers: list[Workers] = []
         self._idle: list[Workers] = []
         self._lock = threading.Lock()
+        self._sampling: Counter[str] = Counter()
+        """Answers that engines are at, by what their step is called."""
+        self._ended = threading.Condition(self._lock)
 
     def play(
         self,
@@ -131,6 +135,8 @@ class AgentPlayer:
             outcomes = self._run([self._call(*one) for one in zip(asked, sessions, strict=True)])
         finally:
             records = [self._finish(session) for session in sessions]
+            with self._ended:  # of episodes that were killed: engines may be put to sleep after a step
+                self._ended.wait_for(lambda: not any(self._sampling[_step_of(one.name)] for one in sessions[:1]))
         for record in records:
             if record.error is not None:  # the engines', not the harness's
                 raise record.error
@@ -157,7 +163,15 @@ class AgentPlayer:
 
     def _sample(self, request: GenerationRequest, sampling: SamplingConfig, training: bool) -> RolloutBatch:
         assert self._engine is not None
-        return self._engine.generate([request], sampling, training=training)
+        step = _step_of(request.request_id)
+        with self._lock:
+            self._sampling[step] += 1
+        try:
+            return self._engine.generate([request], sampling, training=training)
+        finally:
+            with self._ended:
+                self._sampling[step] -= 1
+                self._ended.notify_all()
 
     def _call(self, asked: tuple[Prompt, int], session: Session) -> Call:
         prompt, sample = asked
@@ -273,6 +287,11 @@ class AgentPlayer:
         return Episodes(RolloutBatch.concatenate(sequences), episode, rewards, turns, metrics, returns)
 
 
+def _step_of(name: str) -> str:
+    """What the sessions of a step have in common in their names."""
+    return "/".join(name.split("/")[:2])
+
+
 def _seeds(run: int, step: int, stream: int, prompt: Prompt, sample: int) -> Callable[[int], int]:
     return lambda turn: request_seed(run, step, prompt.index, sample, stream=stream, turn=turn)
 
@@ -340,14 +359,7 @@ def _turn_returns(played: Sequence[_Played], rewards: np.ndarray, discount: floa
             if record.trained:
                 rows.append((first + record.branch, record.first_token - 1, number, turn, left))
         first += len(one.record.branches)
-    sequence, row, episode, turn_number, returns = zip(*sorted(rows), strict=True)
-    return TurnReturns(
-        np.array(sequence, dtype=np.int64),
-        np.array(row, dtype=np.int64),
-        np.array(episode, dtype=np.int64),
-        np.array(turn_number, dtype=np.int64),
-        np.array(returns, dtype=np.float32),
-    )
+    return TurnReturns.of(rows)
 
 
 def _metrics(played: Sequence[_Played], seconds: float) -> dict[str, float]:

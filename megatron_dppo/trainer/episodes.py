@@ -33,6 +33,14 @@ class TurnReturns:
     number: np.ndarray
     returns: np.ndarray
 
+    @staticmethod
+    def of(turns: Sequence[tuple[int, int, int, int, float]]) -> TurnReturns:
+        """Of (sequence, row, episode, number, return) each, in any order."""
+        ordered = sorted(turns)
+        place = np.array([turn[:4] for turn in ordered], dtype=np.int64).T
+        returns = np.array([turn[4] for turn in ordered], dtype=np.float32)
+        return TurnReturns(sequence=place[0], row=place[1], episode=place[2], number=place[3], returns=returns)
+
     def spans(self, samples: int, baseline: Baseline, divide_by_std: bool) -> Spans:
         """Advantages: a turn is compared with the turns of the same number in the episodes of its group that came so
         far; the only one that did says nothing and gets 0, as a group of one does (see `group_advantages`)."""

@@ -117,6 +117,11 @@ async def edited_and_masked(client, row):
     return {"reward": await edited(client, row), "untrained_turns": [1, 2]}
 
 
+async def lingers(client, row):
+    """Sample 0 asks once, the others twice."""
+    return await (two_turns(client, row) if row["sample"] else answers(client, row))
+
+
 async def sleeps(client, row):
     await _ask(client, list(row["messages"]))
     await asyncio.sleep(1000)

@@ -30,8 +30,8 @@ ROLLOUT = RolloutConfig(max_prompt_tokens=400, max_response_tokens=16)
 class Policy:
     """Says a few letters that follow from the seed; stands in for an engine, and keeps what it said."""
 
-    def __init__(self, tokenizer, seconds: float = 0.0) -> None:
-        self.tokenizer, self.seconds, self.said = tokenizer, seconds, {}
+    def __init__(self, tokenizer) -> None:
+        self.tokenizer, self.said, self.begun = tokenizer, {}, 0
         self.failure: Exception | None = None
 
     def words(self, request) -> str:
@@ -40,7 +40,7 @@ class Policy:
     def generate(self, requests, sampling, *, training) -> RolloutBatch:
         if self.failure is not None:
             raise self.failure
-        time.sleep(self.seconds)
+        self.begun += len(requests)
         (request,) = requests
         ids = [*self.tokenizer.encode(self.words(request)), self.tokenizer.eos_token_id]
         tokens = np.concatenate([request.prompt_ids, ids]).astype(np.int32)
@@ -305,6 +305,21 @@ def test_masked_turns_are_context(tokenizer) -> None:
     assert masked.turn_returns is not None
     assert masked.turn_returns.sequence.tolist() == [0, 1]
     assert masked.turn_returns.number.tolist() == [0, 0]
+
+
+class SlowToGoOn(Policy):
+    def words(self, request) -> str:
+        time.sleep(12 if request.request_id.endswith("/1/1") else 0)
+        return "well"
+
+
+def test_no_answer_is_under_way_when_a_step_has_ended(tokenizer) -> None:
+    """Its second turn would take longer than the episode has; engines may be put to sleep after a step."""
+    policy = SlowToGoOn(tokenizer)
+    episodes = play(policy, prompts=1, function="lingers", timeout_s=8)
+    assert episodes.rewards.timeouts["agent"] == 1
+    assert episodes.turns.tolist() == [1, 1]
+    assert policy.begun == len(policy.said) == 3
 
 
 def test_the_end_of_a_run_does_not_wait_for_harnesses(tokenizer) -> None:
