@@ -29,7 +29,9 @@ from megatron_dppo.agents.messages import Message
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.prompting import encode_text, is_control, render
 
-_PRIVATE = range(0xE000, 0xF8FF)
+_PRIVATE = range(0xE000, 0xF900)
+_ESCAPED = re.compile(r"\\u([ef][0-9a-f]{3})")
+"""One of them in JSON, as a character or as what spells it there."""
 _ASKED = {"role": "user", "content": "?"}
 
 
@@ -151,8 +153,10 @@ class ChatRenderer:
         """A function of a role that makes one which marks where the text of a control token is to be cut, and the mark.
         Users and tools cannot write what the template writes; the harness's own words can name tags (<think>)."""
         everything = json.dumps([[m.content, m.reasoning, m.name, str(m.tool_calls)] for m in messages] + [tools])
-        everything += "".join(m.content for m in messages)
-        mark = next(chr(n) for n in _PRIVATE if chr(n) not in everything and f"\\u{n:04x}" not in everything)
+        used = set(_ESCAPED.findall(everything))
+        mark = next((chr(n) for n in _PRIVATE if f"{n:04x}" not in used), "")
+        if not mark:
+            raise Refused(400, "the messages have every character for private use", param="messages")
 
         def guard(role: str) -> Callable[[str], str]:
             starts = self._control if role in ("user", "tool") else self._special
@@ -227,9 +231,22 @@ class ChatRenderer:
 
 def _starts_of(tokens: Iterable[str]) -> re.Pattern[str]:
     """The first characters of tokens, wherever one begins: cut behind it, no piece holds one. A token of one character
-    is nothing that could be cut."""
-    first = sorted({token for token in tokens if len(token) > 1})
-    return re.compile("|".join(f"{re.escape(t[0])}(?={re.escape(t[1:])})" for t in first) or r"(?!)")
+    is nothing that could be cut. Tokens share beginnings in the pattern: some tokenizers have a thousand."""
+    begun: dict[str, set[str]] = {}
+    for token in tokens:
+        if len(token) > 1:
+            begun.setdefault(token[0], set()).add(token[1:])
+    return re.compile("|".join(f"{re.escape(c)}(?={_any_of(rest)})" for c, rest in sorted(begun.items())) or r"(?!)")
+
+
+def _any_of(texts: set[str]) -> str:
+    """A pattern that matches where one of the texts begins."""
+    if "" in texts:
+        return ""
+    begun: dict[str, set[str]] = {}
+    for text in texts:
+        begun.setdefault(text[0], set()).add(text[1:])
+    return f"(?:{'|'.join(re.escape(c) + _any_of(rest) for c, rest in sorted(begun.items()))})"
 
 
 def _strings(value: Any, change: Callable[[str], str]) -> Any:
@@ -249,7 +266,8 @@ def _call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 def _unused(messages: Sequence[Message]) -> str:
     everything = "".join(f"{m.content}{m.reasoning}{m.tool_calls}" for m in messages)
-    return next(mark for n in range(len(everything) + 1) if (mark := f"ANSWER{n}END") not in everything)
+    used = set(re.findall(r"ANSWER(\d+)END", everything))
+    return next(f"ANSWER{n}END" for n in range(len(used) + 1) if str(n) not in used)
 
 
 def _behind(mark: str, text: str) -> str:

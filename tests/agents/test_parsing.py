@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 from hypothesis import given
@@ -107,12 +106,11 @@ def test_any_text_can_be_read(form: str, text: str, thinking: bool) -> None:
         assert isinstance(json.loads(arguments), dict)
 
 
+@pytest.mark.timeout(100)
 @pytest.mark.parametrize("form", FORMATS)
 def test_no_text_takes_long(form: str) -> None:
     """A pattern that tries all ways to read a text would hang on these."""
     parser = AnswerParser("</think>", tool_format=form)
-    begun = time.monotonic()
     for mark in MARKS:
         parser.parse(mark * 20_000, TOOLS)
         parser.parse(f"{FORMATS[form].start}f" + mark * 5000 + FORMATS[form].end, TOOLS)
-    assert time.monotonic() - begun < 60
