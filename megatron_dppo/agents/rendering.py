@@ -216,6 +216,9 @@ class ChatRenderer:
             (n for n, (a, b) in enumerate(zip(text, alone, strict=False)) if a != b), min(len(text), len(alone))
         )
         cut = max((at for stop in self._stops if (at := text.rfind(stop, 0, same)) >= 0), default=same)
+        if cut == same:  # a stop token that nobody named is a special one at the end
+            shared = text[:same].rstrip()
+            cut = next((len(shared) - len(t) for t in self._hidden.values() if shared.endswith(t)), same)
         return text[cut:], alone[cut:]
 
     def _without_closing(self, text: str, alone: str, last: int) -> str:

@@ -70,7 +70,7 @@ class SessionServer:
     ) -> None:
         """
         sample                called from many threads, one sequence a call
-        stop_token_ids        that end an answer, beside the tokenizer's end of sequence
+        stop_token_ids        that end an answer, beside the tokenizer's end of sequence, as far as they are known here
         chat_template         in place of the tokenizer's own; `chat_template_kwargs` are its further variables, `date`
                               that of a clock which it asks
         tool_format           how the model writes calls of tools, see `parsing.FORMATS`; "auto" goes by the template
@@ -88,7 +88,6 @@ class SessionServer:
             renderer=renderer,
             parser=None if renderer is None else AnswerParser(renderer.template, tool_format=tool_format),
             vocab_size=len(tokenizer),
-            stop_token_ids=stops,
             template_kwargs=dict(chat_template_kwargs or {}),
             other_law=other_law,
             edited=edited,

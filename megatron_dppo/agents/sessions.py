@@ -48,8 +48,6 @@ class Shared:
     """None where the tokenizer has no chat template: ids alone are answered."""
     parser: AnswerParser | None
     vocab_size: int
-    stop_token_ids: frozenset[int]
-    """That end an answer in every session."""
     template_kwargs: Mapping[str, Any]
     other_law: OtherLaw
     """What a request for another temperature or top-p gets: a refusal, or an answer that is not trained on."""
@@ -282,9 +280,11 @@ class Session:
         return why
 
     def _sampled(self, batch: RolloutBatch, asked: Asked) -> tuple[np.ndarray, bool]:
-        """The ids of an answer, and whether the last of them is a stop token."""
+        """The ids of an answer, and whether the last of them is a stop token: engines know the model's own, and an
+        answer that no text ended is one that such a token did."""
         ids = batch.response_ids(0)
-        return ids, int(ids[-1]) in self._shared.stop_token_ids or int(ids[-1]) in asked.sampling.stop_token_ids
+        cut = asked.stop and any(one in self._spell(ids) for one in asked.stop)
+        return ids, batch.finish_reasons[0] == "stop" and not cut
 
     def _spell(self, ids: np.ndarray) -> str:
         renderer, parser = self._shared.renderer, self._shared.parser

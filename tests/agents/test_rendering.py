@@ -206,10 +206,10 @@ def test_no_text_takes_long_to_guard() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [f"<|reserved_{n}|>" for n in range(1000)]})
     renderer = ChatRenderer(tokenizer, stop_token_ids=[1])
-    for text in ("<" * 2_000_000, "<|reserved_" * 200_000, "".join(map(chr, range(0xE000, 0xF8FF))) * 50):
+    for text in ("<" * 500_000, "<|reserved_" * 50_000, "".join(map(chr, range(0xE000, 0xF8FF))) * 10):
         words = renderer.conversation([user(text)], None, {}).ids
         assert tokenizer.decode(words[6:-11]) == text
-    marks = "".join(f"ANSWER{n}END" for n in range(100_000))
+    marks = "".join(f"ANSWER{n}END" for n in range(20_000))
     after = renderer.after(Message("assistant", "A"), [user(marks)], None, {}, last=1, closed=True).ids
     assert tokenizer.decode(after) == f"\nuser: {marks}\nassistant:"
     with pytest.raises(Refused, match="every character for private use"):

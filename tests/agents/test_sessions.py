@@ -16,9 +16,11 @@ import pytest
 from megatron_dppo.agents.server import SessionServer
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.engine import EnginesFailed, GenerationTimeout
-from tests.agents.families import stop_ids, tokenizer_of
+from tests.agents.families import FAMILIES, stop_ids, tokenizer_of
+from tests.agents.recorder import Recorder
 from tests.agents.serving import HI, NAME, Held, ask, client_of, open_session, post
 from tests.agents.test_exact import check_rows
+from tests.agents.test_rendering import EXPECTED, TOOLS
 
 
 def test_another_temperature_can_be_answered_and_not_trained_on(
@@ -268,3 +270,29 @@ def test_the_end_of_a_session(serve: Callable[..., SessionServer], sample: Held)
         assert post(session, path, json={"messages": HI}).status_code == 410
     assert json.loads(post(session, json={}).text)["error"]["code"] == "session_over"
     assert len(session.finish().turns) == 1
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_engines_know_stop_tokens_that_nobody_named_here(name: str) -> None:
+    """Those of the model's generation_config.json, beside its tokenizer's."""
+    family, tokenizer = FAMILIES[name], tokenizer_of(name)
+    last = stop_ids(name)[-1 if name != "qwen3" else 0]
+    texts = iter([family.call.format(text="x"), family.answer + "A"])
+    recorder = Recorder(lambda rng, request: [*tokenizer.encode(next(texts), add_special_tokens=False), last], [last])
+    server = SessionServer(recorder, tokenizer)
+    try:
+        session = open_session(server)
+        client = client_of(session)
+        (choice,) = ask(client, tools=TOOLS).choices
+        assert choice.finish_reason == "tool_calls"
+        assert tokenizer.decode([last]) not in (choice.message.content or "")
+        result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "T"}
+        (choice,) = ask(client, [*HI, choice.message.model_dump(exclude_none=True), result], tools=TOOLS).choices
+        assert choice.message.content == "A"
+        first, second = session.finish().turns
+    finally:
+        server.close()
+    prompt = recorder.given[f"{session.name}/1"].token_ids[: second.prompt]
+    between = tokenizer.decode(prompt[first.prompt + first.sampled - 1 :])
+    said = "" if name == "glm4" else tokenizer.decode([last])  # GLM's says who speaks next
+    assert between == said + EXPECTED[name][2]
