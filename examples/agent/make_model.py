@@ -164,6 +164,7 @@ def make(out: Path, seed: int) -> None:
         model,
         demonstrator.show,
         lambda: measure(model, tokenizer, held_out, seed),
+        seed=seed,
         plan=PLAN,
         report=lambda line: print(line, flush=True),
     )

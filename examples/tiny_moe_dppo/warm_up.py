@@ -84,7 +84,7 @@ def warm_up(
     def measured() -> Measurement:
         return measure(model, tokenizer, task, held_out, samples=plan.samples_per_prompt, seed=seed)
 
-    return teach(model, demonstrator.show, measured, plan=plan, report=report)
+    return teach(model, demonstrator.show, measured, seed=seed, plan=plan, report=report)
 
 
 def teach(
@@ -92,10 +92,11 @@ def teach(
     show: Callable[[int, float], DemonstrationBatch],
     measured: Callable[[], Measurement],
     *,
+    seed: int,
     plan: WarmUpPlan,
     report: Callable[[str], None] = print,
 ) -> Measurement:
-    """Both lessons, from demonstrations that `show(count, slip)` gives; see `warm_up`."""
+    """Both lessons, from demonstrations that `show(count, slip)` gives; see `warm_up`. The failure names the `seed`."""
     model.train()
 
     optimizers = _first_lesson_optimizers(model, plan)

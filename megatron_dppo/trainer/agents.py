@@ -222,17 +222,15 @@ class AgentPlayer:
         """What a process said, which may be anything."""
         reply = outcome.reply or {}
         error = outcome.error or str(reply.get("failed", ""))
-        report = Report()
-        if not error:
-            said = reply.get("said", record.reported)
-            try:
-                if said is None:
-                    raise BadReport("it ended without a report")
-                report = read_report(said, len(record.turns), self._agent.bounds)
-                if report.answer is not None and self._score is None:
-                    raise BadReport("it reported an answer, which no task.rewards can score; report a reward")
-            except BadReport as problem:
-                error = str(problem)
+        said, report = reply.get("said", record.reported), Report()  # what was sent counts, whatever came of it then
+        try:
+            if said is None:
+                raise BadReport("it ended without a report")
+            report = read_report(said, len(record.turns), self._agent.bounds)
+            if report.answer is not None and self._score is None:
+                raise BadReport("it reported an answer, which no task.rewards can score; report a reward")
+        except BadReport as problem:
+            error = error or str(problem)
         if record.cut and not outcome.timed_out and "failed" in reply:
             error = ""  # it was refused another turn, and gave up
         return _Played(prompt, _masked(record, report.untrained), report, printable(error), outcome.timed_out)

@@ -52,6 +52,7 @@ async def misbehaves(client, row):
         case 0:
             return 1.0
         case 1:
+            await client.post("/reward", cast_to=object, body={"reward": 0.5, "correct": False})
             time.sleep(1000)
         case 2:
             raise KeyError("no such tool")

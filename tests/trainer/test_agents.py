@@ -162,7 +162,7 @@ def test_each_fault_ends_its_own_episode_and_no_other(tokenizer, monkeypatch, tm
     )
     assert time.monotonic() - started < 100
     rewards = episodes.rewards
-    assert rewards.reward.tolist() == [1.0] + [0.0] * 11
+    assert rewards.reward.tolist() == [1.0, 0.5] + [0.0] * 10  # sample 1 had said so before it hung
     assert rewards.errors == {"agent": len(FAULTS)}
     assert rewards.timeouts == {"agent": 2}
     assert episodes.metrics["agent/cut_episodes"] == 1  # by its turns, sample 9
