@@ -150,7 +150,7 @@ class AnswerParser:
         found = next((name for name, one in FORMATS.items() if one.written in template), None)
         name = found if tool_format == "auto" else tool_format
         self._format = None if name in (None, "none") else FORMATS[str(name)]
-        self._harmony = name == "harmony"
+        self._harmony, self._kimi = name == "harmony", name == "kimi"
         self._thinks = END_THINK in template
         self.markers = frozenset({THINK, END_THINK, *(self._format.markers if self._format else ())})
         """Special tokens that the text to `parse` is to show."""
@@ -169,6 +169,11 @@ class AnswerParser:
             calls, rest = _take(self._format, content, _types(tools))
             content = rest if calls else content
         return Parsed(content, reasoning, tuple(calls))
+
+    def call_id(self, name: str, turn: int, place: int, before: int) -> str:
+        """Of a turn's call at a place, with so many calls in the conversation before it. Nine letters and digits, as
+        Mistral's templates ask; Kimi's write it where the model reads it, and the model knows its own alone."""
+        return f"functions.{name}:{before + place}" if self._kimi else f"c{turn:05d}{place:03d}"
 
     def _split(self, text: str, thinking: bool) -> tuple[str, str]:
         begun = text.lstrip()

@@ -202,7 +202,8 @@ class Session:
         text = self._spell(ids[:-1] if closed else ids)
         text = text[: min((at for one in asked.stop if (at := text.find(one)) >= 0), default=len(text))]
         parsed = parser.parse(text, tools, thinking=rendered.thinking)
-        calls = tuple(ToolCall(f"c{number:05d}{n:03d}", *one) for n, one in enumerate(parsed.calls))
+        earlier = sum(len(message.tool_calls) for message in messages)
+        calls = tuple(ToolCall(parser.call_id(c[0], number, n, earlier), *c) for n, c in enumerate(parsed.calls))
         answer = Message("assistant", parsed.content, parsed.reasoning, calls[:1] if asked.one_call else calls)
         record = _record(number, batch, asked, started, new, answer, why)
         with self._lock:

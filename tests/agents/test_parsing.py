@@ -72,6 +72,15 @@ def test_values_have_the_types_of_the_tool() -> None:
     assert json.loads(arguments) == {"a": "12\n", "b": "x"}
 
 
+def test_names_of_calls() -> None:
+    """Kimi's template shows them to the model, which knows those of its own form alone."""
+    kimi = AnswerParser("<|tool_call_begin|>")
+    text = '<|tool_call_begin|>functions.f:7<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+    assert kimi.parse(text, TOOLS).calls == (("f", '{"a": 1}'),)
+    assert kimi.call_id("f", 4, 1, 2) == "functions.f:3"
+    assert parser_of("qwen3").call_id("f", 4, 1, 2) == "c00004001"
+
+
 def test_reasoning() -> None:
     parser = parser_of("qwen3")
     assert vars(parser.parse("<think>\nr\n</think>\n\nA")) == {"content": "A", "reasoning": "r", "calls": ()}
