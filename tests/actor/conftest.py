@@ -15,6 +15,9 @@ from tests.actor.matrix import SHAPE, TEMPERATURE, UPDATES, Lesson, advantages
 from tests.actor.reference import expected_training, make_rollout
 from tests.tiny import tiny_model
 
+SEEDS = {"glm4_moe": 12}
+"""Of models that are too close to a tie with the usual seed, or too steep for float32."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -34,7 +37,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
     @functools.cache
     def make(family: str) -> World:
         path = tmp_path_factory.mktemp(family)
-        model = tiny_model(family, path, seed=3)
+        model = tiny_model(family, path, seed=SEEDS.get(family, 3))
         model.model.embed_tokens.padding_idx = None  # transformers would not train the row of the padding token
         lesson = Lesson(make_rollout(model, seed=4, temperature=TEMPERATURE, **SHAPE), advantages(), UPDATES)
 
