@@ -143,9 +143,12 @@ def _number(body: Mapping[str, Any], name: str) -> float | None:
     value = body.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise Refused(400, f"{name} must be a number", param=name)
-    return float(value)
+    try:
+        if not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # JSON has integers of any length
+        pass
+    raise Refused(400, f"{name} must be a number", param=name)
 
 
 def _whole(body: Mapping[str, Any], name: str, least: int) -> int | None:

@@ -139,13 +139,14 @@ class History:
             self._known.setdefault(digests(root, messages)[-1], []).append(turn)
 
     def samples(self, retries: Mapping[int, int]) -> tuple[tuple[RolloutBatch, ...], tuple[TurnRecord, ...]]:
-        """The branches that have something to train on, and all turns; `retries` by the turn's number."""
+        """The branches that have something to train on, and all turns in the order in which they were asked for, which
+        is not always that in which they ended; `retries` by the turn's number."""
         kept = [branch for branch in self._branches if branch.joined is not None]
         place = {id(branch): number for number, branch in enumerate(kept)}
         names = [f"{self._name}+{number}" if number else self._name for number in range(len(kept))]
         branches = [replace(b.joined, request_ids=(n,)) for b, n in zip(kept, names, strict=True) if b.joined]
         turns = [
             replace(turn.record, branch=place.get(id(turn.branch), -1), retries=retries.get(turn.record.number, 0))
-            for turn in self.turns
+            for turn in sorted(self.turns, key=lambda turn: turn.record.number)
         ]
         return tuple(branches), tuple(turns)

@@ -7,11 +7,14 @@ a model's way of writing calls is a pattern, chosen by what its chat template wr
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 THINK, END_THINK = "<think>", "</think>"
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -45,19 +48,29 @@ def _object(text: str) -> Any:
     def refuse(constant: str) -> Any:
         raise ValueError(constant)
 
+    def finite(number: str) -> float:
+        return value if math.isfinite(value := float(number)) else refuse(number)
+
     try:
-        return json.loads(text, parse_constant=refuse)
+        return json.loads(text, parse_constant=refuse, parse_float=finite)
     except (ValueError, RecursionError):
         return None
+
+
+def _text(arguments: dict[str, Any]) -> str:
+    """As JSON. Half a character, which a model can write as an escape, stays one: no text can hold it."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    return json.dumps(arguments) if _HALF.search(text) else text
 
 
 def _named(text: str, field: str) -> tuple[str, str] | None:
     """Of `{"name": ..., field: {...}}`."""
     value = _object(text)
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or not name or _HALF.search(name):
         return None
     arguments = value.get(field, {})
-    return (value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    return (name, _text(arguments)) if isinstance(arguments, dict) else None
 
 
 def _pairs(name: str, pairs: Sequence[tuple[str, str]], tools: Types) -> tuple[str, str] | None:
@@ -69,7 +82,7 @@ def _pairs(name: str, pairs: Sequence[tuple[str, str]], tools: Types) -> tuple[s
     for key, text in pairs:
         value = None if types.get(key) == "string" else _object(text)
         made[key] = text if value is None and text.strip() != "null" else value
-    return name, json.dumps(made, ensure_ascii=False)
+    return name, _text(made)
 
 
 def _glm(body: str, tools: Types) -> tuple[str, str] | None:

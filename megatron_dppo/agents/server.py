@@ -205,7 +205,7 @@ class SessionServer:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         text = await self._body(request, self._most_bytes)
         key, count = (
-            request.headers.get("idempotency-key", "")[:256],
+            request.headers.get("idempotency-key", ""),
             request.headers.get("x-stainless-retry-count", "0"),
         )
 

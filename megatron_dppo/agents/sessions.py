@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -23,6 +24,8 @@ from megatron_dppo.agents.replies import Answered, chat_reply, ids_reply
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.engine import EnginesFailed, GenerationRequest, GenerationTimeout, SamplingConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +258,7 @@ class Session:
         sampling = replace(asked.sampling, max_tokens=min(room, asked.max_tokens or room))
         started = time.monotonic()
         batch = draw(
-            self._sample,
+            self._ask_engines,
             request,
             sampling,
             training=self._training and not asked.why_not,
@@ -264,6 +267,17 @@ class Session:
             spell=self._spell,
         )
         return number, started, batch
+
+    def _ask_engines(self, request: GenerationRequest, sampling: SamplingConfig, training: bool) -> RolloutBatch:
+        """What engines fail with is the run's to know. What fails before and behind them is this harness's alone."""
+        try:
+            return self._sample(request, sampling, training)
+        except BaseException as error:
+            if isinstance(error, UserError | GenerationTimeout) and not isinstance(error, EnginesFailed):
+                raise
+            with self._lock:
+                self._error = self._error or error
+            raise Refused(503, f"no answer: {_told(error)}", code="no_answer") from error
 
     def _why_new(self, before: Turn | None) -> str:
         """Why history is to be rendered: empty where there is none, or its ids are known."""
@@ -299,18 +313,20 @@ class Session:
 
     def _failure(self, error: BaseException) -> Refused:
         """An error as an answer."""
-        told = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if isinstance(error, Refused):
             return error
         if isinstance(error, RecursionError):
             return Refused(400, "the request is nested too deeply")
         if isinstance(error, GenerationTimeout):
-            return Refused(504, told, code="generation_timeout")
-        if isinstance(error, UserError) and not isinstance(error, EnginesFailed):
+            return Refused(504, _told(error), code="generation_timeout")
+        if isinstance(error, UserError):
             return Refused(400, str(error))
-        with self._lock:
-            self._error = self._error or error
-        return Refused(503, f"no answer: {told}", code="no_answer")
+        logger.warning("session %s could not answer a request", self.name, exc_info=error)
+        return Refused(500, f"the request cannot be answered: {_told(error)}", code="internal_error")
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _record(

@@ -41,6 +41,8 @@ def test_several_calls_behind_words(name: str) -> None:
     [
         ("qwen3", '<tool_call>\n{"name": "search", "arguments": {"text": }}\n</tool_call>'),
         ("qwen3", '<tool_call>\n{"name": "search", "arguments": {"text": NaN}}\n</tool_call>'),
+        ("qwen3", '<tool_call>\n{"name": "search", "arguments": {"text": 1e400}}\n</tool_call>'),
+        ("qwen3", '<tool_call>\n{"name": "\\ud800", "arguments": {}}\n</tool_call>'),
         ("qwen3", '<tool_call>\n{"arguments": {"text": "x"}}\n</tool_call>'),
         ("qwen3", '<tool_call>\n{"name": "search", "arguments": {"text": "x"}}'),
         ("qwen3", "<tool_call>" + "[" * 5000 + "</tool_call>"),
@@ -53,6 +55,14 @@ def test_several_calls_behind_words(name: str) -> None:
 def test_what_is_no_call_stays_content(name: str, text: str) -> None:
     parsed = parser_of(name).parse(text, TOOLS)
     assert (parsed.content, parsed.calls) == (text, ())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "glm4", "deepseek_v3_1"])
+def test_half_a_character_in_a_call_can_be_sent(name: str) -> None:
+    """JSON spells it by an escape; text that went over HTTP cannot hold it."""
+    ((called, arguments),) = parser_of(name).parse(FAMILIES[name].call.format(text="\\ud800"), TOOLS).calls
+    arguments.encode()
+    assert (called, json.loads(arguments)) == ("search", {"text": "\\ud800" if name == "glm4" else "\ud800"})
 
 
 def test_values_have_the_types_of_the_tool() -> None:

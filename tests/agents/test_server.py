@@ -78,7 +78,9 @@ def test_what_is_no_request(serve: Callable[..., SessionServer]) -> None:
         ({"temperature": 0.7}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": True}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
         ({"top_p": 0.9}, "top_p"),
+        ({"top_p": -(10**400)}, "top_p"),
         ({"top_k": 5}, "top_k"),
         ({"min_p": 0.1}, "min_p"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
@@ -110,7 +112,7 @@ def test_what_changes_the_law_or_the_question_is_refused(
     reply = post(session, json={"messages": HI} | options)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
     record = session.finish()
-    assert (record.turns, record.refused) == ((), 1)
+    assert (record.turns, record.refused, record.error) == ((), 1, None)
 
 
 def test_what_changes_nothing_is_answered(serve: Callable[..., SessionServer]) -> None:

@@ -13,12 +13,13 @@ import httpx
 import openai
 import pytest
 
+from megatron_dppo.agents.parsing import AnswerParser
 from megatron_dppo.agents.server import SessionServer
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.engine import EnginesFailed, GenerationTimeout
 from tests.agents.families import FAMILIES, stop_ids, tokenizer_of
 from tests.agents.recorder import Recorder
-from tests.agents.serving import HI, NAME, Held, ask, client_of, open_session, post
+from tests.agents.serving import HI, NAME, Held, ask, client_of, open_session, post, words
 from tests.agents.test_exact import check_rows
 from tests.agents.test_rendering import EXPECTED, TOOLS
 
@@ -246,6 +247,53 @@ def test_what_engines_fail_with(
     record = session.finish()
     assert (record.error is error) is kept
     assert [turn.number for turn in record.turns] == [1]
+
+
+def test_a_fault_of_the_session_itself_is_no_fault_of_the_engines(
+    serve: Callable[..., SessionServer], sample: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run ends by what engines fail with; a request that nobody foresaw costs its own episode at most."""
+    session = open_session(serve())
+    with monkeypatch.context() as patched:
+        patched.setattr(AnswerParser, "parse", lambda *given, **named: 1 / 0)
+        with pytest.raises(openai.InternalServerError, match="ZeroDivisionError") as caught:
+            ask(client_of(session))
+    assert caught.value.status_code == 500
+    assert ask(client_of(session)).choices[0].finish_reason == "stop"
+    record = session.finish()
+    assert (record.error, len(record.turns)) == (None, 1)
+
+
+def test_turns_stand_in_the_order_in_which_they_were_asked_for(serve: Callable[..., SessionServer]) -> None:
+    """Reports name turns by number; the first to be asked for may be the last to end."""
+    recorder, slow = Recorder(words, stop_ids(NAME)), threading.Event()
+    begun = threading.Semaphore(0)
+
+    def sample(request: Any, sampling: Any, training: bool) -> Any:
+        begun.release()
+        assert not request.request_id.endswith("/0") or slow.wait(60)
+        return recorder(request, sampling, training)
+
+    server = SessionServer(sample, tokenizer_of(NAME), stop_token_ids=stop_ids(NAME))
+    try:
+        session = open_session(server)
+        with ThreadPoolExecutor() as threads:
+            first = threads.submit(ask, client_of(session))
+            assert begun.acquire(timeout=30)
+            ask(client_of(session), [*HI, *HI])
+            slow.set()
+            assert first.result().id.endswith("/0")
+        record = session.finish()
+    finally:
+        server.close()
+    assert [(turn.number, turn.branch) for turn in record.turns] == [(0, 1), (1, 0)]
+    assert [len(turn.asked) for turn in record.turns] == [1, 2]
+
+
+def test_long_keys_of_requests_are_compared_whole(serve: Callable[..., SessionServer]) -> None:
+    session = open_session(serve())
+    said = [ask(client_of(session), extra_headers={"Idempotency-Key": "k" * 300 + end}).id for end in "aba"]
+    assert said[0] == said[2] != said[1]
 
 
 def test_the_end_of_a_session(serve: Callable[..., SessionServer], sample: Held) -> None:
