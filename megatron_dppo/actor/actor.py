@@ -98,6 +98,7 @@ class MegatronActor:
         self.phases = Phases()
         """Names the parts of a step for profiles (`megatron_dppo.actor.profiling`)."""
 
+        # Gradient buffers and optimizer.
         model_config = get_model_config(self.model[0])
         self._dtype = model_config.params_dtype
         ddp = DistributedDataParallelConfig(
@@ -126,6 +127,8 @@ class MegatronActor:
             require_present=lambda: self._require("weights", "optimizer"),
         )
         """What a training state holds of this actor."""
+
+        # What Megatron-Core's schedule asks for.
         if optimizer.overlap_grad_reduce:
             waits = [chunk.no_sync for chunk in self.chunks]  # all microbatches but the last only accumulate
             model_config.no_sync_func = waits if len(waits) > 1 else waits[0]
@@ -169,7 +172,8 @@ class MegatronActor:
         trained = torch.tensor(signal.trained_of_episode(source.trained), device=device)
         pulled_before = source.pulled_bytes
         plans = [self._passes.plan(source, sequences) for sequences in signal.mini_batches]
-        # The anchor is the policy before the first of these steps, so all mini-batches are recomputed up front.
+
+        # Passes before the first step: the anchor is the policy that all mini-batches begin with.
         before = None
         if self._preset.needs_recomputed_logp:
             before = [self._passes.recompute(source, plan, progress) for plan in plans]
@@ -182,6 +186,7 @@ class MegatronActor:
                     for plan in plans
                 ]
 
+        # Gradient steps.
         metrics = TokenMetrics.empty(device)
         totals = StepTotals()
         mismatch: dict[str, float] = {}
@@ -240,6 +245,8 @@ class MegatronActor:
             progress.step(applied=outcome.applied)
             self._watch_finite(outcome.applied or outcome.overflowed, reports)
             totals.add_step(loss, outcome)
+
+        # What all of them came to.
         self.complete_weights()
         sequences_in_all = signal.epochs * sum(len(sequences) for sequences in signal.mini_batches)
         finals = metrics.finalize(sequences_in_all)

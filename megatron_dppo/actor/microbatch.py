@@ -21,25 +21,24 @@ from megatron_dppo.router_replay.replay import to_device
 class RowTensors:
     """What the objective needs, one entry per row that this context-parallel rank holds, `S` rows. Padding rows have
     `loss_mask` False.
-
-    targets       int64 `[S]`          the token each row predicts
-    loss_mask     bool `[S]`
-    mu_logp       float32 `[S]`        the engine's log-probability of the target
-    sequence      int64 `[S]`          number of the sequence in the source; -1 for padding
-    position      int64 `[S]`          row within its sequence
-    topk_ids      int64 `[S, K + 1]`   -1 = absent; None unless the preset needs top-K
-    topk_member   bool `[S, K + 1]`
-    topk_mu_logp  float32 `[S, K + 1]`
     """
 
     targets: Tensor
+    """int64 `[S]`: the token each row predicts."""
     loss_mask: Tensor
+    """bool `[S]`"""
     mu_logp: Tensor
+    """float32 `[S]`: the engine's log-probability of the target."""
     sequence: Tensor
+    """int64 `[S]`: number of the sequence in the source; -1 for padding."""
     position: Tensor
+    """int64 `[S]`: row within its sequence."""
     topk_ids: Tensor | None
+    """int64 `[S, K + 1]`: -1 = absent; None unless the preset needs top-K."""
     topk_member: Tensor | None
+    """bool `[S, K + 1]`"""
     topk_mu_logp: Tensor | None
+    """float32 `[S, K + 1]`"""
 
 
 @dataclass(frozen=True)

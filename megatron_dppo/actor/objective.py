@@ -35,14 +35,12 @@ class Recomputed:
 
 @dataclass(frozen=True)
 class Blocked:
-    """What the trust region blocked in one microbatch.
-
-    counts  int64 `[2, V]`, see `masked_token_counts`
-    rows    int64 `[n, 3]`: sequence, position, and 1 where it was blocked, of the trained rows of watched sequences
-    """
+    """What the trust region blocked in one microbatch."""
 
     counts: Tensor
+    """int64 `[2, V]`, see `masked_token_counts`."""
     rows: Tensor
+    """int64 `[n, 3]`: sequence, position, and 1 where it was blocked, of the trained rows of watched sequences."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +57,16 @@ class MicrobatchReport:
 
 @dataclass(frozen=True)
 class MiniBatchObjective:
-    """Everything the loss of a microbatch depends on besides its rows; equal on all ranks.
-
-    advantages, trained  `[B]` over the source's sequences: A of each, and the trained tokens of its episode
-    recomputed           per microbatch, for presets with a recomputed anchor
-    """
+    """Everything the loss of a microbatch depends on besides its rows; equal on all ranks."""
 
     preset: Preset
     denominators: Denominators
     advantages: Tensor
     returns: Tensor
     trained: Tensor
+    """`[B]` over the source's sequences: A of each, and the trained tokens of its episode."""
     recomputed: list[Recomputed] | None
+    """Per microbatch, for presets with a recomputed anchor."""
     reference: list[Recomputed] | None = None
     """The reference's statistics per microbatch, for a KL in the loss."""
     reference_kl: ReferenceKL | None = None

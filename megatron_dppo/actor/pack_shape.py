@@ -42,18 +42,16 @@ class Split:
 
 @dataclass(frozen=True)
 class PackShape:
-    """One pack of sequences, laid out.
-
-    source    int64 `[P]`: row of the (concatenated) sequences that each row of the pack holds, -1 for padding
-    position  int64 `[P]`: place within its packed sequence; padding goes on counting
-    sequence  int64 `[P]`: number of the sequence within the pack, -1 for padding
-    lengths   int64: rows of each packed sequence; padding at the end of the pack is one more sequence
-    """
+    """One pack of sequences, laid out."""
 
     source: np.ndarray
+    """int64 `[P]`: row of the (concatenated) sequences that each row of the pack holds, -1 for padding."""
     position: np.ndarray
+    """int64 `[P]`: place within its packed sequence; padding goes on counting."""
     sequence: np.ndarray
+    """int64 `[P]`: number of the sequence within the pack, -1 for padding."""
     lengths: np.ndarray
+    """int64: rows of each packed sequence; padding at the end of the pack is one more sequence."""
 
     @staticmethod
     def of(lengths: np.ndarray, split: Split, *, rows: int | None = None) -> PackShape:

@@ -27,14 +27,14 @@ class PackPlan:
 
     packs[rank][microbatch]  sequence numbers; every rank has equally many microbatches, and some may be empty
     rows[rank][microbatch]   rows of the pack, padding included
-    real_rows                rows of all sequences together
-    imbalance                cost of the busiest rank over the mean cost (1 = even)
     """
 
     packs: list[list[list[int]]]
     rows: list[list[int]]
     real_rows: int
+    """Rows of all sequences together."""
     imbalance: float
+    """Cost of the busiest rank over the mean cost (1 = even)."""
 
     def of(self, sequences: np.ndarray) -> PackPlan:
         """The same plan for the named sequences of a larger set, whose lengths were given in this order."""

@@ -32,14 +32,12 @@ from megatron_dppo.vocab_parallel.stats import TokenStats
 
 @dataclasses.dataclass(frozen=True)
 class BeforeUpdate:
-    """What the pass before the update leaves, per microbatch of a mini-batch.
-
-    statistics  this model's own; [] but on the last pipeline stage
-    routes      the experts this rank's routers chose, to be replayed in the update (R2); None otherwise
-    """
+    """What the pass before the update leaves, per microbatch of a mini-batch."""
 
     statistics: list[Recomputed]
+    """This model's own; [] but on the last pipeline stage."""
     routes: list[LocalRoutes] | None
+    """The experts this rank's routers chose, to be replayed in the update (R2); None otherwise."""
 
 
 class Passes:

@@ -64,18 +64,16 @@ class Phases:
 
 @dataclass
 class StepProfile:
-    """One profiled step of one rank. Profiling itself makes a step slower; shares are what to read.
-
-    seconds   wall clock of the whole step
-    phases    by name, in order
-    work      seconds of device work by kind (on a CPU: of operators); streams overlap, so the sum may exceed `busy`
-    busy      seconds in which at least one kernel ran (on a CPU: the sum of `work`)
-    """
+    """One profiled step of one rank. Profiling itself makes a step slower; shares are what to read."""
 
     seconds: float = 0.0
+    """Wall clock of the whole step."""
     phases: dict[str, PhaseUse] = field(default_factory=dict)
+    """By name, in order."""
     work: dict[str, float] = field(default_factory=dict)
+    """Seconds of device work by kind (on a CPU: of operators); streams overlap, so the sum may exceed `busy`."""
     busy: float = 0.0
+    """Seconds in which at least one kernel ran (on a CPU: the sum of `work`)."""
 
     def tables(self, *, flops: float, peak_flops: float | None) -> list[Table]:
         """Phases and kinds of work.

@@ -12,31 +12,27 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What an update did.
-
-    metrics        the same on all ranks
-    masked_counts  int64 `[2, V]`, the tokens that the trust region blocked (`masked_token_counts`), where it was asked
-                   for; equal on all ranks
-    watched        int64 `[n, 3]`, of every trained row of the sequences that were watched: sequence, row in it (what it
-                   predicts is the next token), and 1 where the trust region blocked it in any epoch; equal on all ranks
-    """
+    """What an update did."""
 
     metrics: dict[str, float]
+    """The same on all ranks."""
     masked_counts: Tensor | None = None
+    """int64 `[2, V]`, the tokens that the trust region blocked (`masked_token_counts`), where it was asked for; equal
+    on all ranks."""
     watched: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), dtype=np.int64))
+    """int64 `[n, 3]`, of every trained row of the sequences that were watched: sequence, row in it (what it predicts is
+    the next token), and 1 where the trust region blocked it in any epoch; equal on all ranks."""
 
 
 @dataclass(frozen=True)
 class ParityReport:
-    """How far the actor's log-probabilities are from the engine's.
-
-    metrics  the same on all ranks
-    tokens   log mu, log pi, id, number of the sequence and row in it, of the tokens that were kept, float32 `[n, 5]`;
-             equal on all ranks
-    """
+    """How far the actor's log-probabilities are from the engine's."""
 
     metrics: dict[str, float]
+    """The same on all ranks."""
     tokens: np.ndarray
+    """Log mu, log pi, id, number of the sequence and row in it, of the tokens that were kept, float32 `[n, 5]`; equal
+    on all ranks."""
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,13 @@ _STRIDE = 1 << 32
 class Spans:
     """Advantages of parts of sequences, `n` of them: a row has that of the last part of its sequence that began at or
     before it.
-
-    sequence, row  int64 `[n]`, of the source, and of the sequence; sorted by both
-    advantage      float32 `[n]`
     """
 
     sequence: np.ndarray
     row: np.ndarray
+    """int64 `[n]`, of the source, and of the sequence; sorted by both."""
     advantage: np.ndarray
+    """float32 `[n]`"""
 
     def at(self, sequence: Int[Tensor, " S"], row: Int[Tensor, " S"]) -> Float[Tensor, " S"]:
         """Advantages of rows. Before the first part of a sequence, where nothing is trained, it is that of another."""
@@ -36,24 +35,22 @@ class Spans:
 
 @dataclass(frozen=True)
 class TrainingSignal:
-    """What a rollout step teaches, per sequence of the source; equal on all ranks.
-
-    advantages    float32 `[B]`
-    returns       float32 `[B]`, rewards before the baseline
-    mini_batches  sequence numbers of each gradient step, every sequence at most once
-    epochs        passes over the mini-batches. The anchor does not move between them: mu is the rollout's, and what is
-                  recomputed (its statistics and, for R2, its routes) is so once, before the first pass
-    episode       int64 `[B]`: sequences of one number are one to the loss, which averages over episodes and takes the
-                  trained tokens of one alike; None where every sequence is an episode
-    spans         advantages that change within sequences, in place of `advantages`
-    """
+    """What a rollout step teaches, per sequence of the source; equal on all ranks."""
 
     advantages: np.ndarray
+    """float32 `[B]`"""
     returns: np.ndarray
+    """float32 `[B]`, rewards before the baseline."""
     mini_batches: Sequence[np.ndarray]
+    """Sequence numbers of each gradient step, every sequence at most once."""
     epochs: int = 1
+    """Passes over the mini-batches. The anchor does not move between them: mu is the rollout's, and what is recomputed
+    (its statistics and, for R2, its routes) is so once, before the first pass."""
     episode: np.ndarray | None = None
+    """int64 `[B]`: sequences of one number are one to the loss, which averages over episodes and takes the trained
+    tokens of one alike; None where every sequence is an episode."""
     spans: Spans | None = None
+    """Advantages that change within sequences, in place of `advantages`."""
 
     def episodes_of(self, sequences: np.ndarray) -> int:
         """How many episodes these sequences belong to."""

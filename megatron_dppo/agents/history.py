@@ -60,11 +60,10 @@ class TurnRecord:
 
 @dataclass(eq=False)
 class Branch:
-    """ids    of all of it, trained on or not
-    joined the turns that are trained on, as one sequence"""
-
     ids: np.ndarray
+    """Of all of it, trained on or not."""
     joined: RolloutBatch | None = None
+    """The turns that are trained on, as one sequence."""
     last: Turn | None = None
 
 

@@ -19,11 +19,10 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Parsed:
-    """calls: name and arguments (text of a JSON object) of each"""
-
     content: str
     reasoning: str
     calls: tuple[tuple[str, str], ...]
+    """Name and arguments (text of a JSON object) of each."""
 
 
 type Types = Mapping[str, Mapping[str, Any]]
@@ -32,16 +31,15 @@ type Types = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Format:
-    """written     by chat templates of this format, and by no other before it in `FORMATS`
-    start, end  of one call; without them all of the content is one
-    read        name and arguments of what stands between, or None where that is no call
-    markers     special tokens that the text is to show"""
-
     written: str
+    """By chat templates of this format, and by no other before it in `FORMATS`."""
     start: str
     end: str
+    """Of one call; without them all of the content is one."""
     read: Callable[[str, Types], tuple[str, str] | None]
+    """Name and arguments of what stands between, or None where that is no call."""
     markers: tuple[str, ...] = ()
+    """Special tokens that the text is to show."""
 
 
 def _object(text: str) -> Any:

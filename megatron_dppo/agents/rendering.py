@@ -37,11 +37,10 @@ _ASKED = {"role": "user", "content": "?"}
 
 @dataclass(frozen=True)
 class Rendered:
-    """ids      int32
-    thinking whether the text ends inside of reasoning that the template opened"""
-
     ids: np.ndarray
+    """int32"""
     thinking: bool
+    """Whether the text ends inside of reasoning that the template opened."""
 
 
 class CannotContinue(Exception):

@@ -24,30 +24,26 @@ class _Arrays:
 
 @dataclass(frozen=True)
 class PolicyColumns(_Arrays):
-    """What the objective needs of each row, `N` rows.
-
-    target_ids  int32 `[N]`    token that follows the row's input token
-    loss_mask   bool `[N]`     True where the target was sampled by the policy
-    mu_logp     float32 `[N]`  log mu(target); 0 where not sampled
-    """
+    """What the objective needs of each row, `N` rows."""
 
     target_ids: np.ndarray
+    """int32 `[N]`: token that follows the row's input token."""
     loss_mask: np.ndarray
+    """bool `[N]`: True where the target was sampled by the policy."""
     mu_logp: np.ndarray
+    """float32 `[N]`: log mu(target); 0 where not sampled."""
 
 
 @dataclass(frozen=True)
 class TopKColumns(_Arrays):
-    """The engine's likeliest tokens of each row, `N` rows of `K + 1` columns.
-
-    ids      int32 `[N, K + 1]`   the engine's K ids in rank order, then the target; -1 = absent
-    member   bool `[N, K + 1]`    which columns count: present ids, and the target unless the K hold it already
-    mu_logp  float32 `[N, K + 1]` log mu of the columns; -inf where they do not count
-    """
+    """The engine's likeliest tokens of each row, `N` rows of `K + 1` columns."""
 
     ids: np.ndarray
+    """int32 `[N, K + 1]`: the engine's K ids in rank order, then the target; -1 = absent."""
     member: np.ndarray
+    """bool `[N, K + 1]`: which columns count: present ids, and the target unless the K hold it already."""
     mu_logp: np.ndarray
+    """float32 `[N, K + 1]` log mu of the columns; -inf where they do not count."""
 
 
 @dataclass(frozen=True)
@@ -66,19 +62,18 @@ class AlignedBatch:
     """`B` sequences as the trainer sees them: row `t` is the *input* token `t` and what it predicts.
 
     The last row of each sequence predicts nothing: its `loss_mask` is False and its targets are the row's own token.
-
-    input_ids  int32 `[N]`     token fed to the model
-    offsets    int64 `[B + 1]`
-    policy     of every row; None where not wanted (`Columns`)
-    topk       of every row; None where not wanted
-    routes     Routes `[N]`: experts of the *input* token of the row (not shifted); None where not recorded or wanted
     """
 
     input_ids: np.ndarray
+    """int32 `[N]`: token fed to the model."""
     offsets: np.ndarray
+    """int64 `[B + 1]`"""
     policy: PolicyColumns | None
+    """Of every row; None where not wanted (`Columns`)."""
     topk: TopKColumns | None
+    """Of every row; None where not wanted."""
     routes: Routes | None
+    """Routes `[N]`: experts of the *input* token of the row (not shifted); None where not recorded or wanted."""
 
     def __len__(self) -> int:
         """Number of sequences."""

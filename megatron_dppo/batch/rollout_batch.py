@@ -15,32 +15,31 @@ class RolloutBatch:
 
     With `N` tokens in all (prompts included) and `K` recorded ids per token:
 
-    token_ids      int32 `[N]`     prompt and response of sequence `b` at rows `offsets[b]:offsets[b + 1]`
-    offsets        int64 `[B + 1]` first row of every sequence, then `N`
-    prompt_lengths int32 `[B]`     tokens of each sequence that were given, not sampled
-    loss_mask      bool  `[N]`     True for tokens the policy sampled (never prompt, tool or environment tokens)
-    mu_logp        float32 `[N]`   natural log of the probability it was drawn with; 0 where not sampled
-    topk_ids       int32 `[N, K]`  the engine's own K likeliest ids at that draw, likeliest first; -1 = absent
-    topk_logp      float32 `[N, K]` their log mu; -inf where absent
-    routes         Routes of `N` tokens, or None when the engine did not record them
-    request_ids    `B` strings, unique within a run: "train/{step}/{prompt}/{sample}", or "eval/..."
-    finish_reasons `B` strings: "stop" (end-of-sequence or stop token), "length" (cut at max_tokens), "abort"
-    weight_versions int32 `[N]`    version of the weights whose forward sampled (or, for prompts, last prefilled) it
-
     Arrays are read-only views where they come out of shared memory (Ray's object store).
     """
 
     token_ids: np.ndarray
+    """int32 `[N]`: prompt and response of sequence `b` at rows `offsets[b]:offsets[b + 1]`"""
     offsets: np.ndarray
+    """int64 `[B + 1]` first row of every sequence, then `N`."""
     prompt_lengths: np.ndarray
+    """int32 `[B]`: tokens of each sequence that were given, not sampled."""
     loss_mask: np.ndarray
+    """bool `[N]`: True for tokens the policy sampled (never prompt, tool or environment tokens)."""
     mu_logp: np.ndarray
+    """float32 `[N]`: natural log of the probability it was drawn with; 0 where not sampled."""
     topk_ids: np.ndarray
+    """int32 `[N, K]`: the engine's own K likeliest ids at that draw, likeliest first; -1 = absent."""
     topk_logp: np.ndarray
+    """float32 `[N, K]` their log mu; -inf where absent."""
     routes: Routes | None
+    """Routes of `N` tokens, or None when the engine did not record them."""
     request_ids: tuple[str, ...]
+    """`B` strings, unique within a run: "train/{step}/{prompt}/{sample}", or "eval/..."."""
     finish_reasons: tuple[str, ...]
+    """`B` strings: "stop" (end-of-sequence or stop token), "length" (cut at max_tokens), "abort"."""
     weight_versions: np.ndarray
+    """int32 `[N]`: version of the weights whose forward sampled (or, for prompts, last prefilled) it."""
 
     def __post_init__(self) -> None:
         tokens, sequences = len(self.token_ids), len(self.request_ids)

@@ -37,6 +37,8 @@ def join_turns(
     routed_by = np.zeros(tokens, dtype=np.int64)
     experts = None if last.routes is None else np.zeros_like(last.routes.experts)
     valid = np.zeros(tokens, dtype=np.bool_)
+
+    # Every turn brings what it sampled, and the routes of what it was the first to feed to the model.
     before = last.token_ids[:0]
     for number, turn in enumerate(turns):
         length, given = len(turn.token_ids), int(turn.prompt_lengths[0])
@@ -55,6 +57,8 @@ def join_turns(
             experts[routed], valid[routed] = turn.routes.experts[routed], turn.routes.valid[routed]
             routed_by[routed] = turn.routes.weight_versions[routed]
         before = turn.token_ids
+
+    # The prompt of a response that was cut, as its last part saw it.
     if latest_prompt:
         prompt = slice(0, int(turns[0].prompt_lengths[0]))
         versions[prompt] = last.weight_versions[prompt]

@@ -83,6 +83,7 @@ def convert_command(
     `UserError` before any work: no such source, weights that do not match the config, a layout that does not fit, no
     room on the disk, an output that exists. Works without a GPU.
     """
+    # What can be refused without opening anything.
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
     if to is not None and to not in FORMATS:
@@ -93,6 +94,7 @@ def convert_command(
     for read in (source, base):
         if read is not None and output.resolve() in (read.resolve(), *read.resolve().parents):
             raise UserError(f"{output} is or holds {read}, which is read: writing it would delete that; choose another")
+
     rank = int(os.environ.get("RANK", "0"))
     console = console or Console(stderr=True, quiet=rank != 0)
     layout = parallel or ParallelConfig()
@@ -106,9 +108,12 @@ def convert_command(
         _check_room(output, _describe(opened.model, wanted, opened.file, console))
         if not dtype:
             _say_rounded(opened, console)
-        # A state is loaded in its own type, and cast when it is written.
+
+        # Read: a state is loaded in its own type, and cast when it is written.
         models, groups = _build(opened.model, layout, opened.dtype if opened.format == "state" else wanted)
         opened.load(models, groups)
+
+        # Write; `again` reads back what was written.
         again: Callable[[], object]
         if target == "hf":
             with progress_bar(console, "writing") as progress:
@@ -149,6 +154,8 @@ def convert_command(
             console.print(f"writing {output}")
             save_megatron_checkpoint(output, models, opened.model, groups, overwrite=overwrite)
             again = partial(_read_again, models, opened.model, groups, output / RELEASE)
+
+        # Compare with transformers.
         if verify and target != "hf":
             _spoil(models)
             again()

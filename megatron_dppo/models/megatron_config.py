@@ -45,12 +45,14 @@ def transformer_config(
     gpu = torch.cuda.is_available()
     described = model.family.megatron(model)
     fields: dict[str, Any] = described | {
+        # The same for all models.
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "params_dtype": params_dtype,
         "pipeline_dtype": params_dtype,
         "bf16": params_dtype == torch.bfloat16,
         "fp16": params_dtype == torch.float16,
+        # Layout.
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
         "virtual_pipeline_model_parallel_size": parallel.chunks if parallel.chunks > 1 else None,
@@ -62,6 +64,7 @@ def transformer_config(
         "moe_token_dispatcher_type": token_dispatcher,  # validated for dense models too
         "calculate_per_token_loss": True,
         "perform_initialization": False,  # every weight is loaded; a forgotten one stops the import
+        # Kernels of the device.
         "use_cpu_initialization": not gpu,
         "transformer_impl": "transformer_engine" if gpu else "local",
         "masked_softmax_fusion": gpu,
@@ -70,6 +73,7 @@ def transformer_config(
         "persist_layer_norm": False,
         "gradient_accumulation_fusion": gpu and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         "apply_rope_fusion": gpu,
+        # Pipeline messages.
         "overlap_p2p_comm": parallel.chunks > 1,
         "batch_p2p_comm": parallel.chunks == 1,
         "pipeline_model_parallel_layout": uneven_layout(model.layers, parallel.pipeline, parallel.chunks),

@@ -56,6 +56,8 @@ def planned_run(
     Raises UserError where the GPUs cannot be divided between ranks and engines.
     """
     rollout, trainer, parallel = config.rollout, config.trainer, config.parallel
+
+    # Whose the GPUs are.
     engines = engine_gpus(config)
     if gpus <= engines:
         raise UserError(
@@ -69,6 +71,8 @@ def planned_run(
             f"rollout.placement=colocated: an engine of rollout.tensor_parallel={tensor} GPUs has to fit on a node of "
             f"{gpu.gpus_per_node}; lower it"
         )
+
+    # What a step has to do.
     mean = rollout.max_response_tokens if mean_response is None else mean_response
     if not 0 < mean <= rollout.max_response_tokens:
         raise UserError(
@@ -84,6 +88,8 @@ def planned_run(
         ppo_epochs=trainer.ppo_epochs,
         routes=rollout.router_replay,
     )
+
+    # The trainer, and an engine.
     budget = config.actor.max_tokens_per_microbatch
     longest = parallel.packed_length(workload.sequence)
     layout = Layout(

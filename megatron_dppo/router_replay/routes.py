@@ -26,20 +26,19 @@ def _one_span() -> np.ndarray:
 class Routes:
     """Logical expert ids chosen by the engine, `[tokens, moe_layers, topk]`, with a validity mask per token.
 
-    experts     `[N, L, k]` of `route_dtype(num_experts)`; MoE layers only, in model order; all-zero where not valid
-    valid       bool `[N]`; False where the engine never routed the token (the last sampled token of a sequence)
-    num_experts experts per layer of the model
-    spans       int64 `[S, 2]`, (first token, weight version whose forward routed it), one row per run of tokens with
-                one version; the first starts at token 0
-
     Size: `L * k * itemsize + 1` bytes per token (385 for Qwen3-30B-A3B: 48 layers, top-8, 128 experts) and 16 per span.
     Plain arrays in a frozen dataclass: Ray and pickle protocol 5 hand them over without a copy, as read-only views.
     """
 
     experts: np.ndarray
+    """`[N, L, k]` of `route_dtype(num_experts)`; MoE layers only, in model order; all-zero where not valid."""
     valid: np.ndarray
+    """bool `[N]`; False where the engine never routed the token (the last sampled token of a sequence)."""
     num_experts: int
+    """Experts per layer of the model."""
     spans: np.ndarray = field(default_factory=_one_span)
+    """int64 `[S, 2]`, (first token, weight version whose forward routed it), one row per run of tokens with one
+    version; the first starts at token 0."""
 
     def __post_init__(self) -> None:
         if self.experts.ndim != 3:

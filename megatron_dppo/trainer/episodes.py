@@ -18,20 +18,19 @@ from megatron_dppo.tasks.task import Prompt, Rewards
 
 @dataclass(frozen=True)
 class TurnReturns:
-    """What was earned from each turn on, `n` turns of all episodes: `returns[t] = reward[t] + discount returns[t + 1]`.
-
-    sequence  int64 `[n]`    of the batch, in order
-    row       int64 `[n]`    of the sequence: where the turn's first token is predicted; within a sequence they rise
-    episode   int64 `[n]`
-    number    int64 `[n]`    of the turn in its episode, from 0
-    returns   float32 `[n]`
-    """
+    """What was earned from each turn on, `n` turns of all episodes:
+    `returns[t] = reward[t] + discount returns[t + 1]`."""
 
     sequence: np.ndarray
+    """int64 `[n]`: of the batch, in order."""
     row: np.ndarray
+    """int64 `[n]`: of the sequence: where the turn's first token is predicted; within a sequence they rise."""
     episode: np.ndarray
+    """int64 `[n]`"""
     number: np.ndarray
+    """int64 `[n]`: of the turn in its episode, from 0."""
     returns: np.ndarray
+    """float32 `[n]`"""
 
     @staticmethod
     def of(turns: Sequence[tuple[int, int, int, int, float]]) -> TurnReturns:

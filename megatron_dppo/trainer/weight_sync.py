@@ -21,14 +21,12 @@ from megatron_dppo.rollout.weight_transfer.recipients import Recipients
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What became of a sync.
-
-    failed   engines that did not get the weights, by name, and why
-    metrics  `sync/...`: seconds of its parts, bytes, and rates
-    """
+    """What became of a sync."""
 
     failed: dict[str, Exception] = field(default_factory=dict)
+    """Engines that did not get the weights, by name, and why."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """`sync/...`: seconds of its parts, bytes, and rates."""
 
 
 class WeightSync:

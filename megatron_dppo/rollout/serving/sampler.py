@@ -116,6 +116,7 @@ def to_batch(
     Each answer has `recorded + 1` columns: the sampled token, then the likeliest ids in rank order (which may repeat
     the sampled one). Raises `MalformedOutput`, and `RouteError` for routes that cannot be.
     """
+    # Where each sequence lies, and what of it was sampled.
     prompts = [np.asarray(r.prompt_ids, dtype=np.int32) for r in requests]
     _check(requests, answers, recorded)
     responses = [answer.token_ids for answer in answers]
@@ -129,6 +130,7 @@ def to_batch(
     place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
     loss_mask = place >= np.repeat(prompt_lengths, lengths)
 
+    # The record of the sampled rows.
     ids, logp = np.concatenate([a.ids for a in answers]), np.concatenate([a.logp for a in answers])
     if not np.array_equal(ids[:, 0], token_ids[loss_mask]):
         raise MalformedOutput("the engine's log-probabilities do not belong to the tokens it returned")
@@ -144,6 +146,7 @@ def to_batch(
     topk_ids[loss_mask, :recorded] = ids[:, 1:]
     topk_logp[loss_mask, :recorded] = logp[:, 1:]
 
+    # Routes, of all rows.
     request_ids = tuple(r.request_id for r in requests)
     versions = np.repeat(np.asarray(weight_versions, dtype=np.int32), lengths)
     routes = None
