@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, PrivateAttr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 
 
 class ConfigModel(BaseModel):
@@ -25,3 +25,6 @@ def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:
 
 Bounds = Annotated[tuple[float, float], AfterValidator(_ordered)]
 """Two numbers that float32 can say, the smaller first."""
+
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+"""Of the environment; its value is read where the run is started."""

@@ -71,12 +71,13 @@ def read_report(said: Any, turns: int, bounds: tuple[float, float]) -> Report:
         raise BadReport(f"it reported {said!r:.60}, which is no JSON object")
     if unknown := sorted(map(repr, said.keys() - set(_KNOWN))):
         raise BadReport(f"its report has {unknown[0]:.60}; known are {', '.join(_KNOWN)}")
-    answer, correct, of_turns = said.get("answer"), said.get("correct"), said.get("turn_rewards") or {}
+    reward, answer, correct = said.get("reward"), said.get("answer"), said.get("correct")
+    of_turns = said.get("turn_rewards") or {}
     if answer is not None and not isinstance(answer, str):
         raise BadReport(f"its answer is {answer!r:.60}, which is no text")
     if correct is not None and not isinstance(correct, bool):
         raise BadReport(f"its correct is {correct!r:.60}, which is no truth value")
-    if ("reward" in said) == (answer is not None):
+    if (reward is None) == (answer is None):
         raise BadReport("its report must have a reward or an answer, and not both")
     if isinstance(of_turns, list):
         of_turns = dict(enumerate(of_turns))
@@ -91,7 +92,8 @@ def read_report(said: Any, turns: int, bounds: tuple[float, float]) -> Report:
         raise BadReport(f"its untrained_turns are {masked!r:.60}; give a list of numbers")
     text = None if answer is None else answer.encode(errors="replace").decode()  # half a character is no text
     untrained = frozenset(_turn(number, turns) for number in masked)
-    return Report(_reward(said.get("reward", 0.0), "the reward", bounds), rewards, untrained, text, correct)
+    of_all = 0.0 if reward is None else _reward(reward, "the reward", bounds)
+    return Report(of_all, rewards, untrained, text, correct)
 
 
 def _turn(name: Any, turns: int) -> int:
@@ -155,7 +157,7 @@ class HarnessService:
         )
         try:
             return self._run(given["row"]) if self.agent.command else self._call(given)
-        except Exception as error:
+        except BaseException as error:  # also what asks a program to end: sys.exit has its reason too
             said = printed.last()
             why = str(error) if isinstance(error, BadReport) else f"{type(error).__name__}: {error}"
             return {"failed": why[:_SHOWN] + (f"; it printed {said!r}" if said else "")}
@@ -192,7 +194,7 @@ class HarnessService:
             return {"said": {"reward": float(said)}}
         if not isinstance(said, dict):
             raise BadReport(f"it returned {said!r:.60}; return a number, an answer (text) or a report (a dictionary)")
-        return {"said": said}
+        return {"said": json.loads(json.dumps(said, default=_plain))}
 
     def _function(self) -> Callable[..., Any]:
         return load_callable(str(self.agent.function), named="task.agent.function: ", folder=self.folder)
@@ -215,6 +217,13 @@ class HarnessService:
                 break
             messages += [answer.model_dump(exclude_none=True), {"role": "user", "content": turn.observation}]
         return {"reward": 0.0, "turn_rewards": rewards, "correct": won}
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy's or torch's as JSON has it."""
+    if not hasattr(value, "item"):
+        raise BadReport(f"its report has {value!r:.60}, which JSON cannot say")
+    return value.item()
 
 
 def _client(timeout_s: float) -> Any:
@@ -248,7 +257,8 @@ class _Printed:
             self._last = (self._last + piece)[-_SHOWN:]
 
     def last(self) -> str:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):  # a harness may have closed it, or put something else there
+                stream.flush()
         threading.Event().wait(0.05)  # for the thread to read it
         return self._last.decode(errors="replace").strip()

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_dppo.config_base import Bounds, ConfigModel
+from megatron_dppo.config_base import Bounds, ConfigModel, VariableName
 
 
 class AgentConfig(ConfigModel):
@@ -37,7 +37,7 @@ class AgentConfig(ConfigModel):
     them busy while others wait for their tools."""
     memory_mib: int | None = Field(default=None, ge=256)
     """Address space of each process of an episode. No limit by default: Node and Java reserve more than they use."""
-    environment: tuple[str, ...] = ()
+    environment: tuple[VariableName, ...] = ()
     """Names of environment variables that episodes see besides those that programs need to run. Keys and tokens of the
     run are not among those."""
     bounds: Bounds = (-100.0, 100.0)

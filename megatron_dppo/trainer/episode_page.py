@@ -29,8 +29,10 @@ def show_episode(run: Path, path: Path | None, *, episode: int | None = None, st
         )
     rows = list(read_rows(file))
     steps = sorted({int(row["step"]) for row in rows})
-    if not steps or (step is not None and step not in steps):
-        kept = ", ".join(map(str, steps)) or "none"
+    if not steps:
+        raise UserError(f"{file}: no answer was kept yet; wait for a step of tracking.samples_every")
+    if step is not None and step not in steps:
+        kept = ", ".join(map(str, steps))
         raise UserError(f"{file}: step {step} is not among those that were kept ({kept}); see tracking.samples_every")
     step = steps[-1] if step is None else step
     of_step = [row for row in rows if row["step"] == step]
@@ -71,15 +73,22 @@ def _body(sequences: Sequence[Mapping[str, Any]]) -> str:
 
 def _turns(row: Mapping[str, Any]) -> list[str]:
     """What the policy wrote, turn by turn, and what it was told in between."""
-    advantage = row.get("advantage") or 0.0
-    colour = f"rgba({GREEN if advantage > 0 else RED},.3)" if advantage else "rgba(31,119,180,.15)"
-    spans, untrained = token_spans(row, colour), set(row.get("untrained", ()))
+    spans, untrained = token_spans(row, _colour), set(row.get("untrained", ()))
+    begins = dict(row.get("turn_advantages") or ())
     parts, turn = [], 0
-    for given, numbers in groupby(range(len(spans)), key=untrained.__contains__):
+    for given, group in groupby(range(len(spans)), key=untrained.__contains__):
+        numbers = list(group)
         text = "".join(spans[number] for number in numbers)
-        parts.append(_turn("not trained on" if given else f"policy, {turn + 1}", text, own=not given))
+        own = f"policy, {turn + 1}"
+        if (first := next((n for n in numbers if n in begins), None)) is not None:
+            own += f": advantage {begins[first]:+.4g}"
+        parts.append(_turn("not trained on" if given else own, text, own=not given))
         turn += not given
     return parts
+
+
+def _colour(advantage: float) -> str:
+    return f"rgba({GREEN if advantage > 0 else RED},.3)" if advantage else "rgba(31,119,180,.15)"
 
 
 def _turn(name: str, text: str, *, own: bool = False) -> str:

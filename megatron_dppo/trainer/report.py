@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +163,7 @@ def _answers(runs: Mapping[str, Path]) -> str:
         if not last:
             parts.append(f"<h3>{html.escape(label)}</h3>{_nothing('no answers were kept (tracking.samples_every)')}")
             continue
-        largest = max((abs(row.get("advantage") or 0.0) for row in last), default=0.0) or 1.0
+        largest = max((abs(one) for row in last for one in _advantages(row)), default=0.0) or 1.0
         lines = "".join(_answer(row, largest) for row in last)
         parts.append(
             f"<h3>{html.escape(label)}, step {last[0]['step']}</h3><table><tr><th>prompt<th>answer<th>reference"
@@ -174,8 +174,10 @@ def _answers(runs: Mapping[str, Path]) -> str:
 
 def _answer(row: Mapping[str, Any], largest: float) -> str:
     advantage = row.get("advantage")
-    shade = 0.5 * min(abs(advantage or 0.0) / largest, 1.0)
-    colour = f"rgba({GREEN if (advantage or 0.0) > 0 else RED},{shade:.2f})"
+
+    def colour(of: float) -> str:
+        return f"rgba({GREEN if of > 0 else RED},{0.5 * min(abs(of) / largest, 1.0):.2f})"
+
     tokens = "".join(token_spans(row, colour))
     shown = "" if advantage is None else f"{advantage:+.3g}"
     cells = [f"<pre>{html.escape(row['prompt'])}</pre>", f"<pre>{tokens}</pre>", html.escape(str(row["reference"]))]
@@ -183,16 +185,27 @@ def _answer(row: Mapping[str, Any], largest: float) -> str:
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
-def token_spans(row: Mapping[str, Any], colour: str) -> list[str]:
-    """The tokens of an answer in `samples.jsonl`, those that were trained on with `colour` behind them."""
+def token_spans(row: Mapping[str, Any], colour: Callable[[float], str]) -> list[str]:
+    """The tokens of an answer in `samples.jsonl`, those that were trained on with the `colour` of their advantage: the
+    answer's, or the turn's where each has its own."""
     blocked, untrained = set(row.get("blocked", ())), set(row.get("untrained", ()))
+    pieces = row.get("pieces") or [row["response"]]
     return [
         f'<span class="token untrained">{html.escape(piece)}</span>'
         if number in untrained
-        else f'<span class="token{" blocked" if number in blocked else ""}" style="background:{colour}">'
+        else f'<span class="token{" blocked" if number in blocked else ""}" style="background:{colour(advantage)}">'
         f"{html.escape(piece)}</span>"
-        for number, piece in enumerate(row.get("pieces") or [row["response"]])
+        for number, (piece, advantage) in enumerate(zip(pieces, _advantages(row), strict=False))
     ]
+
+
+def _advantages(row: Mapping[str, Any]) -> list[float]:
+    """Of every piece of an answer."""
+    begins, advantage, found = dict(row.get("turn_advantages") or ()), row.get("advantage") or 0.0, []
+    for number in range(len(row.get("pieces") or [row["response"]])):
+        advantage = begins.get(number, advantage)
+        found.append(float(advantage))
+    return found
 
 
 def _masked(runs: Mapping[str, Path]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from megatron_dppo.actor.signal import TrainingSignal
+from megatron_dppo.actor.signal import Spans, TrainingSignal
 from megatron_dppo.algorithm import group_advantages
 from megatron_dppo.batch import SequenceSource
 from megatron_dppo.config.schema import Config
@@ -71,7 +71,7 @@ class Experience:
         batches = [np.flatnonzero(kept[episode] & (batch_of == n)) for n in range(len(rewards) // per_batch // samples)]
         spans = None
         if self.turn_returns is not None:
-            spans = self.turn_returns.spans(samples, algorithm.baseline, algorithm.divide_by_std)
+            spans = _spans(config, self.turn_returns)
         return TrainingSignal(
             _advantages(config, rewards)[episode],
             self.rewards[episode],
@@ -204,6 +204,7 @@ class RolloutCollector:
             handle.finish_reasons,
             handle.prompt_lengths,
             played,
+            None if played is None or played.turn_returns is None else _spans(self._config, played.turn_returns),
         )
         metrics = {
             "reward/mean": float(rewards.reward.mean()),
@@ -249,6 +250,11 @@ class RolloutCollector:
         answered = [prompts[group] for group in came]
         rewards = score_responses(suite.task, suite.tokenizer, answered, samples, responses, handle.finish_reasons)
         return Groups(answered, handle, responses, rewards)
+
+
+def _spans(config: Config, returns: TurnReturns) -> Spans:
+    algorithm = config.algorithm
+    return returns.spans(config.trainer.samples_per_prompt, algorithm.baseline, algorithm.divide_by_std)
 
 
 def _advantages(config: Config, rewards: np.ndarray) -> np.ndarray:

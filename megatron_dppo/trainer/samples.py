@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from megatron_dppo.actor.signal import Spans
 from megatron_dppo.tasks.task import Prompt, Rewards
 from megatron_dppo.trainer.episodes import Episodes
 
@@ -40,6 +41,8 @@ class Sample:
     prompt_tokens: int
     blocked: tuple[int, ...] = ()
     """Numbers of `pieces` that the trust region took out of the update."""
+    turn_advantages: tuple[tuple[int, float], ...] = ()
+    """Where every turn has its own advantage: the number of the piece with which a turn begins, and the turn's."""
     untrained: tuple[int, ...] = ()
     """Those that the policy did not sample (an environment's words), or that were not trained on."""
 
@@ -65,6 +68,7 @@ def choose_samples(
     finish_reasons: Sequence[str],
     prompt_lengths: Sequence[int] | np.ndarray,
     played: Episodes | None = None,
+    spans: Spans | None = None,
 ) -> list[Sample]:
     """The first answer to each of the first `count` prompts; more answers to them where there are fewer prompts. Of
     episodes that were `played` all sequences, each after what it began with."""
@@ -76,6 +80,10 @@ def choose_samples(
             return prompts[of[i] // samples].text
         first = int(played.batch.offsets[i])
         return tokenizer.decode(played.batch.token_ids[first : first + int(prompt_lengths[i])])
+
+    def turns(i: int) -> tuple[tuple[int, float], ...]:
+        mine = [] if spans is None else np.flatnonzero(spans.sequence == i).tolist()
+        return tuple((int(spans.row[n]) + 1 - int(prompt_lengths[i]), float(spans.advantage[n])) for n in mine if spans)
 
     return [
         Sample(
@@ -92,6 +100,7 @@ def choose_samples(
             sequence=i,
             episode=episode,
             prompt_tokens=int(prompt_lengths[i]),
+            turn_advantages=turns(i),
         )
         for episode in chosen
         for i in np.flatnonzero(of == episode).tolist()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +28,8 @@ BOUNDS = (-10.0, 10.0)
         ({"reward": 0, "turn_rewards": {"2": 0.5}}, Report(0.0, {2: 0.5})),
         ({"reward": 1, "untrained_turns": [0, 2]}, Report(1.0, untrained=frozenset({0, 2}))),
         ({"answer": "", "turn_rewards": {}}, Report(answer="")),
+        ({"answer": "1", "reward": None}, Report(answer="1")),
+        ({"reward": 1, "answer": None, "turn_rewards": None, "untrained_turns": None, "correct": None}, Report(1.0)),
     ],
 )
 def test_reports(said: dict[str, Any], report: Report) -> None:
@@ -40,6 +44,7 @@ def test_reports(said: dict[str, Any], report: Report) -> None:
         ({}, "a reward or an answer"),
         ({"reward": 1, "answer": "1"}, "not both"),
         ({"reward": True}, "no number"),
+        ({"reward": None}, "a reward or an answer"),
         ({"reward": "1"}, "no number"),
         ({"reward": float("nan")}, "outside of task.agent.bounds"),
         ({"reward": 10.5}, "outside of task.agent.bounds"),
@@ -85,3 +90,38 @@ def test_processes_of_episodes_load_no_torch() -> None:
     code = "import sys, megatron_dppo.agents.harness; print([m for m in ('torch', 'ray', 'vllm') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.strip() == "[]"
+
+
+async def says_a_number(client, row):
+    return {"reward": np.float32(0.5), "turn_rewards": [np.int64(1)], "correct": np.bool_(True)}
+
+
+async def says_goodbye(client, row):
+    sys.stdout = None
+    sys.exit("no sandbox here")
+
+
+async def says_an_object(client, row):
+    return {"reward": 1.0, "answer": object}
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("says_a_number", {"said": {"reward": 0.5, "turn_rewards": [1], "correct": True}}),
+        ("says_goodbye", {"failed": "SystemExit: no sandbox here"}),
+        ("says_an_object", {"failed": "its report has <class 'object'>, which JSON cannot say"}),
+    ],
+)
+def test_what_a_function_says_last(function: str, said: dict[str, Any]) -> None:
+    """In a process of its own, as ever: numbers of numpy's are numbers, and who leaves has a reason."""
+    code = f"""if 1:
+        import json, os, sys
+        from megatron_dppo.agents.harness import HarnessService
+        from megatron_dppo.tasks.agent import AgentConfig
+        kept = os.dup(1)
+        service = HarnessService(AgentConfig(function={__name__ + ":" + function!r}), None, os.getcwd())
+        told = service.open(None)(dict(row={{}}, base_url="http://127.0.0.1:9/v1", api_key="k", timeout_s=5.0))
+        os.write(kept, json.dumps(told).encode())"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert json.loads(done.stdout) == said

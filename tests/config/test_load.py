@@ -53,6 +53,10 @@ def test_a_saved_config_loads_again(config_file, tmp_path):
         ("task.prompt='Find ${x}$'", "config key task.prompt: Interpolation key 'x' not found (${...} stands for"),
         ("algorithm={normaliser: 9, overrides: {aggregation: token-mean}}", "algorithm.normaliser=9 has no effect"),
         ("optimizer={schedule: linear, decay_steps: 9, lr: 0.1, min_lr: 0.2}", "min_lr=0.2 exceeds optimizer.lr=0.1"),
+        (
+            "task={kind: agent, agent: {command: x, environment: [A=B]}}",
+            "task.agent.environment.0='A=B': String should match",
+        ),
         ("run.seed", "override 'run.seed' must look like section.key=value"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from examples.tiny_moe_dppo.model import byte_tokenizer
+from megatron_dppo.actor.signal import Spans
 from megatron_dppo.cli import main
 from megatron_dppo.config.trainer import TrackingConfig
 from megatron_dppo.errors import UserError
@@ -81,6 +82,11 @@ def test_samples_and_blocked_tokens(tmp_path: Path) -> None:
     ]
     assert [s.advantage for s in chosen] == [-0.5, 0.0, 0.5]
     assert chosen[2].pieces == ["a", "1", "\n", "<|end|>"]
+    # Two turns of sequence 1, with the first piece and the third.
+    spans = Spans(np.array([0, 1, 1]), np.array([6, 0, 2]), np.array([1.0, 0.25, -2.0], dtype=np.float32))
+    given = (responses, rewards, scores, ["stop"] * 4, [7, 1, 5, 1], None, spans)
+    of_turns = choose_samples(3, tokenizer, prompts, 2, *given)
+    assert [s.turn_advantages for s in of_turns] == [((0, 1.0),), (), ((0, 0.25), (2, -2.0))]
     # Row t predicts token t + 1: of sequence 1, whose prompt is one token, row 0 predicts the first piece.
     watched = np.array([[0, 6, 1], [1, 0, 0], [1, 2, 1], [1, 3, 0], [2, 4, 0]])
     marked = [sample.marked(watched) for sample in chosen]

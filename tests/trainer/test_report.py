@@ -13,7 +13,7 @@ import pytest
 from megatron_dppo.cli import main
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.mismatch import Mismatch
-from megatron_dppo.trainer.report import write_report
+from megatron_dppo.trainer.report import GREEN, RED, write_report
 from megatron_dppo.trainer.samples import Sample
 from megatron_dppo.trainer.tracking import Tracker
 
@@ -155,4 +155,23 @@ def test_one_episode_has_a_page_of_its_own_with_each_token(tmp_path: Path, capsy
     ):
         assert main(["show", str(folder), *wrong]) == 2
         assert said in capsys.readouterr().err
+    (folder / "samples.jsonl").write_text("")
+    assert main(["show", str(folder)]) == 2
+    assert "no answer was kept yet" in capsys.readouterr().err
     assert main(["show", str(tmp_path)]) == 2
+
+
+def test_turns_have_the_colour_of_their_own_advantage(tmp_path: Path) -> None:
+    """With credit by turn a token is not trained with the advantage of its answer."""
+    sample = Sample(prompt="?", response="abcd", pieces=list("abcd"), tokens=4, sequence=0, prompt_tokens=1, episode=0,
+                    untrained=(1,), turn_advantages=((0, -0.5), (2, 1.0)), parts={}, correct=True, reference="",
+                    finish_reason="stop", reward=1.0, advantage=0.25)  # fmt: skip
+    with Tracker(tmp_path) as tracker:
+        tracker.samples(1, [sample])
+    assert main(["show", str(tmp_path), "-o", str(tmp_path / "page.html")]) == 0
+    text = (tmp_path / "page.html").read_text()
+    assert re.findall("<h4>(.*?)</h4>", text)[1:] == [
+        "policy, 1: advantage -0.5", "not trained on", "policy, 2: advantage +1"
+    ]  # fmt: skip
+    shown = re.findall(r'background:(rgba[^"]*)">(\w)<', text)
+    assert shown == [(f"rgba({RED},.3)", "a"), (f"rgba({GREEN},.3)", "c"), (f"rgba({GREEN},.3)", "d")]

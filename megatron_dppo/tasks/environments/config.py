@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from megatron_dppo.config_base import Bounds, ConfigModel
+from megatron_dppo.config_base import Bounds, ConfigModel, VariableName
 from megatron_dppo.tasks.workers.sandbox import Sandbox
 
 
@@ -34,7 +34,7 @@ class EnvironmentConfig(ConfigModel):
     """`full`: an episode is a process of its own, whose steps can compute, read code and the folder the run was started
     in, and nothing else, see `PythonReward.sandbox`; the environment is made and `reset` before the sandbox closes.
     `none`: for environments whose steps need the network, processes or threads, with the rights of the run's user."""
-    environment: tuple[str, ...] = ()
+    environment: tuple[VariableName, ...] = ()
     """Names of environment variables that it sees besides those that programs need to run."""
     max_turns: int = Field(default=64, ge=1)
     """Turns after which an episode is cut off, whatever the environment says."""

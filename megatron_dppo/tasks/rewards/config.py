@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from megatron_dppo.config_base import Bounds, ConfigModel
+from megatron_dppo.config_base import Bounds, ConfigModel, VariableName
 from megatron_dppo.tasks.rewards.patterns import compile_pattern
 from megatron_dppo.tasks.workers.sandbox import Sandbox
 
@@ -100,7 +100,7 @@ class PythonReward(_Reward):
     and the folder the run was started in, and nothing else: no network, no processes or threads, no GPU, no secrets;
     what it prints is dropped, and what it keeps in variables is gone with it. `none`: for functions that need any of
     that, and do not evaluate what they are given: a process for many answers, with the rights of the run's user."""
-    environment: tuple[str, ...] = ()
+    environment: tuple[VariableName, ...] = ()
     """Names of environment variables that the function sees besides those that programs need to run (PATH, HOME,
     PYTHONPATH, LANG, HF_HOME, CUDA_VISIBLE_DEVICES, ...): `[OPENAI_API_KEY]`, with `sandbox: none`."""
 
