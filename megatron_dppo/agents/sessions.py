@@ -132,10 +132,11 @@ class Session:
                 self._refused += 1
                 raise Refused(422, "the same Idempotency-Key came with another request", code="idempotency_key_reused")
             again = known is not None and (bool(key) or retried or not known.done.done())
+            waiting = 0 if known is None or known.done.done() else known.again
+            if max(waiting, 0 if again else self._under_way) >= self.limits.max_in_flight:
+                self._refused += 1  # whoever waits has a thread, and the server has so many
+                raise Refused(429, f"{self.limits.max_in_flight} answers of this session are under way", code="flood")
             if known is None or not again:
-                if self._under_way >= self.limits.max_in_flight:
-                    self._refused += 1
-                    raise Refused(429, f"{self._under_way} answers of this session are under way", code="flood")
                 known = self._requests[named] = _Request(digest)
                 self._under_way += 1
             known.again += again
@@ -184,6 +185,8 @@ class Session:
             raise Refused(400, "the model's tokenizer has no chat template; send token ids to /inference/v1/generate")
         asked = read_chat(body, self._sampling, self._shared.other_law, vocab_size=self._shared.vocab_size)
         messages = read_messages(body.get("messages"))
+        if len(messages) > self.limits.max_tokens:  # each has a token at least; to render them takes others' time
+            raise self._too_long(f"{len(messages)} messages", "max_tokens")
         tools, given = asked.tools, {**self._shared.template_kwargs, **asked.given}
         with self._lock:
             before = self._history.longest([tools, given], messages)
@@ -242,16 +245,10 @@ class Session:
                 self._cut = self._cut or "max_turns"
                 raise Refused(400, f"the session had its {number} turns", code="max_turns")
             room = min(limits.max_response_tokens, limits.max_tokens - len(prompt))
-            if room < 1 or len(prompt) > limits.max_prompt_tokens:
-                self._cut = self._cut or ("max_tokens" if room < 1 else "max_prompt_tokens")
-                most = min(limits.max_tokens - 1, limits.max_prompt_tokens)
-                raise Refused(
-                    400,
-                    f"the conversation has {len(prompt)} tokens; {most} may stand before an answer",
-                    code="context_length_exceeded",
-                    param="messages",
-                )
-            self._begun += 1
+            fits = room >= 1 and len(prompt) <= limits.max_prompt_tokens
+            self._begun += fits
+        if not fits:
+            raise self._too_long(f"{len(prompt)} tokens", "max_tokens" if room < 1 else "max_prompt_tokens")
         request = GenerationRequest(
             request_id=f"{self.name}/{number}", prompt_ids=prompt, seed=self._seed(number), affinity=self.name
         )
@@ -278,6 +275,14 @@ class Session:
             with self._lock:
                 self._error = self._error or error
             raise Refused(503, f"no answer: {_told(error)}", code="no_answer") from error
+
+    def _too_long(self, what: str, limit: str) -> Refused:
+        """The refusal of a conversation that has so much."""
+        most = min(self.limits.max_tokens - 1, self.limits.max_prompt_tokens)
+        with self._lock:
+            self._cut = self._cut or limit
+        told = f"the conversation has {what}; {most} tokens may stand before an answer"
+        return Refused(400, told, code="context_length_exceeded", param="messages")
 
     def _why_new(self, before: Turn | None) -> str:
         """Why history is to be rendered: empty where there is none, or its ids are known."""

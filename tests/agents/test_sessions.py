@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from megatron_dppo.agents.parsing import AnswerParser
+from megatron_dppo.agents.rendering import ChatRenderer
 from megatron_dppo.agents.server import SessionServer
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.engine import EnginesFailed, GenerationTimeout
@@ -288,6 +289,33 @@ def test_turns_stand_in_the_order_in_which_they_were_asked_for(serve: Callable[.
         server.close()
     assert [(turn.number, turn.branch) for turn in record.turns] == [(0, 1), (1, 0)]
     assert [len(turn.asked) for turn in record.turns] == [1, 2]
+
+
+def test_conversations_that_cannot_fit_are_not_rendered(
+    serve: Callable[..., SessionServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a million messages fit into a request, and would keep other sessions waiting."""
+    session = open_session(serve(), max_tokens=50)
+    monkeypatch.setattr(ChatRenderer, "conversation", lambda *given, **named: 1 / 0)
+    reply = post(session, json={"messages": HI * 51})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "has 51 messages; 49 tokens may stand" in reply.text
+    assert session.finish().cut == "max_tokens"
+
+
+def test_retries_of_one_answer_are_a_flood_too(serve: Callable[..., SessionServer], sample: Held) -> None:
+    """Everyone who waits has a thread, and all sessions share those."""
+    session = open_session(serve(), max_in_flight=3)
+    sample.go.clear()
+    with ThreadPoolExecutor() as threads:
+        asked = [threads.submit(post, session, json={"messages": HI}) for _ in range(4)]
+        while max((one.again for one in session._requests.values()), default=0) < 3:
+            time.sleep(0.01)
+        assert post(session, json={"messages": HI}).status_code == 429
+        sample.go.set()
+        assert {one.result().status_code for one in asked} == {200}
+    again = post(session, json={"messages": HI}, headers={"x-stainless-retry-count": "1"})
+    assert (again.status_code, len(session.finish().turns)) == (200, 1)
 
 
 def test_long_keys_of_requests_are_compared_whole(serve: Callable[..., SessionServer]) -> None:
