@@ -204,8 +204,8 @@ class Session:
             rendered = renderer.conversation(messages, tools, given)
             prompt = rendered.ids
         number, started, batch = self._draw(prompt, asked)
-        ids, closed = self._sampled(batch, asked)
-        text = self._spell(ids[:-1] if closed else ids)
+        ids, stopped, closed = self._sampled(batch, asked)
+        text = self._spell(ids[:-1] if stopped else ids)
         text = text[: min((at for one in asked.stop if (at := text.find(one)) >= 0), default=len(text))]
         parsed = parser.parse(text, tools, thinking=rendered.thinking)
         earlier = sum(len(message.tool_calls) for message in messages)
@@ -232,7 +232,7 @@ class Session:
         record = _record(number, batch, asked, started, (), None, why)
         with self._lock:
             self._check_open()
-            self._history.add(before, record, batch, closed=self._sampled(batch, asked)[1])
+            self._history.add(before, record, batch, closed=self._sampled(batch, asked)[2])
         return number, ids_reply(Answered(self.name, number, batch, asked))
 
     def _draw(self, prompt: np.ndarray, asked: Asked) -> tuple[int, float, RolloutBatch]:
@@ -299,12 +299,16 @@ class Session:
                           code="history_edited", param="messages")  # fmt: skip
         return why
 
-    def _sampled(self, batch: RolloutBatch, asked: Asked) -> tuple[np.ndarray, bool]:
-        """The ids of an answer, and whether the last of them is a stop token: engines know the model's own, and an
-        answer that no text ended is one that such a token did."""
-        ids = batch.response_ids(0)
+    def _sampled(self, batch: RolloutBatch, asked: Asked) -> tuple[np.ndarray, bool, bool]:
+        """The ids of an answer, whether the last of them is a stop token, and whether that closes the message: engines
+        know the model's own, and an answer that no text ended is one that a stop token did. A word that the request
+        named as one closes nothing."""
+        ids, renderer = batch.response_ids(0), self._shared.renderer
         cut = asked.stop and any(one in self._spell(ids) for one in asked.stop)
-        return ids, batch.finish_reasons[0] == "stop" and not cut
+        stopped = batch.finish_reasons[0] == "stop" and not cut
+        named = int(ids[-1]) in {*asked.sampling.stop_token_ids} - {*self._sampling.stop_token_ids}
+        word = renderer is not None and int(ids[-1]) not in renderer.added.values()
+        return ids, stopped, stopped and not (named and word)
 
     def _spell(self, ids: np.ndarray) -> str:
         renderer, parser = self._shared.renderer, self._shared.parser

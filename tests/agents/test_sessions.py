@@ -372,3 +372,23 @@ def test_engines_know_stop_tokens_that_nobody_named_here(name: str) -> None:
     between = tokenizer.decode(prompt[first.prompt + first.sampled - 1 :])
     said = "" if name == "glm4" else tokenizer.decode([last])  # GLM's says who speaks next
     assert between == said + EXPECTED[name][2]
+
+
+def test_a_word_that_a_request_names_as_stop_token_closes_no_message() -> None:
+    tokenizer, (end, *_) = tokenizer_of(NAME), stop_ids(NAME)
+    answers = iter([tokenizer.encode("aab", add_special_tokens=False), [*tokenizer.encode("A"), end]])
+    recorder = Recorder(lambda rng, request: next(answers), [end])
+    server = SessionServer(recorder, tokenizer, stop_token_ids=[end])
+    try:
+        session = open_session(server)
+        word = tokenizer.encode("aab", add_special_tokens=False)[-1]
+        said = post(session, json={"messages": HI, "stop_token_ids": [word]}).json()["choices"][0]
+        assert said["finish_reason"] == "stop"
+        assert said["message"]["content"] == tokenizer.decode(tokenizer.encode("aab", add_special_tokens=False)[:-1])
+        post(session, json={"messages": [*HI, {"role": "assistant", "content": said["message"]["content"]}, *HI]})
+        first, second = session.finish().turns
+    finally:
+        server.close()
+    prompt = recorder.given[f"{session.name}/1"].token_ids[: second.prompt]
+    assert tokenizer.decode(prompt[first.prompt :]).startswith("aab<|im_end|>\n<|im_start|>user")
+    assert not second.rendered_anew
