@@ -56,7 +56,7 @@ def workers() -> list[psutil.Process]:
 
 def test_what_hangs_crashes_and_leaks_stalls_nobody(ray_session: RaySession) -> None:
     """And an actor that is lost between or during two calls is replaced or left out."""
-    made = grader([PythonReward(path=f"{HERE}:picky", timeout_s=1.0, name="picky"), MathVerifyReward(weight=0.5)])
+    made = grader([PythonReward(path=f"{HERE}:picky", timeout_s=5.0, name="picky"), MathVerifyReward(weight=0.5)])
     try:
         responses = ["raise", "hang", "spin", "nan", "crash", "eat"] + ["14"] * 10
         start = time.monotonic()
