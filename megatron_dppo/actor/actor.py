@@ -168,6 +168,7 @@ class MegatronActor:
         progress = ProgressTeller(signal.epochs * len(signal.mini_batches), listener)
         device = self.runtime.device
         advantages = torch.from_numpy(signal.advantages.astype(np.float32)).to(device)
+        advantage_at = None if signal.spans is None else signal.spans.on(device)
         returns = torch.from_numpy(signal.returns.astype(np.float32)).to(device)
         trained = torch.tensor(signal.trained_of_episode(source.trained), device=device)
         pulled_before = source.pulled_bytes
@@ -204,7 +205,7 @@ class MegatronActor:
                     constant=self._normaliser,
                 ),
                 advantages=advantages,
-                spans=signal.spans,
+                advantage_at=advantage_at,
                 returns=returns,
                 trained=trained,
                 recomputed=None if before is None else before[number].statistics,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.actor.microbatch import Microbatch
-from megatron_dppo.actor.signal import Spans
+from megatron_dppo.actor.signal import AdvantageAt
 from megatron_dppo.algorithm import (
     Denominators,
     Preset,
@@ -76,15 +76,16 @@ class MiniBatchObjective:
     """bool `[B]`: report what is blocked, and the rows of these sequences one by one. None reports nothing."""
     vocab_size: int = 0
     """Over which blocked tokens are counted by id."""
-    spans: Spans | None = None
-    """Advantages that change within sequences, in place of `advantages`."""
+    advantage_at: AdvantageAt | None = None
+    """Of rows, where they change within sequences, in place of `advantages`."""
 
     def __call__(self, index: int, microbatch: Microbatch, stats: TokenStats) -> tuple[Tensor, MicrobatchReport]:
         """This microbatch's share of the mini-batch loss; gradient through `stats.logp` (and entropy bonus) only."""
         rows = microbatch.rows
         assert rows is not None, "the loss is computed on the last pipeline stage"
         sequence = rows.sequence.clamp(min=0)
-        advantages = self.advantages[sequence] if self.spans is None else self.spans.at(sequence, rows.position)
+        at = self.advantage_at
+        advantages = self.advantages[sequence] if at is None else at(sequence, rows.position)
         recomputed = None if self.recomputed is None else self.recomputed[index]
         divergence = divergence_for(
             self.preset,

@@ -138,7 +138,7 @@ def work_by_kind(events: Iterable[Any], *, on_gpu: bool) -> tuple[dict[str, floa
         for kernel, microseconds in parts:
             kind = kind_of(kernel, chain)
             work[kind] = work.get(kind, 0.0) + microseconds / 1e6
-    return work, _union(spans) / 1e6 if on_gpu else sum(work.values())
+    return work, covered(spans) / 1e6 if on_gpu else sum(work.values())
 
 
 _COLLECTIVES = (
@@ -185,7 +185,8 @@ def _ancestry(event: Any) -> Iterator[str]:
         event = event.cpu_parent
 
 
-def _union(spans: list[tuple[float, float]]) -> float:
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """How much of the time lies in at least one of these spans, in their unit."""
     total, reach = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reach))

@@ -57,9 +57,7 @@ class BlockedTokens:
         """`UpdateReport.masked_counts` and `watched`. Collective over the job: a sum and a gather."""
         dist.all_reduce(self._counts)
         mine = np.concatenate([np.zeros((0, 3), dtype=np.int64), *(rows.cpu().numpy() for rows in self._rows)])
-        everybody: list[np.ndarray] = [mine] * dist.get_world_size()
-        dist.all_gather_object(everybody, mine)
-        found = np.concatenate(everybody)
+        found = _gather(mine)
         found = found[np.lexsort((1 - found[:, 2], found[:, 1], found[:, 0]))]  # blocked ones first
         first = np.ones(len(found), dtype=bool)
         first[1:] = (found[1:, :2] != found[:-1, :2]).any(axis=1)
@@ -70,6 +68,11 @@ def gather_rows(parts: Sequence[torch.Tensor], limit: int, columns: int) -> np.n
     """The first `limit` rows of each rank's `parts` (`[n, columns]` each, none on ranks that hold none), rank after
     rank, float32. Collective over the job."""
     mine = torch.cat(list(parts))[:limit].float().cpu().numpy() if parts else np.zeros((0, columns), dtype=np.float32)
+    return _gather(mine)
+
+
+def _gather(mine: np.ndarray) -> np.ndarray:
+    """The rows of all ranks, rank after rank."""
     everybody: list[np.ndarray] = [mine] * dist.get_world_size()
     dist.all_gather_object(everybody, mine)
     return np.concatenate(everybody)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +13,14 @@ from torch import Tensor
 _STRIDE = 1 << 32
 """More rows than a sequence has."""
 
+AdvantageAt = Callable[[Tensor, Tensor], Tensor]
+"""Advantages of rows, float32 `[S]`, from the number of the sequence and the row in it of each, int64 `[S]`."""
+
 
 @dataclass(frozen=True)
 class Spans:
     """Advantages of parts of sequences, `n` of them: a row has that of the last part of its sequence that began at or
-    before it.
-    """
+    before it."""
 
     sequence: np.ndarray
     row: np.ndarray
@@ -26,11 +28,17 @@ class Spans:
     advantage: np.ndarray
     """float32 `[n]`"""
 
-    def at(self, sequence: Int[Tensor, " S"], row: Int[Tensor, " S"]) -> Float[Tensor, " S"]:
-        """Advantages of rows. Before the first part of a sequence, where nothing is trained, it is that of another."""
-        begins = torch.from_numpy(self.sequence * _STRIDE + self.row).to(sequence.device)
-        found = torch.searchsorted(begins, sequence * _STRIDE + row, right=True) - 1
-        return torch.from_numpy(self.advantage).to(sequence.device)[found.clamp(min=0)]
+    def on(self, device: torch.device) -> AdvantageAt:
+        """Where to ask for them on a device. Before the first part of a sequence, where nothing is trained, it is that
+        of another."""
+        begins = torch.from_numpy(self.sequence * _STRIDE + self.row).to(device)
+        advantage = torch.from_numpy(self.advantage).to(device)
+
+        def at(sequence: Int[Tensor, " S"], row: Int[Tensor, " S"]) -> Float[Tensor, " S"]:
+            found = torch.searchsorted(begins, sequence * _STRIDE + row, right=True) - 1
+            return advantage[found.clamp(min=0)]
+
+        return at
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import asyncio
 import json
 import numbers
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -27,14 +26,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megatron_dppo.agents import MODEL
 from megatron_dppo.errors import UserError
-from megatron_dppo.launch.imports import load_callable
+from megatron_dppo.launch.imports import load_callable, look_first_in
 from megatron_dppo.tasks.agent import AgentConfig
 from megatron_dppo.tasks.environments.config import EnvironmentConfig
-from megatron_dppo.tasks.environments.episode import Episode
+from megatron_dppo.tasks.environments.episode import start_episode
 from megatron_dppo.tasks.environments.make import environment_maker
 from megatron_dppo.tasks.workers.calls import Handler
 
@@ -136,8 +133,7 @@ class HarnessService:
     def prepare(self) -> None:
         if not self.agent.command:
             asyncio.run(_load_client())
-        if self.folder not in sys.path:
-            sys.path.insert(0, self.folder)
+        look_first_in(self.folder)
         self.check()
 
     def open(self, opening: Any) -> Handler:
@@ -202,18 +198,14 @@ class HarnessService:
     async def _environment(self, client: Any, row: Mapping[str, Any]) -> dict[str, Any]:
         """An environment with GEM's `reset` and `step`, played by chat: its observations are the user's messages."""
         assert self.environment is not None
-        seed = row["metadata"]["seed"]
-        random.seed(seed)
-        np.random.seed(seed)  # noqa: NPY002
-        played = Episode(environment_maker(self.environment)(), self.environment.name)
-        played.reset(seed)
+        played = start_episode(self.environment, row["metadata"]["seed"])
         messages, rewards, won = list(row["messages"]), [], False
         for _ in range(self.environment.max_turns):
             answer = (await client.chat.completions.create(model=MODEL, messages=messages)).choices[0].message
             turn = played.step(answer.content or "")
             rewards.append(turn.reward)
-            if turn.terminated or turn.truncated:
-                won = turn.terminated and not turn.truncated and turn.reward > 0
+            if turn.ended:
+                won = turn.won
                 break
             messages += [answer.model_dump(exclude_none=True), {"role": "user", "content": turn.observation}]
         return {"reward": 0.0, "turn_rewards": rewards, "correct": won}

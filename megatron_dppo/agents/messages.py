@@ -23,6 +23,11 @@ class ToolCall:
     arguments: str
 
 
+def call_object(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """A call in the form of OpenAI's messages."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 @dataclass(frozen=True)
 class Message:
     """One message. A field that a client left out, set to null or emptied is the same to it."""

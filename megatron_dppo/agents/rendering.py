@@ -25,7 +25,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.agents.errors import Refused
-from megatron_dppo.agents.messages import Message
+from megatron_dppo.agents.messages import Message, call_object
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.prompting import encode_text, is_control, render
 
@@ -174,7 +174,7 @@ class ChatRenderer:
             shown[field] = guard(message.reasoning)
         if message.tool_calls:
             calls = [(call.id, call.name, self._arguments(call.arguments)) for call in message.tool_calls]
-            shown["tool_calls"] = [_call(*_strings(list(call), guard)) for call in calls]
+            shown["tool_calls"] = [call_object(*_strings(list(call), guard)) for call in calls]
         for field in ("tool_call_id", "name"):
             if getattr(message, field):
                 shown[field] = guard(getattr(message, field))
@@ -184,7 +184,9 @@ class ChatRenderer:
         """An answer of the same kind, whose text is the mark."""
         if not answer.tool_calls:
             return {"role": "assistant", "content": here}
-        calls = [_call(call.id, call.name, self._arguments(json.dumps({here: here}))) for call in answer.tool_calls]
+        calls = [
+            call_object(call.id, call.name, self._arguments(json.dumps({here: here}))) for call in answer.tool_calls
+        ]
         return {"role": "assistant", "content": "", "tool_calls": calls}
 
     def _arguments(self, text: str) -> Any:
@@ -200,7 +202,7 @@ class ChatRenderer:
         """Whether the template takes arguments of calls as text alone (DeepSeek-V3) rather than as an object."""
         for arguments in ({"a": "b"}, '{"a": "b"}'):
             said: dict[str, Any] = {"role": "assistant", "content": ""}
-            said["tool_calls"] = [_call("call00001", "f", arguments)]
+            said["tool_calls"] = [call_object("call00001", "f", arguments)]
             try:
                 render(self._tokenizer, [_ASKED, said], date=self._date, given={"chat_template": self._template})
             except UserError:
@@ -260,10 +262,6 @@ def _strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
         return {change(key): _strings(one, change) for key, one in value.items()}
     return value
-
-
-def _call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _unused(messages: Sequence[Message]) -> str:

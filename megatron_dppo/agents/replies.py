@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_dppo.agents import MODEL
 from megatron_dppo.agents.asked import Asked
-from megatron_dppo.agents.messages import Message
+from megatron_dppo.agents.messages import Message, call_object
 from megatron_dppo.batch import RolloutBatch
 
 
@@ -38,10 +38,7 @@ class Answered:
 
 def chat_reply(answered: Answered, answer: Message, spell: Callable[[int], str]) -> dict[str, Any]:
     """A chat completion. `spell` is the text of one token."""
-    calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in answer.tool_calls
-    ]
+    calls = [call_object(call.id, call.name, call.arguments) for call in answer.tool_calls]
     reasoning = answer.reasoning or None
     content = answer.content or (None if calls else "")
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}

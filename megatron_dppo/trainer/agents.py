@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from megatron_dppo.actor.profiling import covered
 from megatron_dppo.agents.harness import BadReport, HarnessService, Report, read_report
 from megatron_dppo.agents.server import SessionServer
 from megatron_dppo.agents.sessions import Session, SessionLimits, SessionRecord
@@ -281,8 +282,8 @@ class AgentPlayer:
         if self._agent.credit == "turn":
             returns = _turn_returns(played, rewards.reward, self._agent.discount)
         turns = np.array([len(one.record.turns) for one in played])
-        metrics = _metrics(played, seconds)
-        return Episodes(RolloutBatch.concatenate(sequences), episode, rewards, turns, metrics, returns)
+        batch = RolloutBatch.concatenate(sequences)
+        return Episodes(batch, episode, rewards, turns, _metrics(played, seconds), returns)
 
 
 def _step_of(name: str) -> str:
@@ -370,15 +371,12 @@ def _metrics(played: Sequence[_Played], seconds: float) -> dict[str, float]:
         for earlier, later in zip(record.turns, record.turns[1:], strict=False)
     ]
     count, branches = len(played), [branch for record in records for branch in record.branches]
-    others = sum(int((branch.response_lengths - branch.sampled_per_sequence).sum()) for branch in branches)
     return {
-        "episode/turns_mean": len(turns) / count,
-        "episode/environment_tokens_mean": others / count,
         "agent/turns_max": float(max(len(record.turns) for record in records)),
         "agent/turn_tokens_mean": sum(turn.sampled for turn in turns) / max(len(turns), 1),
         "agent/turn_seconds_mean": sum(turn.ended - turn.started for turn in turns) / max(len(turns), 1),
         "agent/tool_seconds_mean": sum(waits) / count,
-        "agent/engine_busy_fraction": _busy([(turn.started, turn.ended) for turn in turns]) / max(seconds, 1e-9),
+        "agent/engine_busy_fraction": covered([(turn.started, turn.ended) for turn in turns]) / max(seconds, 1e-9),
         "agent/branches": float(len(branches) - sum(bool(record.branches) for record in records)),
         "agent/rendered_anew": float(sum(bool(turn.rendered_anew) for turn in turns)),
         "agent/untrained_turns": float(sum(not turn.trained for turn in turns)),
@@ -387,12 +385,3 @@ def _metrics(played: Sequence[_Played], seconds: float) -> dict[str, float]:
         "agent/cut_episodes": float(sum(bool(record.cut) for record in records)),
         "agent/silent_episodes": float(sum(not record.branches for record in records)),
     }
-
-
-def _busy(spans: Sequence[tuple[float, float]]) -> float:
-    """Seconds in at least one of these spans."""
-    total, until = 0.0, -math.inf
-    for start, stop in sorted(spans):
-        total += max(0.0, stop - max(start, until))
-        until = max(until, stop)
-    return total

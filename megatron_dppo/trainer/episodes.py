@@ -63,9 +63,20 @@ class Episodes:
     """Of the episodes."""
     turns: np.ndarray
     """int64 `[E]`, turns of the policy."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of whoever played them."""
     turn_returns: TurnReturns | None = None
     """Where tokens are trained with the rewards of their turn and those after it."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Those of all players, and `measured`."""
+        others = self.batch.response_lengths - self.batch.sampled_per_sequence
+        return {
+            "episode/turns_mean": float(self.turns.mean()),
+            "episode/environment_tokens_mean": float(others.sum() / len(self.turns)),
+            **self.measured,
+        }
 
 
 class Player(Protocol):

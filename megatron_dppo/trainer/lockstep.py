@@ -120,13 +120,8 @@ def _joined(episodes: Sequence[_Running], step: int, stream: int) -> Episodes:
         errors={PART: sum(running.failed is not None for running in episodes)},
         timeouts={PART: sum(running.failed is not None and running.failed.timed_out for running in episodes)},
     )
-    others = batch.response_lengths - batch.sampled_per_sequence
     turns = np.array([len(running.turns) for running in episodes])
-    metrics = {
-        "episode/turns_mean": float(turns.mean()),
-        "episode/environment_tokens_mean": float(others.mean()),
-    }
-    return Episodes(batch, np.arange(len(episodes)), rewards, turns, metrics)
+    return Episodes(batch, np.arange(len(episodes)), rewards, turns)
 
 
 def _take(running: _Running, part: RolloutBatch, answer: Turn, task: EnvironmentTask) -> None:
@@ -136,9 +131,8 @@ def _take(running: _Running, part: RolloutBatch, answer: Turn, task: Environment
         running.failed = answer
         return
     running.total += answer.reward
-    if answer.terminated or answer.truncated:
-        running.ended = True
-        running.correct = answer.terminated and not answer.truncated and answer.reward > 0
+    if answer.ended:
+        running.ended, running.correct = True, answer.won
         return
     said = task.turns.between(answer.observation, int(part.token_ids[-1]))
     running.ids = np.concatenate([part.token_ids, said]).astype(np.int32)

@@ -177,7 +177,7 @@ class RolloutCollector:
         if suite.player is not None:
             run = self._config.run.seed
             played = suite.player.play(engine, sampling, prompts, samples, run_seed=run, step=step, stream=TRAINING)
-            handle, rewards, extra = engine.keep(played.batch, self._layer_groups), played.rewards, {**played.metrics}
+            handle, rewards, extra = engine.keep(played.batch, self._layer_groups), played.rewards, played.metrics
             groups = Groups(prompts, handle, [played.batch.response_ids(i) for i in range(len(handle))], rewards)
         elif rounds := self._config.rollout.dynamic_sampling:
             drawn = draw(

@@ -41,10 +41,10 @@ class Sample:
     prompt_tokens: int
     blocked: tuple[int, ...] = ()
     """Numbers of `pieces` that the trust region took out of the update."""
-    turn_advantages: tuple[tuple[int, float], ...] = ()
-    """Where every turn has its own advantage: the number of the piece with which a turn begins, and the turn's."""
     untrained: tuple[int, ...] = ()
     """Those that the policy did not sample (an environment's words), or that were not trained on."""
+    turn_advantages: tuple[tuple[int, float], ...] = ()
+    """Where every turn has its own advantage: the number of the piece with which a turn begins, and the turn's."""
 
     def marked(self, watched: np.ndarray) -> Sample:
         """With `blocked` and `untrained`, from `UpdateReport.watched`: row `t` predicts token `t + 1`."""
@@ -82,8 +82,11 @@ def choose_samples(
         return tokenizer.decode(played.batch.token_ids[first : first + int(prompt_lengths[i])])
 
     def turns(i: int) -> tuple[tuple[int, float], ...]:
-        mine = [] if spans is None else np.flatnonzero(spans.sequence == i).tolist()
-        return tuple((int(spans.row[n]) + 1 - int(prompt_lengths[i]), float(spans.advantage[n])) for n in mine if spans)
+        if spans is None:
+            return ()
+        mine = spans.sequence == i
+        pieces = spans.row[mine] + 1 - int(prompt_lengths[i])
+        return tuple(zip(pieces.tolist(), spans.advantage[mine].tolist(), strict=True))
 
     return [
         Sample(

@@ -19,7 +19,6 @@ from megatron_dppo.tasks.rewards.grader import Grader
 from megatron_dppo.tasks.rewards.pool import LocalVerifierPool, MakePool
 from megatron_dppo.tasks.rewards.ray_workers import RayVerifierPool
 from megatron_dppo.tasks.task import Prompt, Rewards, Task
-from megatron_dppo.trainer.agents import AgentPlayer
 from megatron_dppo.trainer.episodes import Player
 from megatron_dppo.trainer.lockstep import EnvironmentPlayer
 
@@ -107,6 +106,8 @@ def build_task_suite(config: Config, tokenizer: PreTrainedTokenizerBase) -> Task
 
 def _player(config: Config, task: Task | EnvironmentTask, tokenizer: PreTrainedTokenizerBase) -> Player | None:
     if config.task.kind == "agent":
+        from megatron_dppo.trainer.agents import AgentPlayer  # with a web server, which other runs do without
+
         score = None if isinstance(task, EnvironmentTask) else task.score
         return AgentPlayer(config.task, config.rollout, tokenizer, score)
     if isinstance(task, EnvironmentTask):

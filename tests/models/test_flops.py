@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_dppo.models.flops import training_flops
-from megatron_dppo.models.hf_config import load_hf_config
+from megatron_dppo.models.hf_config import HFConfig, load_hf_config
 from megatron_dppo.models.lora.config import LoraConfig
 from tests.tiny import tiny_model
 
@@ -18,6 +18,21 @@ PROJECTIONS = {
     "o": ("o_proj",),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
 }
+
+
+TOKENS = 24
+
+
+def products_of(model: torch.nn.Module) -> int:
+    """FLOPs of the products of a forward and backward pass, as torch counts them."""
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(2, 2 + TOKENS)[None], use_cache=False).logits.sum().backward()
+    counted = counter.get_flop_counts()["Global"]
+    return sum(counted.get(operator, 0) for operator in (torch.ops.aten.mm, torch.ops.aten.addmm))
+
+
+def attention_of(model: HFConfig) -> int:
+    return 6 * model.layers * model.heads * model.head_dim * TOKENS**2
 
 
 @pytest.mark.parametrize("targets", [None, ("qkv", "o", "mlp"), ("mlp",)])
@@ -30,14 +45,8 @@ def test_products_with_weights_are_counted(tmp_path: Path, targets: tuple[str, .
         names = [name for target in targets for name in PROJECTIONS[target]]
         model = peft.get_peft_model(model, peft.LoraConfig(r=5, target_modules=names))
         model.enable_input_require_grads()
-    tokens = 24
-    with FlopCounterMode(display=False) as counter:
-        model(torch.arange(2, 2 + tokens)[None], use_cache=False).logits.sum().backward()
-    counted = counter.get_flop_counts()["Global"]
-    products = sum(counted.get(operator, 0) for operator in (torch.ops.aten.mm, torch.ops.aten.addmm))
     described = load_hf_config(tmp_path)
-    attention = 6 * described.layers * described.heads * described.head_dim * tokens**2
-    assert products == training_flops(described, np.array([tokens]), lora) - attention
+    assert products_of(model) == training_flops(described, np.array([TOKENS]), lora) - attention_of(described)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "minimax_m2"])
@@ -45,14 +54,8 @@ def test_experts_are_counted_that_a_token_meets(tmp_path: Path, family: str) -> 
     """Those that it chose, the one that every token passes, and the router; dense layers as they are."""
     model = tiny_model(family, tmp_path).train()
     model.set_experts_implementation("eager")
-    tokens = 24
-    with FlopCounterMode(display=False) as counter:
-        model(torch.arange(2, 2 + tokens)[None], use_cache=False).logits.sum().backward()
-    counted = counter.get_flop_counts()["Global"]
-    products = sum(counted.get(operator, 0) for operator in (torch.ops.aten.mm, torch.ops.aten.addmm))
     described = load_hf_config(tmp_path)
-    attention = 6 * described.layers * described.heads * described.head_dim * tokens**2
-    assert products == training_flops(described, np.array([tokens])) - attention
+    assert products_of(model) == training_flops(described, np.array([TOKENS])) - attention_of(described)
 
 
 def test_every_pass_over_a_sequence_counts(tmp_path: Path) -> None:

@@ -104,3 +104,14 @@ def compare_routes(batch: RolloutBatch, expected: Reference, near_tie: float = 1
     differs = (got != np.sort(expected.experts[valid], axis=-1)).any(axis=-1)
     tie = expected.margin[valid] < near_tie
     return differs.size, int((differs & ~tie).sum()), int((differs & tie).sum())
+
+
+def check_record(model: Path, batch: RolloutBatch, layers: int) -> None:
+    """log mu, the top K and all routes of a batch are those that transformers has for the checkpoint."""
+    assert batch.routes is not None
+    expected = reference(load(model), batch)
+    assert compare_law(batch, expected) <= 1e-4
+    compared, mismatching, excused = compare_routes(batch, expected)
+    assert compared == layers * batch.routes.valid.sum()
+    assert mismatching == 0
+    assert excused <= compared // 1000

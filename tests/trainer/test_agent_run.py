@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo.batch import RolloutBatch
-from tests.rollout.reference import compare_law, compare_routes, load, reference
+from tests.rollout.reference import check_record
 from tests.tiny import tiny_qwen3_moe
 
 EPISODES, LAYERS, RESPONSE = 4, 2, 6
@@ -96,13 +96,8 @@ def test_every_turn_is_trained_on_once_in_a_sequence_of_its_own_history(run):
 def test_log_mu_and_routes_are_those_of_transformers_on_the_trained_sequences(run):
     model, batches, _ = run
     batch = batches[0]
-    expected = reference(load(model), batch)
-    assert compare_law(batch, expected) <= 1e-4
     assert batch.routes.valid.sum() == len(batch.token_ids) - len(batch)
-    compared, mismatching, excused = compare_routes(batch, expected)
-    assert compared == LAYERS * batch.routes.valid.sum()
-    assert mismatching == 0
-    assert excused <= compared // 1000
+    check_record(model, batch, LAYERS)
 
 
 @pytest.mark.slow

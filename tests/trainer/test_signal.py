@@ -110,4 +110,4 @@ def test_turns_are_compared_with_the_turns_of_their_number() -> None:
     np.testing.assert_allclose(spans.advantage, [1, -1, -1, 1, 0])  # the last has no other turn 0 in its group
     sequence = torch.tensor([0, 0, 0, 1, 1, 2, 3])
     row = torch.tensor([4, 8, 9, 4, 100, 6, 2])
-    np.testing.assert_allclose(spans.at(sequence, row), [1, 1, -1, -1, -1, 1, 0])
+    np.testing.assert_allclose(spans.on(sequence.device)(sequence, row), [1, 1, -1, -1, -1, 1, 0])

@@ -14,7 +14,7 @@ import pytest
 import transformers
 
 from megatron_dppo.batch import RolloutBatch
-from tests.rollout.reference import compare_law, compare_routes, load, reference
+from tests.rollout.reference import check_record
 from tests.tasks.environments.lucky import LuckySudoku
 from tests.tiny import tiny_qwen3_moe
 
@@ -135,13 +135,8 @@ def test_routes_and_log_mu_of_the_first_batch_are_those_of_transformers(run):
     """Tokens of the environment, and the last of each turn, were first fed to the model by the next turn's prefill."""
     model, batches, _ = run
     batch = batches[0]
-    expected = reference(load(model), batch)
-    assert compare_law(batch, expected) <= 1e-4
     assert batch.routes.valid.sum() == len(batch.token_ids) - EPISODES
-    compared, mismatching, excused = compare_routes(batch, expected)
-    assert compared == LAYERS * batch.routes.valid.sum()
-    assert mismatching == 0
-    assert excused <= compared // 1000
+    check_record(model, batch, LAYERS)
 
 
 @pytest.mark.slow

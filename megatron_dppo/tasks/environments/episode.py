@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import sys
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.imports import look_first_in
 from megatron_dppo.tasks.environments.config import EnvironmentConfig
 from megatron_dppo.tasks.environments.make import Environment, environment_maker, observation_text, own_random_state
 from megatron_dppo.tasks.workers.calls import Call, Handler, Hosted, Outcome
@@ -34,6 +34,16 @@ class Turn:
     truncated: bool
     error: str = ""
     timed_out: bool = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the environment ended the episode with it."""
+        return self.terminated or self.truncated
+
+    @property
+    def won(self) -> bool:
+        """Whether it ended the episode as a success: by itself, with a positive reward."""
+        return self.terminated and not self.truncated and self.reward > 0
 
 
 class Episode:
@@ -63,6 +73,15 @@ class Episode:
         return observation_text(observation, info or {})
 
 
+def start_episode(config: EnvironmentConfig, seed: int) -> Episode:
+    """A new environment in the initial state of `seed`, with which its process's random generators begin too."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    episode = Episode(environment_maker(config)(), config.name)
+    episode.reset(seed)
+    return episode
+
+
 @dataclass(frozen=True)
 class _EnvironmentService:
     """Episodes as processes of the workers; `folder` is where modules are looked for first."""
@@ -71,16 +90,12 @@ class _EnvironmentService:
     folder: str
 
     def prepare(self) -> None:
-        if self.folder not in sys.path:
-            sys.path.insert(0, self.folder)
+        look_first_in(self.folder)
         environment_maker(self.config)()
 
     def open(self, opening: Any) -> Handler:
         """`opening`: the seed of the episode."""
-        random.seed(opening)
-        np.random.seed(opening)  # noqa: NPY002
-        episode = Episode(environment_maker(self.config)(), self.config.name)
-        episode.reset(opening)
+        episode = start_episode(self.config, opening)
         return lambda action: vars(episode.step(action))
 
 

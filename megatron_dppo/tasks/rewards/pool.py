@@ -6,13 +6,12 @@ from __future__ import annotations
 import math
 import numbers
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_dppo.launch.imports import load_callable
+from megatron_dppo.launch.imports import load_callable, look_first_in
 from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
 from megatron_dppo.tasks.workers.calls import Call, Handler, Hosted, Outcome
 from megatron_dppo.tasks.workers.sandbox import require, rung
@@ -155,8 +154,7 @@ class CustomVerifier:
 
     def prepare(self) -> None:
         """Raises UserError where there is no such callable."""
-        if self.folder not in sys.path:
-            sys.path.insert(0, self.folder)
+        look_first_in(self.folder)
         self._function()
 
     def _function(self) -> Callable[..., Any]:
