@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from megatron_dppo.agents.errors import Refused
 from megatron_dppo.rollout.engine import SamplingConfig
+from megatron_dppo.tasks.prompting import APPLIED
 
 OtherLaw = Literal["refuse", "not_trained"]
 
@@ -54,6 +55,12 @@ def read_chat(body: Mapping[str, Any], session: SamplingConfig, other_law: Other
     """Of a body of chat completions. Raises `Refused` with the field."""
     asked = _read(body, session, other_law, vocab_size)
     given = dict(_of(body, "chat_template_kwargs", dict, "an object") or {})
+    if own := sorted(given.keys() & (APPLIED | {"tools"})):
+        raise Refused(
+            400,
+            f"chat_template_kwargs has {own[0]}, which is no variable of it; leave it out",
+            param="chat_template_kwargs",
+        )
     if effort := _of(body, "reasoning_effort", str, "text"):
         given.setdefault("reasoning_effort", effort)
     tools = _of(body, "tools", list, "a list") or None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -67,6 +68,16 @@ def digests(root: Any, messages: Sequence[Message]) -> list[bytes]:
     return found
 
 
+def strict_json(text: str | bytes) -> Any:
+    """A value of JSON. Raises ValueError for NaN, Infinity and numbers that no float holds, which JSON does not have or
+    could not give back, and RecursionError."""
+
+    def finite(number: str) -> float:
+        return value if math.isfinite(value := float(number)) else _no(number)
+
+    return json.loads(text, parse_constant=_no, parse_float=finite)
+
+
 def canonical(text: str) -> str:
     """A spelling that is the same for all JSON texts of one value; text that is no JSON stays what it is. Numbers are
     compared as decimals of any length; an object that names a key twice, NaN and Infinity are no JSON."""
@@ -99,7 +110,7 @@ def _number(value: Decimal) -> str:
 
 
 def _no(constant: str) -> Any:
-    raise ValueError(constant)
+    raise ValueError(f"{constant:.40} is no number of JSON")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

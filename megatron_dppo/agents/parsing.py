@@ -7,11 +7,12 @@ a model's way of writing calls is a pattern, chosen by what its chat template wr
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from megatron_dppo.agents.messages import strict_json
 
 THINK, END_THINK = "<think>", "</think>"
 _HALF = re.compile("[\ud800-\udfff]")
@@ -43,14 +44,8 @@ class Format:
 
 
 def _object(text: str) -> Any:
-    def refuse(constant: str) -> Any:
-        raise ValueError(constant)
-
-    def finite(number: str) -> float:
-        return value if math.isfinite(value := float(number)) else refuse(number)
-
     try:
-        return json.loads(text, parse_constant=refuse, parse_float=finite)
+        return strict_json(text)
     except (ValueError, RecursionError):
         return None
 

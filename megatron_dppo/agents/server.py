@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import resource
 import secrets
 import socket
@@ -32,6 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_dppo.agents import MODEL
 from megatron_dppo.agents.drawing import Sample
 from megatron_dppo.agents.errors import Refused
+from megatron_dppo.agents.messages import strict_json
 from megatron_dppo.agents.parsing import AnswerParser
 from megatron_dppo.agents.rendering import ChatRenderer
 from megatron_dppo.agents.replies import events
@@ -239,11 +239,8 @@ class SessionServer:
 
 
 def _object(text: bytes) -> dict[str, Any]:
-    def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is no number of JSON")
-
     try:
-        body = json.loads(text, parse_constant=refuse)
+        body = strict_json(text)
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the request is no JSON: {error}") from None
     if not isinstance(body, dict):

@@ -159,6 +159,11 @@ def _continued(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return behind[len(broken) :] if behind[: len(broken)] == broken else plain
 
 
+APPLIED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters).union(
+    {"messages", "strftime_now"}
+) - {"tools", "documents"}
+"""What a chat template is applied with, besides its variables."""
+
 _SAID = "THE ASSISTANT SAID THIS"
 
 
@@ -167,9 +172,8 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, kwargs: str) -> None:
     """`kwargs`: JSON of `task.chat_template_kwargs`. Raises UserError for one that the template does not read, and for
     a template that leaves out the opening of the assistant's turn."""
     given = json.loads(kwargs)
-    own = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"tools", "documents"}
     for name in given:
-        if name in own | {"strftime_now", "messages"}:
+        if name in APPLIED:
             raise UserError(f"task.chat_template_kwargs has {name}, which is set here; leave it out")
         if name not in (read := _variables(tokenizer)):
             raise UserError(

@@ -330,7 +330,9 @@ def _plain(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     if isinstance(value, np.generic):
-        return value.item()
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 

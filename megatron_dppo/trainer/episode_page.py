@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.trainer.history import read_rows
+from megatron_dppo.trainer.history import as_written, read_rows
 from megatron_dppo.trainer.report import GREEN, RED, STYLE, TOKEN_KEY, token_spans, write_page
 from megatron_dppo.trainer.tracking import SAMPLES_FILE
 
@@ -36,7 +36,8 @@ def show_episode(run: Path, path: Path | None, *, episode: int | None = None, st
         raise UserError(f"{file}: step {step} is not among those that were kept ({kept}); see tracking.samples_every")
     step = steps[-1] if step is None else step
     of_step = [row for row in rows if row["step"] == step]
-    numbers = sorted({int(row.get("episode", number)) for number, row in enumerate(of_step)})
+    with as_written(file):
+        numbers = sorted({int(row.get("episode", number)) for number, row in enumerate(of_step)})
     episode = numbers[0] if episode is None else episode
     chosen = [row for number, row in enumerate(of_step) if row.get("episode", number) == episode]
     if not chosen:
@@ -44,7 +45,9 @@ def show_episode(run: Path, path: Path | None, *, episode: int | None = None, st
         raise UserError(f"{file}: of step {step} the episodes {kept} were kept, not {episode}; see tracking.samples")
     path = path or Path(f"step-{step}-episode-{episode}.html")
     title = f"{run.resolve().name}: step {step}, episode {episode}"
-    write_page(path, title, _body(chosen), style=STYLE + _OWN_STYLE)
+    with as_written(file):
+        body = _body(chosen)
+    write_page(path, title, body, style=STYLE + _OWN_STYLE)
     return path
 
 

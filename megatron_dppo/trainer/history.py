@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,16 @@ def _number(value: Any, where: str) -> float:
         return np.nan if value is None else float(value)
     except (TypeError, ValueError, OverflowError):
         raise UserError(f"{where} is {value!r:.60}, which is no number; correct it") from None
+
+
+@contextmanager
+def as_written(file: Path) -> Iterator[None]:
+    """Around what takes fields out of rows: `UserError` for a row that no run wrote."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{file}: holds a row that no run writes ({reason:.200}); take it out") from error
 
 
 def read_rows(file: Path) -> Iterator[dict[str, Any]]:

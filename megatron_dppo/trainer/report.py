@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_dppo.config.load import read_tree
 from megatron_dppo.errors import UserError
-from megatron_dppo.trainer.history import History, read_rows
+from megatron_dppo.trainer.history import History, as_written, read_rows
 from megatron_dppo.trainer.mismatch import MISMATCH_FILE, Mismatch
 from megatron_dppo.trainer.plots import Panel, panels_for, smooth
 from megatron_dppo.trainer.resume import flatten
@@ -163,8 +163,9 @@ def _answers(runs: Mapping[str, Path]) -> str:
         if not last:
             parts.append(f"<h3>{html.escape(label)}</h3>{_nothing('no answers were kept (tracking.samples_every)')}")
             continue
-        largest = max((abs(one) for row in last for one in _advantages(row)), default=0.0) or 1.0
-        lines = "".join(_answer(row, largest) for row in last)
+        with as_written(folder / "samples.jsonl"):
+            largest = max((abs(one) for row in last for one in _advantages(row)), default=0.0) or 1.0
+            lines = "".join(_answer(row, largest) for row in last)
         parts.append(
             f"<h3>{html.escape(label)}, step {last[0]['step']}</h3><table><tr><th>prompt<th>answer<th>reference"
             f"<th>reward<th>advantage<th>tokens<th>ended by</tr>{lines}</table>"
@@ -212,10 +213,11 @@ def _masked(runs: Mapping[str, Path]) -> str:
     parts = []
     for label, folder in runs.items():
         totals: dict[str, dict[str, int]] = {"positive": defaultdict(int), "negative": defaultdict(int)}
-        for row in _rows(folder, "masked_tokens.jsonl"):
-            for sign, counts in totals.items():
-                for text, count in row.get(sign, ()):
-                    counts[text] += int(count)
+        with as_written(folder / "masked_tokens.jsonl"):
+            for row in _rows(folder, "masked_tokens.jsonl"):
+                for sign, counts in totals.items():
+                    for text, count in row.get(sign, ()):
+                        counts[text] += int(count)
         lines = []
         for sign, counts in totals.items():
             most = sorted(counts.items(), key=lambda pair: -pair[1])[:50]

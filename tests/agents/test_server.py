@@ -102,6 +102,8 @@ def test_what_is_no_request(serve: Callable[..., SessionServer]) -> None:
         ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
         ({"tools": {}}, "tools"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
     ],
 )
@@ -113,6 +115,15 @@ def test_what_changes_the_law_or_the_question_is_refused(
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
     record = session.finish()
     assert (record.turns, record.refused, record.error) == ((), 1, None)
+
+
+@pytest.mark.parametrize("number", ["1e400", "NaN", "-Infinity"])
+def test_numbers_that_json_does_not_have_are_refused(serve: Callable[..., SessionServer], number: str) -> None:
+    """In a tool's schema they would reach the template."""
+    tools = f'[{{"type": "function", "function": {{"name": "f", "parameters": {{"default": {number}}}}}}}]'
+    reply = post(open_session(serve()), content=f'{{"messages": {json.dumps(HI)}, "tools": {tools}}}')
+    assert reply.status_code == 400
+    assert f"{number} is no number of JSON" in reply.json()["error"]["message"]
 
 
 def test_what_changes_nothing_is_answered(serve: Callable[..., SessionServer]) -> None:

@@ -18,6 +18,12 @@ async def _ask(client, messages) -> str:
     return answer.content or ""
 
 
+async def told(client, row):
+    """Reports 1 where what JSON cannot say came as text."""
+    await client.chat.completions.create(model=MODEL, messages=row["messages"])
+    return float([row["metadata"][name] for name in ("rate", "count", "at")] == ["nan", "inf", "2026-01-02"])
+
+
 async def two_turns(client, row):
     """Asks twice and says what came; the reward is the number of the sample."""
     messages = list(row["messages"])

@@ -3,10 +3,12 @@ seed says, and records it; the session server, the workers and the `openai` clie
 
 from __future__ import annotations
 
+import datetime
 import re
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -70,13 +72,16 @@ def task_config(**agent) -> TaskConfig:
     return TaskConfig(kind="agent", agent=agent, parameters=parameters, train_size=20, held_out_size=4, **shown)
 
 
-def play(policy, prompts: int = 2, samples: int = 2, **agent) -> Episodes:
+def play(policy, prompts: int = 2, samples: int = 2, metadata=None, **agent) -> Episodes:
     config = task_config(**agent)
     task = build_task(config, policy.tokenizer)
     player = AgentPlayer(config, ROLLOUT, policy.tokenizer, task.score)
     try:
         sampling = SamplingConfig(max_tokens=16)
-        return player.play(policy, sampling, task.prompts(0, prompts), samples, run_seed=5, step=3, stream=TRAINING)
+        asked = [
+            replace(prompt, metadata={**prompt.metadata, **(metadata or {})}) for prompt in task.prompts(0, prompts)
+        ]
+        return player.play(policy, sampling, asked, samples, run_seed=5, step=3, stream=TRAINING)
     finally:
         player.close()
         task.close()
@@ -113,6 +118,11 @@ def test_a_function_plays_two_turns(tokenizer) -> None:
     assert episodes.metrics["episode/turns_mean"] == 2
     assert episodes.metrics["agent/rendered_anew"] == 0
     assert episodes.rewards.errors == {"agent": 0}
+
+
+def test_what_json_cannot_say_of_a_question_is_text(tokenizer) -> None:
+    metadata = {"rate": float("nan"), "count": np.float64("inf"), "at": datetime.date(2026, 1, 2)}
+    assert play(Policy(tokenizer), metadata=metadata, function="told").rewards.reward.tolist() == [1.0] * 4
 
 
 def test_an_edited_history_is_a_branch_with_the_rewards_of_its_episode(tokenizer) -> None:

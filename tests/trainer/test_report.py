@@ -159,6 +159,12 @@ def test_one_episode_has_a_page_of_its_own_with_each_token(tmp_path: Path, capsy
     assert main(["show", str(folder)]) == 2
     assert "no answer was kept yet" in capsys.readouterr().err
     assert main(["show", str(tmp_path)]) == 2
+    (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 1.0}\n')
+    for row in ('{"step": 2}', '{"step": 2, "episode": "x"}', '{"step": 2, "prompt": 1, "response": 2}'):
+        (folder / "samples.jsonl").write_text(f"{row}\n")
+        for command in ("show", "report"):
+            assert main([command, str(folder), "-o", str(tmp_path / "page.html")]) == 2
+            assert f"{folder / 'samples.jsonl'}: holds a row that no run writes" in capsys.readouterr().err
 
 
 def test_turns_have_the_colour_of_their_own_advantage(tmp_path: Path) -> None:
