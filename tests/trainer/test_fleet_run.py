@@ -69,6 +69,27 @@ def test_a_killed_and_a_hung_engine_leave_the_curve_as_it_was(folder: Path) -> N
 
 
 @pytest.mark.timeout(1200)
+def test_an_engine_that_is_killed_among_replacements_changes_no_group(folder: Path) -> None:
+    """Dynamic sampling: what a dead engine had of a step's first groups, and of those that replace some, is drawn by
+    the other one, once."""
+    replaced = ("rollout.dynamic_sampling=2", "trainer.steps=3", "trainer.samples_per_prompt=2")
+    for name, faults in (("steady", ""), ("bereft", "kill@2,kill@3")):
+        done = run(folder / name, faults, *replaced)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    steady, bereft = (rows(folder / name) for name in ("steady", "bereft"))
+    assert sum(row["rollout/engine_failures"] for row in bereft) == 2
+    assert steady[0]["dynamic_sampling/rounds"] >= 1  # so the second call is for replacements
+    assert bereft[0]["rollout/engine_failures"] == 1
+    assert sum(row["rollout/requeued_sequences"] for row in bereft) > 0
+    counted = ("rounds", "sampled_groups", "kept_groups", "filled_groups", "dropped_groups")
+    for before, after in zip(steady, bereft, strict=True):
+        names = [f"dynamic_sampling/{name}" for name in counted]
+        assert {name: after[name] for name in names} == {name: before[name] for name in names}
+        np.testing.assert_allclose(after["reward/mean"], before["reward/mean"], atol=0.03)
+        np.testing.assert_allclose(after["data/tokens"], before["data/tokens"], rtol=0.02)
+
+
+@pytest.mark.timeout(1200)
 def test_too_many_failures_save_the_state_and_say_why(folder: Path) -> None:
     stopped = folder / "stopped"
     done = run(stopped, "kill@3", "rollout.max_engine_failures=0", "trainer.checkpoint_every=100")
