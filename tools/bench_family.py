@@ -82,20 +82,26 @@ def planned_gib(config: Config, model: HFConfig, gpus: int, tokens: float, seque
     return stage_memory(layout, 0, 1).peak / GIB
 
 
-def main() -> int:
+def read_arguments(words: list[str]) -> tuple[str, list[int], list[str]]:
+    """The model's name, the depths and the run's overrides, which may stand anywhere."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=sorted(CONFIGS))
-    parser.add_argument("--moe-layers", type=int, nargs="+", default=[2])
-    arguments, overrides = parser.parse_known_args()
+    parser.add_argument("--moe-layers", type=int, nargs="+", default=[2], metavar="N")
+    arguments = parser.parse_args([word for word in words if "=" not in word])
+    return arguments.name, arguments.moe_layers, [word for word in words if "=" in word]
+
+
+def main() -> int:
+    name, moe_layers, overrides = read_arguments(sys.argv[1:])
     peak = peak_flops(torch.cuda.get_device_name()) or float("nan")
     gpus = int(os.environ.get("NPROC", "1"))
     depths: list[tuple[int, float]] = []
     tokens, sequences = 0.0, 1
     print("| layers | max gap, R3 on / off | rollout, training tokens/s | MFU | trainer's peak, planned, GiB |")
     print("|---|---|---|---|---|")
-    for count in arguments.moe_layers:
-        output = ROOT / f"runs/bench_family/{arguments.name}-{count}"
-        config, folder = cut(arguments.name, count), output / "model"
+    for count in moe_layers:
+        output = ROOT / f"runs/bench_family/{name}-{count}"
+        config, folder = cut(name, count), output / "model"
         if not folder.exists():
             write_folder(folder, config, byte_tokenizer())
         steps = run(folder, output / "run", overrides)
@@ -115,7 +121,7 @@ def main() -> int:
         depths.append((config["num_hidden_layers"], seconds))
     if len(depths) > 1:
         (low, short), (high, long) = depths[0], depths[-1]
-        whole = resolve_hf_config(dict(CONFIGS[arguments.name]))
+        whole = resolve_hf_config(dict(CONFIGS[name]))
         seconds = short + (long - short) / (high - low) * (whole.layers - low)
         mfu = flops(whole, tokens, sequences) / seconds / peak / gpus
         print(f"\nMFU of all {whole.layers} layers: {mfu:.1%}")

@@ -1,0 +1,25 @@
+"""How a family's measurement reads its command line."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.bench_family import read_arguments
+
+FIT = ["rollout.placement=fleet", "optimizer.cpu_offload_fraction=0.5"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--moe-layers", "1", "2", *FIT], [*FIT, "--moe-layers", "1", "2"], [FIT[0], "--moe-layers", "1", "2", FIT[1]]],
+)
+def test_overrides_stand_anywhere(words: list[str]) -> None:
+    """Also behind the depths, as the tool's own documentation has them."""
+    assert read_arguments(["MiniMax-M2", *words]) == ("MiniMax-M2", [1, 2], FIT)
+
+
+def test_two_layers_of_experts_unless_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert read_arguments(["GLM-4.5-Air"]) == ("GLM-4.5-Air", [2], [])
+    with pytest.raises(SystemExit):
+        read_arguments(["GLM-4.5-Air", "--moe-layers", "two", *FIT])
+    assert "two" in capsys.readouterr().err
