@@ -66,6 +66,18 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",
         "use_routing_bias": True,
     },
+    "qwen3_next": {
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+    },
     "qwen3": {"head_dim": 32},
     "qwen2": {},
     "llama": {"rms_norm_eps": 1e-5},
@@ -84,9 +96,11 @@ def tiny_model(family: str, path: Path | str, seed: int = 0, **overrides: Any) -
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 1:
+            if name.endswith("A_log"):
+                parameter.copy_(-2.0 + 0.5 * noise)  # states that last, or nobody would see one that leaks
+            elif parameter.ndim == 1:
                 centre = 0.0 if parameter.abs().max() == 0 else 1.0  # biases start at 0, norms at 1
                 parameter.copy_(centre + 0.2 * noise)
             else:

@@ -138,13 +138,21 @@ def _pack_index(params: PackedSeqParams, tokens: int) -> tuple[int, int, torch.T
         # Megatron-Core takes a table of max_seqlen_q positions that is as long as the pack for one of absolute
         # positions in the pack, and then rotates every sequence after the first by a wrong angle.
         raise ValueError(f"max_seqlen_q is {params.max_seqlen_q}, the longest packed sequence has {longest} rows")
+    return rows, len(lengths), grid_position(cu), longest
+
+
+def grid_position(cu: torch.Tensor) -> torch.Tensor:
+    """The place of each packed row, int64 `[cu[-1]]`, in a `[sequences * longest]` grid of its sequences side by side.
+    """
+    cu = cu.long()
+    lengths = cu.diff()
     sequence = torch.repeat_interleave(torch.arange(len(lengths), device=cu.device), lengths)
-    position = torch.arange(rows, device=cu.device) + sequence * longest - cu[:-1].long()[sequence]
-    return rows, len(lengths), position, longest
+    return torch.arange(int(cu[-1]), device=cu.device) + sequence * lengths.max() - cu[:-1][sequence]
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension; input and output keep their sharding.
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, or with 1 + weight
+    (`layernorm_zero_centered_gamma`); input and output keep their sharding.
 
     Under sequence parallelism each tensor-parallel rank sees a part of the tokens, so the gradient of `weight` is
     partial: the parameter is marked `sequence_parallel`, and Megatron-Core's `finalize_model_grads` sums it over the
@@ -152,13 +160,17 @@ class TorchRMSNorm(torch.nn.RMSNorm):
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
-            raise NotImplementedError(
-                f"TorchRMSNorm is a plain RMSNorm; the model asks for {config.normalization} with "
-                f"zero_centered_gamma={config.layernorm_zero_centered_gamma}"
-            )
+        if config.normalization != "RMSNorm":
+            raise NotImplementedError(f"TorchRMSNorm is an RMSNorm; the model asks for {config.normalization}")
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.centred = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.centred:
+            return super().forward(x)
+        exact = torch.promote_types(x.dtype, torch.float32)  # 1 + weight has too few digits in half precision
+        return F.rms_norm(x.to(exact), self.normalized_shape, 1 + self.weight.to(exact), self.eps).to(x.dtype)
 
 
 def local_block_spec(

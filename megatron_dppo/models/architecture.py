@@ -37,6 +37,40 @@ class MoE:
     """Experts are chosen from so many groups, those whose two best scores have the largest sums."""
     shared_size: int = 0
     """Width of the MLP that every token passes beside its experts; 0: none."""
+    shared_gate: bool = False
+    """What that MLP gives is multiplied by the sigmoid of a projection of the token to one number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaRule:
+    """Layers that have the gated delta rule (arXiv 2412.06464) in place of attention. Each value head keeps a matrix
+    `S [key_dim, value_dim]` of all tokens so far in place of their keys and values:
+
+        S_t = exp(g_t) S_{t-1} + k_t beta_t (v_t - exp(g_t) S_{t-1}^T k_t)^T,  o_t = S_t^T q_t / sqrt(key_dim)
+
+    with queries and keys of length 1. Queries, keys and values pass a causal convolution over tokens before, and
+    outputs an RMSNorm and a gate behind."""
+
+    layers: tuple[bool, ...]
+    """Per layer: the delta rule (True) or attention."""
+    key_heads: int
+    value_heads: int
+    """A multiple of the key heads, each of which serves as many."""
+    key_dim: int
+    value_dim: int
+    """Of one head."""
+    convolution: int
+    """Tokens that a convolution sees, the token itself included."""
+
+    @property
+    def width(self) -> int:
+        """Of all values of a token."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def convolved(self) -> int:
+        """Of all queries, keys and values of a token."""
+        return 2 * self.key_heads * self.key_dim + self.width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +100,11 @@ class Architecture:
     mtp_layers: int = 0
     """Layers that a checkpoint holds after the last one, for predicting further tokens. They are not trained: their
     tensors are carried from checkpoint to checkpoint."""
+    output_gate: bool = False
+    """What attention gives is multiplied by the sigmoid of a projection that stands beside the queries'."""
+    centred_norms: bool = False
+    """Norms multiply by 1 + weight, but that behind a delta rule."""
+    delta: DeltaRule | None = None
     moe: MoE | None = None
 
     @cached_property
@@ -78,8 +117,18 @@ class Architecture:
             "key": self.kv_heads * self.head_dim,
             "ffn": self.intermediate_size,
         }
+        if self.delta:
+            sizes |= {
+                "delta_key": self.delta.key_heads * self.delta.key_dim,
+                "delta_value": self.delta.width,
+                "delta_heads": self.delta.value_heads,
+                "delta_head_dim": self.delta.value_dim,
+                "convolution": self.delta.convolution,
+                "one": 1,
+            }
         if self.moe:
             sizes |= {
+                "one": 1,
                 "experts": self.moe.experts,
                 "moe_ffn": self.moe.intermediate_size,
             }
@@ -93,6 +142,14 @@ class Architecture:
 
     def is_moe_layer(self, layer: int) -> bool:
         return self.moe is not None and self.moe.layers[layer]
+
+    def is_delta_layer(self, layer: int) -> bool:
+        return self.delta is not None and self.delta.layers[layer]
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers whose attention looks back on keys and values."""
+        return self.layers - (sum(self.delta.layers) if self.delta else 0)
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """Rows of the embedding over all ranks: the least multiple of 128 and of `tensor_parallel`, so that checkpoints

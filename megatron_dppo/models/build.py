@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pkgutil
 
 import torch
@@ -9,6 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_dppo.models.direct_norm import call_norms_directly
 from megatron_dppo.models.experts.module import take_over_experts
@@ -76,5 +78,9 @@ def _layer_spec(
 
         spec = local_block_spec(config, vp_stage=chunk, pp_rank=stage)
     if model.family.spec:
+        first = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)
+        spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs or ()]
+        for number, layer in enumerate(spec.layer_specs, first):
+            layer.metainfo = {**layer.metainfo, "number": number}
         pkgutil.resolve_name(model.family.spec)(spec, model, groups)
     return spec

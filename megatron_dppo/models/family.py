@@ -65,7 +65,7 @@ class Family:
     """Other `model_type`s that are this one."""
     spec: str = ""
     """`module:function` that changes Megatron-Core's layer specs, called with the block's spec, the architecture and
-    the process groups. A path: families are read where there is no Megatron-Core (engines, the planner)."""
+    the process groups; `metainfo["number"]` of a layer's is its number (from 0). A path: families are read where there is no Megatron-Core (engines, the planner)."""
 
 
 def amended(config: PreTrainedConfig) -> PreTrainedConfig:

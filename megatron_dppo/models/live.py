@@ -20,6 +20,7 @@ ADAPTER = "lora"
 # TransformerEngine fuses a norm into the linear layer after it, and numbers experts within one grouped module.
 _TE_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")

@@ -158,7 +158,9 @@ class QKV(_Named):
 
         q heads of group 0, k of group 0, v of group 0, q heads of group 1, ...
 
-    and then divided by rows. With more ranks than groups a share begins and ends inside a group.
+    and then divided by rows. With more ranks than groups a share begins and ends inside a group. With an output gate
+    (`Architecture.output_gate`) the query projection has the gate of every head behind it, and the parameter those of
+    the group behind its q heads.
     """
 
     q: str = _name()
@@ -171,11 +173,13 @@ class QKV(_Named):
 
     def sources(self, model: Architecture) -> dict[str, Shape]:
         kv_rows = model.kv_heads * model.head_dim
-        rows = {self.q: model.heads * model.head_dim, self.k: kv_rows, self.v: kv_rows}
+        q_rows = (1 + model.output_gate) * model.heads * model.head_dim
+        rows = {self.q: q_rows, self.k: kv_rows, self.v: kv_rows}
         return {name: (n, *self._tail(model)) for name, n in rows.items()}
 
     def shape(self, model: Architecture, parts: int) -> Shape:
-        return (model.heads + 2 * model.kv_heads) * model.head_dim // parts, *self._tail(model)
+        heads = (1 + model.output_gate) * model.heads + 2 * model.kv_heads
+        return heads * model.head_dim // parts, *self._tail(model)
 
     def pieces(self, model: Architecture, part: int, parts: int) -> list[Piece]:
         height = self.shape(model, parts)[0]
@@ -191,11 +195,91 @@ class QKV(_Named):
 
     def _interleaved(self, model: Architecture) -> Iterator[tuple[str, Range, int]]:
         """(tensor, its rows, where they begin in the undivided parameter), in order."""
-        queries, place = model.heads // model.kv_heads * model.head_dim, 0
+        size, each = model.head_dim, model.heads // model.kv_heads
+        place = 0
         for group in range(model.kv_heads):
-            for name, height in ((self.q, queries), (self.k, model.head_dim), (self.v, model.head_dim)):
-                yield name, (group * height, (group + 1) * height), place
+            heads = range(group * each, (group + 1) * each)
+            if model.output_gate:
+                blocks = [(self.q, 2 * head * size, size) for head in heads]
+                blocks += [(self.q, (2 * head + 1) * size, size) for head in heads]
+            else:
+                blocks = [(self.q, heads[0] * size, each * size)]
+            for name, start, height in (*blocks, (self.k, group * size, size), (self.v, group * size, size)):
+                yield name, (start, start + height), place
                 place += height
+
+
+@dataclass(frozen=True)
+class Sections(_Named):
+    """A tensor of several parts one below the other, `rows` of `Architecture.dims` each, with `tail` dimensions behind:
+    each part is divided among the ranks, and a rank has its shares one below the other."""
+
+    name: str = _name()
+    rows: tuple[str, ...] = ("hidden",)
+    tail: tuple[str, ...] = ()
+
+    def _tail(self, model: Architecture) -> Shape:
+        return tuple(model.dims[d] for d in self.tail)
+
+    def sources(self, model: Architecture) -> dict[str, Shape]:
+        return {self.name: self.shape(model, 1)}
+
+    def shape(self, model: Architecture, parts: int) -> Shape:
+        return sum(model.dims[d] for d in self.rows) // parts, *self._tail(model)
+
+    def pieces(self, model: Architecture, part: int, parts: int) -> list[Piece]:
+        tail, result, begin, place = tuple((0, n) for n in self._tail(model)), [], 0, 0
+        for height in (model.dims[d] for d in self.rows):
+            share = height // parts
+            source = (begin + part * share, begin + (part + 1) * share)
+            result.append(Piece(self.name, (source, *tail), ((place, place + share), *tail)))
+            begin, place = begin + height, place + share
+        return result
+
+
+@dataclass(frozen=True)
+class ByKeyHead(_Named):
+    """The input projection of a delta rule, of which the checkpoint has two matrices:
+
+        qkvz  of every key head its query, its key, the values and the gates of its value heads
+        ba    of every key head the betas and the decays of its value heads
+
+    The parameter has the rows of all heads of a rank by kind: queries, keys, values, gates, betas, decays.
+    """
+
+    qkvz: str = _name()
+    ba: str = _name()
+
+    def _heights(self, model: Architecture) -> dict[str, tuple[int, ...]]:
+        """Of each tensor, the rows of each kind that a key head has."""
+        delta = model.delta
+        assert delta is not None
+        each = delta.value_heads // delta.key_heads
+        values = each * delta.value_dim
+        return {self.qkvz: (delta.key_dim, delta.key_dim, values, values), self.ba: (each, each)}
+
+    def sources(self, model: Architecture) -> dict[str, Shape]:
+        assert model.delta is not None
+        heads, hidden = model.delta.key_heads, model.dims["hidden"]
+        return {name: (heads * sum(kinds), hidden) for name, kinds in self._heights(model).items()}
+
+    def shape(self, model: Architecture, parts: int) -> Shape:
+        return sum(rows for rows, _ in self.sources(model).values()) // parts, model.dims["hidden"]
+
+    def pieces(self, model: Architecture, part: int, parts: int) -> list[Piece]:
+        assert model.delta is not None
+        heads, columns = model.delta.key_heads // parts, (0, model.dims["hidden"])
+        result, place = [], 0
+        for name, kinds in self._heights(model).items():
+            before = 0
+            for height in kinds:
+                for head in range(part * heads, (part + 1) * heads):
+                    start = head * sum(kinds) + before
+                    rows = (start, start + height)
+                    result.append(Piece(name, (rows, columns), ((place, place + height), columns)))
+                    place += height
+                before += height
+        return result
 
 
 @dataclass(frozen=True)

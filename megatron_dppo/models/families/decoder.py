@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.architecture import Architecture, MoE, QKNorm
-from megatron_dppo.models.names import QKV, Buffer, Columns, GateUp, Table, Vocabulary, Whole
+from megatron_dppo.models.architecture import Architecture, DeltaRule, MoE, QKNorm
+from megatron_dppo.models.names import QKV, Buffer, ByKeyHead, Columns, GateUp, Sections, Table, Vocabulary, Whole
 
 
 def words(text: str) -> frozenset[str]:
@@ -67,14 +67,35 @@ DENSE_MLP: Table = {
     f"{_L}.mlp.linear_fc1.weight": GateUp(f"{_H}.mlp.gate_proj.weight", f"{_H}.mlp.up_proj.weight"),
     f"{_L}.mlp.linear_fc2.weight": Columns(f"{_H}.mlp.down_proj.weight", cols="ffn"),
 }
-SHARED_EXPERT: Table = {
-    f"{_L}.mlp.shared_experts.linear_fc1.weight": GateUp(
-        f"{_H}.mlp.shared_experts.gate_proj.weight", f"{_H}.mlp.shared_experts.up_proj.weight", rows="shared_ffn"
+DELTA_RULE: Table = {
+    f"{_L}.input_layernorm.weight": Whole(f"{_H}.input_layernorm.weight"),
+    f"{_L}.self_attention.in_proj.weight": ByKeyHead(
+        f"{_H}.linear_attn.in_proj_qkvz.weight", f"{_H}.linear_attn.in_proj_ba.weight"
     ),
-    f"{_L}.mlp.shared_experts.linear_fc2.weight": Columns(
-        f"{_H}.mlp.shared_experts.down_proj.weight", cols="shared_ffn"
+    f"{_L}.self_attention.conv1d.weight": Sections(
+        f"{_H}.linear_attn.conv1d.weight", ("delta_key", "delta_key", "delta_value"), ("one", "convolution")
     ),
+    f"{_L}.self_attention.dt_bias": Sections(f"{_H}.linear_attn.dt_bias", ("delta_heads",)),
+    f"{_L}.self_attention.A_log": Sections(f"{_H}.linear_attn.A_log", ("delta_heads",)),
+    f"{_L}.self_attention.out_norm.weight": Whole(f"{_H}.linear_attn.norm.weight", ("delta_head_dim",)),
+    f"{_L}.self_attention.out_proj.weight": Columns(f"{_H}.linear_attn.out_proj.weight", cols="delta_value"),
+    f"{_L}.pre_mlp_layernorm.weight": Whole(f"{_H}.post_attention_layernorm.weight"),
 }
+"""Of a layer that has it in place of attention."""
+
+
+def shared_expert(block: str = "shared_experts", gate: str = "") -> Table:
+    """The MLP that every token passes, by the name that it has, and its gate where there is one."""
+    here, there = f"{_L}.mlp.shared_experts", f"{_H}.mlp.{block}"
+    table: Table = {
+        f"{here}.linear_fc1.weight": GateUp(
+            f"{there}.gate_proj.weight", f"{there}.up_proj.weight", rows="shared_ffn"
+        ),
+        f"{here}.linear_fc2.weight": Columns(f"{there}.down_proj.weight", cols="shared_ffn"),
+    }
+    return {**table, f"{here}.gate_weight": Whole(f"{_H}.mlp.{gate}.weight", ("one", "hidden"))} if gate else table
+
+
 _FC1, _FC2 = f"{_L}.mlp.experts.{{expert}}.linear_fc1.weight", f"{_L}.mlp.experts.{{expert}}.linear_fc2.weight"
 STACKED_EXPERTS = {_FC1: f"{_H}.mlp.experts.gate_up_proj", _FC2: f"{_H}.mlp.experts.down_proj"}
 """How transformers 5 holds the experts of a layer."""
@@ -167,6 +188,9 @@ def decoder(
     qk_norm: QKNorm = "none",
     partial_rotary: bool = False,
     mtp_layers: int = 0,
+    output_gate: bool = False,
+    centred_norms: bool = False,
+    delta: DeltaRule | None = None,
     moe: MoE | None = None,
 ) -> Architecture:
     """The architecture of a usual config.json: sizes that are some, and no sliding window. `partial_rotary`: the model
@@ -179,7 +203,7 @@ def decoder(
         raise UserError(f"rms_norm_eps is {eps!r}, it must be a number from 0 on")
     if heads % kv_heads:
         raise UserError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    _no_window(config)
+    _no_window(config, {"full_attention"} | ({"linear_attention"} if delta else set()))
     head_dim = head_dim or config.hidden_size // heads
     return Architecture(
         layers=whole(config, "num_hidden_layers"),
@@ -196,6 +220,9 @@ def decoder(
         qk_norm=qk_norm,
         rotary_factor=_rotary_factor(config, head_dim) if partial_rotary else 1.0,
         mtp_layers=mtp_layers,
+        output_gate=output_gate,
+        centred_norms=centred_norms,
+        delta=delta,
         moe=moe,
     )
 
@@ -212,12 +239,12 @@ def _rotary_factor(config: PreTrainedConfig, head_dim: int) -> float:
     return float(factor)
 
 
-def _no_window(config: PreTrainedConfig) -> None:
-    others = sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention"})
+def _no_window(config: PreTrainedConfig, known: set[str]) -> None:
+    others = sorted(set(getattr(config, "layer_types", None) or []) - known)
     window = getattr(config, "sliding_window", None)
     if others:
         cause = "use_sliding_window is true and so " if window else ""
-        raise UserError(f"{cause}layer_types has {others}, only full_attention is supported")
+        raise UserError(f"{cause}layer_types has {others}, only {', '.join(sorted(known))} is supported")
     if not getattr(config, "layer_types", None) and window is not None:
         flag = "use_sliding_window is true" if getattr(config, "use_sliding_window", False) else "sliding_window is set"
         raise UserError(
@@ -241,7 +268,17 @@ def megatron_fields(model: Architecture) -> dict[str, Any]:
         "layernorm_epsilon": model.rms_norm_eps,
         "gated_linear_unit": True,
         "activation_func": F.silu,
+        "attention_output_gate": model.output_gate,
+        "layernorm_zero_centered_gamma": model.centred_norms,
     }
+    if model.delta:
+        fields |= {
+            "linear_conv_kernel_dim": model.delta.convolution,
+            "linear_key_head_dim": model.delta.key_dim,
+            "linear_value_head_dim": model.delta.value_dim,
+            "linear_num_key_heads": model.delta.key_heads,
+            "linear_num_value_heads": model.delta.value_heads,
+        }
     if model.moe:
         fields |= {
             "num_moe_experts": model.moe.experts,
@@ -254,6 +291,7 @@ def megatron_fields(model: Architecture) -> dict[str, Any]:
             "moe_router_enable_expert_bias": model.moe.bias,
             "moe_router_topk_scaling_factor": None if model.moe.scaling == 1.0 else model.moe.scaling,
             "moe_shared_expert_intermediate_size": model.moe.shared_size or None,
+            "moe_shared_expert_gate": model.moe.shared_gate,
         }
         if model.moe.groups > 1:
             fields |= {"moe_router_num_groups": model.moe.groups, "moe_router_group_topk": model.moe.group_topk}

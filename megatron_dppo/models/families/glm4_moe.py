@@ -9,7 +9,6 @@ from megatron_dppo.models.families.decoder import (
     ATTENTION,
     DENSE_MLP,
     QKV_BIAS,
-    SHARED_EXPERT,
     STACKED_EXPERTS,
     check_sigmoid,
     correction_bias,
@@ -18,6 +17,7 @@ from megatron_dppo.models.families.decoder import (
     further_layers,
     number,
     qk_norm,
+    shared_expert,
     topk,
     whole,
     words,
@@ -63,7 +63,7 @@ def _layer(model: Architecture, layer: int) -> Table:
     attention = {**ATTENTION, **(QKV_BIAS if model.qkv_bias else {}), **(qk_norm() if model.qk_norm == "head" else {})}
     if not model.is_moe_layer(layer):
         return {**attention, **DENSE_MLP}
-    return {**attention, **experts(), **correction_bias("mlp.gate.e_score_correction_bias"), **SHARED_EXPERT}
+    return {**attention, **experts(), **correction_bias("mlp.gate.e_score_correction_bias"), **shared_expert()}
 
 
 FAMILY = Family(

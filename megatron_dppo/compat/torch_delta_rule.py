@@ -1,0 +1,77 @@
+"""The gated delta rule of packed sequences in plain torch, where flash-linear-attention has no GPU to run on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.ssm.gated_delta_net import common, gdn
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+from megatron_dppo.compat.packed_attention import grid_position
+
+
+def patch_delta_rule() -> None:
+    """Megatron-Core's layer takes these functions for flash-linear-attention's: without that it refuses to be built,
+    and its own torch rule takes no packed sequences."""
+    common.HAVE_FLA = True
+    common.l2norm = l2norm
+    gdn.causal_conv1d = causal_conv1d
+    gdn.chunk_gated_delta_rule = chunk_gated_delta_rule
+
+
+def l2norm(x: torch.Tensor) -> torch.Tensor:
+    """`x / sqrt(sum(x^2) + 1e-6)` over the last dimension."""
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (exact * torch.rsqrt(exact.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str,
+    cu_seqlens: torch.Tensor | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """Each channel convolved over the tokens up to each, then SiLU; x `[1, T, D]` packed or `[B, T, D]`, weight
+    `[D, W]`."""
+    if activation not in ("silu", "swish"):
+        raise NotImplementedError(f"causal_conv1d is followed by SiLU; the layer asks for {activation}")
+    grid = _to_grid(x, cu_seqlens)
+    width = weight.shape[1]
+    out = F.conv1d(grid.transpose(1, 2), weight.unsqueeze(1), bias, padding=width - 1, groups=x.shape[-1])
+    return _from_grid(F.silu(out[..., : grid.shape[1]]).transpose(1, 2), cu_seqlens), None
+
+
+def chunk_gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    cu_seqlens: torch.Tensor | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """`models.architecture.DeltaRule`'s formula from a state of zeros in each sequence; query and key
+    `[1, T, heads, key_dim]` packed (or `[B, T, ...]`), of length 1, value `[..., heads, value_dim]`, g and beta
+    `[..., heads]`. float32 inside. Gradients flow to all five."""
+    grids = [_to_grid(x, cu_seqlens) for x in (query, key, value, g, beta)]
+    out, _ = torch_chunk_gated_delta_rule(*grids)
+    return _from_grid(out, cu_seqlens), None
+
+
+def _to_grid(packed: torch.Tensor, cu: torch.Tensor | None) -> torch.Tensor:
+    """`[sequences, longest, ...]`, zeros behind every sequence; each then is a sequence of a batch of its own."""
+    if cu is None:
+        return packed
+    batch, longest = len(cu) - 1, int(cu.diff().max())
+    grid = packed.new_zeros(batch * longest, *packed.shape[2:])
+    return grid.index_copy(0, grid_position(cu), packed[0]).view(batch, longest, *packed.shape[2:])
+
+
+def _from_grid(grid: torch.Tensor, cu: torch.Tensor | None) -> torch.Tensor:
+    return grid if cu is None else grid.flatten(0, 1).index_select(0, grid_position(cu)).unsqueeze(0)
