@@ -20,6 +20,7 @@ ENGINES = (
 GROUP_OF = {f"tests/rollout/{name}.py": "engines" for name in ENGINES} | {
     "tests/trainer/test_evaluate_model.py": "engines",
     "tests/vocab_parallel/test_cuda.py": "gpu",
+    "tests/compat/test_flash_delta_rule.py": "gpu",
 }
 """Files that share what is slow to start (the engines of tests/rollout, vLLM in the test process) or what one test at a
 time may use (a GPU). Any other file is a group of its own."""

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 RANK, ALPHA = 4, 10.0
 LORA = {"rank": RANK, "alpha": ALPHA}
-_LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(shared_experts\.)?(gate|up|down)_proj)")
+_LINEAR = re.compile(
+    r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(shared_experts?\.)?(gate|up|down)_proj"
+    r"|linear_attn\.(in_proj_qkvz|in_proj_ba|out_proj))"
+)
 
 
 def write_adapter(folder: Path, model: PreTrainedModel, *, dtype: torch.dtype = torch.float32, seed: int = 5) -> None:

@@ -72,7 +72,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 32,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "full_attention_interval": 2,
         "linear_num_key_heads": 4,
         "linear_num_value_heads": 8,
         "linear_key_head_dim": 16,

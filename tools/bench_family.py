@@ -49,7 +49,10 @@ def cut(name: str, moe_layers: int) -> dict[str, Any]:
     """The published configuration with its dense layers and so many of experts, and none that predict further."""
     config = dict(CONFIGS[name])
     further = {field: 0 for field in ("num_nextn_predict_layers", "num_mtp_modules") if field in config}
-    return config | further | {"num_hidden_layers": config.get("first_k_dense_replace", 0) + moe_layers}
+    layers = config.get("first_k_dense_replace", 0) + moe_layers
+    if "full_attention_interval" in config:  # one of each kind in turn
+        further |= {"layer_types": [("linear_attention", "full_attention")[layer % 2] for layer in range(layers)]}
+    return config | further | {"num_hidden_layers": layers}
 
 
 def run(folder: Path, output: Path, overrides: list[str]) -> list[dict[str, float]]:

@@ -78,6 +78,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",
         "use_routing_bias": True,
     },
+    "qwen3_next": _EXPERTS
+    | {
+        "num_experts": 8,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "intermediate_size": 256,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    },
     "olmoe": _EXPERTS | {"num_experts": 8, "intermediate_size": 64, "norm_topk_prob": False, "rms_norm_eps": 1e-5},
 }
 """What each model type's configuration says of its experts."""

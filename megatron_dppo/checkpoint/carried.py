@@ -37,7 +37,7 @@ class Carried:
 
 def carried(model: HFConfig, folder: Path | None) -> Carried:
     """What `folder` holds; nothing where the model has no such layers or the folder no weights."""
-    if folder is None or not model.mtp_layers:
+    if folder is None or not (model.mtp_layers or model.family.carried):
         return Carried()
     if (folder / FILE).is_file():
         files = HFFiles(folder, only=FILE)

@@ -98,6 +98,15 @@ class _Place:
     slabs: tuple[_Slab, ...]
 
 
+def refuse_unknown_layers(model: HFConfig, folder: Path) -> None:
+    """`UserError` for a model with layers whose form there is not known here."""
+    if model.delta:
+        raise UserError(
+            f"{folder}: folders of Megatron-LM are not supported for models with gated delta layers "
+            f"({model.family.model_type}); use a Hugging Face folder or a training state"
+        )
+
+
 class MegatronFiles:
     """The weights in the folder of one iteration, as the Hugging Face tensors of `model`; stands for `HFFiles`.
 
@@ -108,6 +117,7 @@ class MegatronFiles:
     """
 
     def __init__(self, folder: Path, model: HFConfig) -> None:
+        refuse_unknown_layers(model, folder)
         _require_format(folder)
         self.folder, self._model = folder, model
         try:

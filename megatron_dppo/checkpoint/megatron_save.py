@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dppo.checkpoint.atomic import INCOMPLETE, check_target, publish, sync, write_synced
 from megatron_dppo.checkpoint.first_rank import on_first_rank
-from megatron_dppo.checkpoint.megatron_files import COMMON, MARKER, RELEASE, MegatronFiles
+from megatron_dppo.checkpoint.megatron_files import COMMON, MARKER, RELEASE, MegatronFiles, refuse_unknown_layers
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import unwrap
@@ -83,6 +83,7 @@ def save_megatron_checkpoint(
     Layers are numbered in names (`non_homogeneous_layers`), as the content metadata says to who loads it. Collective;
     each rank writes what it holds. The folder appears whole or not at all.
     """
+    refuse_unknown_layers(model, output)
     config: TransformerConfig = unwrap(models[0]).config
     partial = on_first_rank(lambda: _partial(output, overwrite))
     # The loader asks for a tensor's form as the content metadata describes it

@@ -33,8 +33,8 @@ def random_tensors(model: HFConfig, seed: int, device: torch.device) -> Iterator
 
 
 def random_tensor(name: str, model: HFConfig, seed: int, device: torch.device) -> torch.Tensor:
-    """A Hugging Face tensor as a checkpoint of the config's dtype would hold it: norms 1, biases 0, everything else
-    normal with the config's `initializer_range`.
+    """A Hugging Face tensor as a checkpoint of the config's dtype would hold it: norms 1 (0 where the model
+    adds 1), biases 0, everything else normal with the config's `initializer_range`.
 
     Each is drawn from a generator of its own (of `seed` and its name), so the weights are the same under every layout
     on the same kind of device.
@@ -42,7 +42,8 @@ def random_tensor(name: str, model: HFConfig, seed: int, device: torch.device) -
     shape, dtype = model.tensors[name], getattr(model.config, "dtype", None) or torch.float32
     dtype = torch.float32 if name in model.float32_tensors else dtype
     if "norm" in name.rsplit(".", 2)[-2]:
-        return torch.ones(shape, dtype=dtype, device=device)
+        neutral = torch.zeros if model.centred_norms and ".linear_attn." not in name else torch.ones
+        return neutral(shape, dtype=dtype, device=device)
     if name.endswith(".bias"):
         return torch.zeros(shape, dtype=dtype, device=device)
     spread = float(getattr(model.config, "initializer_range", None) or 0.02)

@@ -12,7 +12,7 @@ import queue
 import secrets
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -367,4 +367,4 @@ def model_signature(model: HFConfig) -> dict[str, Any]:
         "experts": model.moe.experts if model.moe else 0,
         "expert_intermediate_size": model.moe.intermediate_size if model.moe else 0,
         "moe_layers": [i for i in range(model.layers) if model.is_moe_layer(i)],
-    }
+    } | ({"delta": {**asdict(model.delta), "layers": list(model.delta.layers)}} if model.delta else {})

@@ -142,8 +142,7 @@ def _pack_index(params: PackedSeqParams, tokens: int) -> tuple[int, int, torch.T
 
 
 def grid_position(cu: torch.Tensor) -> torch.Tensor:
-    """The place of each packed row, int64 `[cu[-1]]`, in a `[sequences * longest]` grid of its sequences side by side.
-    """
+    """Where each packed row is, int64 `[cu[-1]]`, in a `[sequences * longest]` grid of its sequences side by side."""
     cu = cu.long()
     lengths = cu.diff()
     sequence = torch.repeat_interleave(torch.arange(len(lengths), device=cu.device), lengths)

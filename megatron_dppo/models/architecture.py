@@ -117,6 +117,8 @@ class Architecture:
             "key": self.kv_heads * self.head_dim,
             "ffn": self.intermediate_size,
         }
+        if self.delta or (self.moe and self.moe.shared_gate):
+            sizes["one"] = 1
         if self.delta:
             sizes |= {
                 "delta_key": self.delta.key_heads * self.delta.key_dim,
@@ -124,11 +126,9 @@ class Architecture:
                 "delta_heads": self.delta.value_heads,
                 "delta_head_dim": self.delta.value_dim,
                 "convolution": self.delta.convolution,
-                "one": 1,
             }
         if self.moe:
             sizes |= {
-                "one": 1,
                 "experts": self.moe.experts,
                 "moe_ffn": self.moe.intermediate_size,
             }

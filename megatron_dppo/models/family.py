@@ -59,13 +59,17 @@ class Family:
     """Embedding, last norm and output layer."""
     stacked: Mapping[str, str] = field(default_factory=dict)
     """Where a checkpoint may hold the experts of a layer in one tensor: that tensor, by the parameter of one expert."""
+    carried: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that a checkpoint may hold beside the model's: they are not trained, and pass
+    from checkpoint to checkpoint."""
     megatron: Callable[[Architecture], dict[str, Any]] = decoder.megatron_fields
     """Fields of Megatron-Core's `TransformerConfig` that the architecture decides."""
     aliases: tuple[str, ...] = ()
     """Other `model_type`s that are this one."""
     spec: str = ""
     """`module:function` that changes Megatron-Core's layer specs, called with the block's spec, the architecture and
-    the process groups; `metainfo["number"]` of a layer's is its number (from 0). A path: families are read where there is no Megatron-Core (engines, the planner)."""
+    the process groups; `metainfo["number"]` of a layer's spec is its number, from 0. A path: families are read where
+    there is no Megatron-Core (engines, the planner)."""
 
 
 def amended(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -137,9 +137,10 @@ class HFConfig(Architecture):
 
     def carries(self, tensor: str) -> bool:
         """Whether a checkpoint may hold this tensor although the model has no place for it: one of a layer after the
-        last (`mtp_layers`)."""
+        last (`mtp_layers`), or one that the family names (`carried`)."""
         layer = _LAYER.match(tensor)
-        return layer is not None and self.layers <= int(layer[1]) < self.layers + self.mtp_layers
+        further = layer is not None and self.layers <= int(layer[1]) < self.layers + self.mtp_layers
+        return further or tensor.startswith(self.family.carried)
 
     def _sources(self, *, stacked: bool) -> dict[str, Shape]:
         shapes: dict[str, Shape] = {}

@@ -96,6 +96,11 @@ class ParallelConfig(ConfigModel):
                 f"{model.kv_heads} key-value heads and tensor = {self.tensor}: one must divide the other",
             ),
             (
+                model.delta is not None and model.delta.key_heads % (self.tensor * self.context) != 0,
+                f"the delta rule's {model.delta.key_heads if model.delta else 0} key heads cannot be divided by tensor "
+                f"x context = {self.tensor} x {self.context}",
+            ),
+            (
                 model.has_dense_layers and model.intermediate_size % self.tensor != 0,
                 f"the intermediate size {model.intermediate_size} cannot be divided by tensor = {self.tensor}",
             ),

@@ -24,6 +24,16 @@ rows that reach its experts, h hidden, q and k the query and key-value widths on
     fc2               its input                                                   2 R f
     combine           nothing
 
+A layer that has a gated delta rule in place of attention (c: queries, keys and values, v: values, n heads of key size d
+on this rank), by flash-linear-attention's kernels; not yet measured:
+
+    input projection  as QKV, and its product, of which gates, betas and decays are used later    2 T (c + v + 2 n)
+    convolution       its output (SiLU is computed again)                         2 T c
+    delta rule        queries and keys of every value head, values, decays and betas, a triangle of 64 tokens
+                                                                                  2 T (2 n d + v) + 16 T n + 128 T n
+    norm and gate     the rule's output, gates, both in float32 once more         12 T v
+    output projection its input                                                   2 T v
+
 With LoRA (rank r, n projections in a product: 3 of QKV, 2 of gate and up, else 1) the frozen products keep no input,
 but an adapter needs it for A's gradient. What a norm puts out is kept where an adapter or the router uses it. Besides:
 
@@ -46,6 +56,8 @@ from dataclasses import dataclass, replace
 from megatron_dppo.planner.workload import Layout
 
 _HALF, _FLOAT, _INT64 = 2, 4, 8
+_CHUNK = 64
+"""Tokens between states that a delta rule's kernel keeps."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +104,49 @@ def layer_memory(layout: Layout, layer: int) -> LayerMemory:
     rows = layout.rows_per_rank
     boundary = _HALF * rows * layout.model.hidden_size
     feed_forward = _experts if layout.model.is_moe_layer(layer) else _dense
-    return LayerMemory((*_attention(layout), *feed_forward(layout)), boundary)
+    mixer = _delta_rule if layout.model.is_delta_layer(layer) else _attention
+    return LayerMemory((*mixer(layout), *feed_forward(layout)), boundary)
+
+
+def _delta_rule(layout: Layout) -> Sequence[Operator]:
+    """In place of attention. Under context parallelism each rank has all tokens of a share of its heads."""
+    model, parallel, delta = layout.model, layout.parallel, layout.model.delta
+    assert delta is not None
+    tokens, rows, hidden = layout.tokens_per_rank, layout.rows_per_rank, model.hidden_size
+    residual = _HALF * rows * hidden
+    gathered = _HALF * tokens * hidden if parallel.sequence_parallel else 0
+    value = _HALF * tokens * delta.width // parallel.tensor
+    convolved = _HALF * tokens * delta.convolved // parallel.tensor
+    heads = tokens * delta.value_heads // parallel.tensor
+    key = _HALF * heads * delta.key_dim
+    mixed = convolved + value + 2 * _HALF * heads
+    states = key * delta.value_dim // _CHUNK
+    weights = 0 if layout.weight_gradients_in_place else _HALF * hidden * mixed // (_HALF * tokens)
+    lora = layout.adapter_rank("qkv")
+    normed = residual if layout.lora is None or lora else 0
+    exchanged = mixed if parallel.context > 1 else 0
+    return (
+        Operator(
+            "norm and input projection",
+            residual + normed + _FLOAT * rows + mixed + _HALF * tokens * 2 * lora,
+            gathered + (2 if lora else 1) * mixed + exchanged,
+            residual + 2 * mixed + gathered + _HALF * tokens * hidden + weights,
+        ),
+        Operator("convolution", convolved, convolved, 2 * convolved + mixed),
+        Operator(
+            "delta rule",
+            2 * key + value + 4 * _FLOAT * heads + _HALF * heads * _CHUNK,
+            2 * states + key + 3 * value,
+            4 * states + 4 * key + 5 * value,
+        ),
+        Operator("norm and gate", 4 * value + 2 * value, 4 * value, 6 * value),
+        Operator(
+            "output projection",
+            value + _HALF * rows * layout.adapter_rank("o"),
+            _HALF * tokens * hidden + (residual if layout.adapts("o") else 0),
+            residual + (gathered or residual) + value + weights,
+        ),
+    )
 
 
 def _attention(layout: Layout) -> Sequence[Operator]:

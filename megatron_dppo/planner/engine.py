@@ -91,9 +91,9 @@ def _engine(
 ) -> EnginePlan:
     weights = settings.element * whole_model(model).total // tensor
     kv_heads = max(1, model.kv_heads // tensor)
-    kv_per_token = settings.element * 2 * model.layers * kv_heads * model.head_dim
+    kv_per_token = settings.element * 2 * model.attention_layers * kv_heads * model.head_dim
     room = usable - weights - WORKSPACE if settings.kv_cache is None else settings.kv_cache
-    concurrent = max(0, room // (kv_per_token * workload.sequence))
+    concurrent = max(0, room // (kv_per_token * workload.sequence + _state(model, settings) // tensor))
     engines = max(1, gpus // tensor)
     plan = EnginePlan(
         tensor=tensor,
@@ -107,13 +107,23 @@ def _engine(
     return replace(plan, decode_tokens_per_second=engines * _decode_rate(model, gpu, workload, plan, settings))
 
 
+def _state(model: HFConfig, settings: EngineSettings) -> int:
+    """Bytes that the delta rules' layers keep of a sequence, however long: a state of each head in float32, and the
+    tokens that convolutions look back on."""
+    if not (delta := model.delta):
+        return 0
+    convolved = settings.element * (delta.convolution - 1) * delta.convolved
+    return sum(delta.layers) * (4 * delta.width * delta.key_dim + convolved)
+
+
 def _decode_rate(model: HFConfig, gpu: Gpu, workload: Workload, engine: EnginePlan, settings: EngineSettings) -> float:
     """Tokens/s of one engine: each step reads the weights of the experts hit and the cache, and the host handles what
     is recorded of each token."""
     e = efficiency_of(gpu.name)
     mean = workload.prompt_tokens + workload.mean_response_tokens / 2
     sequences = max(1, min(settings.max_sequences, int(engine.concurrent * workload.sequence / mean)))
-    read = settings.element * _weights_read(model, sequences) / engine.tensor + sequences * mean * engine.kv_per_token
+    kept = mean * engine.kv_per_token + 2 * _state(model, settings) / engine.tensor  # a state is written too
+    read = settings.element * _weights_read(model, sequences) / engine.tensor + sequences * kept
     step = read / (gpu.memory_bandwidth * e.decode)
     step = max(step, 2 * sequences * active_per_token(model) / engine.tensor / (gpu.bf16_flops * e.grouped))
     return sequences / (step + sequences * e.engine_token_s)

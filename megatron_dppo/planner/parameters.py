@@ -50,20 +50,21 @@ class Parameters:
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The decoder layers of one pipeline stage. Layers differ only in whether they have experts."""
+    """The decoder layers of one pipeline stage. Layers differ in whether they have experts, and attention."""
 
     chunks: tuple[tuple[int, ...], ...]
     """Numbers of the layers (from 0) of each model chunk."""
 
     def kinds(self, model: HFConfig) -> list[list[tuple[int, int]]]:
-        """Per chunk: (a layer, how many of its kind), experts and dense."""
+        """Per chunk: (a layer, how many of its kind)."""
         return [_kinds(model, chunk) for chunk in self.chunks]
 
 
 def _kinds(model: HFConfig, chunk: tuple[int, ...]) -> list[tuple[int, int]]:
-    moe = [layer for layer in chunk if model.is_moe_layer(layer)]
-    dense = [layer for layer in chunk if not model.is_moe_layer(layer)]
-    return [(layers[0], len(layers)) for layers in (moe, dense) if layers]
+    kinds: dict[tuple[bool, bool], list[int]] = {}
+    for layer in sorted(chunk, key=lambda layer: not model.is_moe_layer(layer)):
+        kinds.setdefault((model.is_moe_layer(layer), model.is_delta_layer(layer)), []).append(layer)
+    return [(layers[0], len(layers)) for layers in kinds.values()]
 
 
 def stage_layers(layers: int, parallel: ParallelConfig) -> tuple[StageLayers, ...]:

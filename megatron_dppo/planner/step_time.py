@@ -100,8 +100,9 @@ def head_time(layout: Layout, e: Efficiency) -> PassTime:
 
 def layer_time(layout: Layout, layer: int, e: Efficiency) -> PassTime:
     """The GPU's time for one decoder layer; the backward without recomputed layers, but with a recomputed attention."""
-    total = _attention(layout, e) + _mlp(layout, layer, e) + _adapters(layout, layer, e)
-    if layout.recompute == "selective":
+    mixer = _delta_rule if layout.model.is_delta_layer(layer) else _attention
+    total = mixer(layout, e) + _mlp(layout, layer, e) + _adapters(layout, layer, e)
+    if layout.recompute == "selective" and not layout.model.is_delta_layer(layer):
         core = _core_attention(layout) / (layout.gpu.bf16_flops * e.attention_forward)
         total += PassTime(0.0, core)
     return total
@@ -169,6 +170,32 @@ def _attention(layout: Layout, e: Efficiency) -> PassTime:
     )
     backward += max(0.0, 2 * ring - 2.5 * core / (gpu.bf16_flops * e.attention_backward))
     return PassTime(forward, backward)
+
+
+def _delta_rule(layout: Layout, e: Efficiency) -> PassTime:
+    """Products of the projections; in the rule chunks of 64 tokens among themselves and with the states, at the
+    efficiency of attention; and what moves through memory. Not yet measured."""
+    model, parallel, gpu, delta = layout.model, layout.parallel, layout.gpu, layout.model.delta
+    assert delta is not None
+    tokens, rows, hidden = layout.tokens_per_rank, layout.rows_per_rank, model.hidden_size
+    value, heads = delta.width / parallel.tensor, delta.value_heads / parallel.tensor
+    convolved = delta.convolved / parallel.tensor
+    products = 2 * tokens * hidden * (convolved + 2 * value + 2 * heads) / (gpu.bf16_flops * e.dense)
+    states = 3 * delta.key_dim * delta.value_dim + 64 * 2 * (delta.key_dim + delta.value_dim)
+    core = 2 * tokens * heads * states / gpu.bf16_flops
+    moved = 2 * (7 * rows * hidden + tokens * (4 * convolved + 6 * heads * delta.key_dim + 14 * value))
+    elementwise = moved / (gpu.memory_bandwidth * e.memory)
+    comm = 2 * all_gather(layout, 2 * tokens * hidden, parallel.tensor, parallel.tensor, e)
+    if parallel.context > 1:  # all tokens of a share of the heads, and back
+        size = 2 * tokens * (convolved + 2 * value) * (parallel.context - 1) / parallel.context
+        comm += size / bandwidth(layout, parallel.tensor * parallel.context, e)
+    return PassTime(
+        products + core / e.attention_forward + elementwise + comm,
+        _backward_products(layout) * products
+        + 2.5 * core / e.attention_backward
+        + 1.6 * elementwise
+        + (1.0 if layout.lora else 1.5) * comm,
+    )
 
 
 def _mlp(layout: Layout, layer: int, e: Efficiency) -> PassTime:

@@ -25,6 +25,8 @@ class ModelFacts:
     experts: int
     """Per layer that has some; 0 for a model without."""
     experts_per_token: int
+    delta_rule: bool = False
+    """Whether layers have a gated delta rule in place of attention."""
 
     @staticmethod
     def read(folder: Path, *, router_replay: bool) -> ModelFacts:
@@ -37,13 +39,13 @@ class ModelFacts:
         stop = {i for file in (path, generation) if file.is_file() for i in _end_ids(file)}
         if router_replay or (family_of(raw) is not None and not raw.get("quantization_config")):
             model = resolve_hf_config(raw, path=folder)
-            vocab_size, tied, moe = model.vocab_size, model.tied, model.moe
+            vocab_size, tied, moe, delta = model.vocab_size, model.tied, model.moe, model.delta
             routes = model.routes if router_replay else None
         else:
             size = raw.get("vocab_size")
             if type(size) is not int or size < 1:
                 raise UserError(f"{path}: vocab_size is {size!r:.80}; it must be a whole number above 0")
-            vocab_size, tied, moe, routes = size, bool(raw.get("tie_word_embeddings")), None, None
+            vocab_size, tied, moe, delta, routes = size, bool(raw.get("tie_word_embeddings")), None, None, None
         return ModelFacts(
             folder=folder,
             vocab_size=vocab_size,
@@ -52,6 +54,7 @@ class ModelFacts:
             routes=routes,
             experts=moe.experts if moe else 0,
             experts_per_token=moe.topk if moe else 0,
+            delta_rule=delta is not None,
         )
 
 

@@ -102,3 +102,23 @@ def test_a_state_of_adapters_takes_them_from_its_base(source: Path, tmp_path: Pa
     shared = "model.layers.1.mlp.shared_experts.up_proj.weight"
     assert not torch.equal(merged[shared], original[shared])
     assert torch.equal(merged[BIAS], original[BIAS])
+
+
+def test_tensors_that_a_family_names_pass_through(tmp_path: Path) -> None:
+    """Qwen3-Next's further layer is `mtp.*`, of which its config.json says nothing."""
+    path = tmp_path / "next"
+    tiny_model("qwen3_next", path, seed=8, num_hidden_layers=2, dtype=torch.bfloat16)
+    original = tensors(path)
+    further = {"mtp.fc.weight": torch.randn(64, 128).bfloat16(), "mtp.layers.0.input_layernorm.weight": torch.randn(64)}
+    save_file(original | further, path / "model.safetensors", metadata={"format": "pt"})
+    assert run_ranks(convert, 2, path, tmp_path / "state", "--tensor", 2, "--expert", 2) == ["", ""]
+    assert run_ranks(convert, 1, tmp_path / "state", tmp_path / "back", "--verify") == [""]
+    assert same(tensors(tmp_path / "back"), original | further)
+
+
+def test_what_megatron_lm_has_in_another_form_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "next"
+    tiny_model("qwen3_next", path, num_hidden_layers=2)
+    (said,) = run_ranks(convert, 1, path, tmp_path / "lm", "--to", "megatron-lm")
+    assert "not supported for models with gated delta layers (qwen3_next)" in said
+    assert not (tmp_path / "lm").exists()

@@ -48,6 +48,7 @@ MIXED: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 2,
         },
     ),
+    "qwen3-next": ("qwen3_next", {}),
     "mixed": ("qwen3_moe", {"mlp_only_layers": [0], "decoder_sparse_step": 2, "norm_topk_prob": False}),
 }
 

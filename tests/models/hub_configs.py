@@ -236,6 +236,9 @@ LOADED: dict[str, Config] = {
     "zai-org/GLM-4.5": _sized(_GLM, *_355B),
     "zai-org/GLM-4.6": _sized(_GLM, *_355B, max_position_embeddings=202752),
     "zai-org/GLM-4.7": _sized(_GLM, *_355B, max_position_embeddings=202752, dtype="bfloat16", torch_dtype=_ABSENT),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": CONFIGS["Qwen3-Next-80B-A3B"],
+    "Qwen/Qwen3-Next-80B-A3B-Thinking": CONFIGS["Qwen3-Next-80B-A3B"]
+    | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262144}},
     "MiniMaxAI/MiniMax-M2, without its 8-bit numbers": CONFIGS["MiniMax-M2"],
     "huggyllama/llama-7b": _sized(
         _LLAMA2, *_7B, max_position_embeddings=2048, rms_norm_eps=1e-06, pad_token_id=0, pretraining_tp=_ABSENT
@@ -367,6 +370,30 @@ REFUSED: dict[str, tuple[Config, str]] = {
     "MiniMax whose bias vLLM would leave out": (
         _sized(CONFIGS["MiniMax-M2"], 3072, 1536, 62, 48, 8, use_routing_bias=_ABSENT),
         "use_routing_bias",
+    ),
+    "Qwen3-Next whose value heads have no key head": (
+        CONFIGS["Qwen3-Next-80B-A3B"] | {"linear_num_value_heads": 24},
+        "linear_num_value_heads",
+    ),
+    "Qwen3-Next without experts": (
+        CONFIGS["Qwen3-Next-80B-A3B"] | {"mlp_only_layers": list(range(48))},
+        "mlp_only_layers",
+    ),
+    "Qwen3-Next with a layer that slides": (
+        CONFIGS["Qwen3-Next-80B-A3B"] | {"layer_types": ["linear_attention"] * 47 + ["sliding_attention"]},
+        "layer_types",
+    ),
+    "Qwen3-Next with a layer too few": (
+        CONFIGS["Qwen3-Next-80B-A3B"] | {"layer_types": ["linear_attention"] * 47},
+        "layer_types",
+    ),
+    "Qwen3-Next with attention where vLLM would not have it": (
+        CONFIGS["Qwen3-Next-80B-A3B"] | {"full_attention_interval": 3},
+        "full_attention_interval",
+    ),
+    "Qwen3-Next whose attention vLLM would not gate": (
+        CONFIGS["Qwen3-Next-80B-A3B"] | {"attn_output_gate": False},
+        "attn_output_gate",
     ),
     "MiniMax with one expert a token": (CONFIGS["MiniMax-M2"] | {"num_experts_per_tok": 1}, "num_experts_per_tok"),
     "GLM whose groups Megatron-Core ranks by three experts": (

@@ -32,7 +32,15 @@ def products_of(model: torch.nn.Module) -> int:
 
 
 def attention_of(model: HFConfig) -> int:
-    return 6 * model.layers * model.heads * model.head_dim * TOKENS**2
+    return 6 * model.attention_layers * model.heads * model.head_dim * TOKENS**2
+
+
+def delta_rule_of(model: HFConfig) -> int:
+    """The rule (`tests/compat/test_torch_delta_rule.py` counts it) and its convolution, which are no such products."""
+    if not (delta := model.delta):
+        return 0
+    of_a_token = 18 * delta.value_heads * delta.key_dim * delta.value_dim + 6 * delta.convolved * delta.convolution
+    return sum(delta.layers) * TOKENS * of_a_token
 
 
 @pytest.mark.parametrize("targets", [None, ("qkv", "o", "mlp"), ("mlp",)])
@@ -49,13 +57,15 @@ def test_products_with_weights_are_counted(tmp_path: Path, targets: tuple[str, .
     assert products_of(model) == training_flops(described, np.array([TOKENS]), lora) - attention_of(described)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "minimax_m2"])
+@pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "minimax_m2", "qwen3_next"])
 def test_experts_are_counted_that_a_token_meets(tmp_path: Path, family: str) -> None:
     """Those that it chose, the one that every token passes, and the router; dense layers as they are."""
     model = tiny_model(family, tmp_path).train()
     model.set_experts_implementation("eager")
     described = load_hf_config(tmp_path)
-    assert products_of(model) == training_flops(described, np.array([TOKENS])) - attention_of(described)
+    assert products_of(model) == (
+        training_flops(described, np.array([TOKENS])) - attention_of(described) - delta_rule_of(described)
+    )
 
 
 def test_every_pass_over_a_sequence_counts(tmp_path: Path) -> None:

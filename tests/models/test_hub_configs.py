@@ -58,7 +58,14 @@ def cut(config: dict[str, Any]) -> dict[str, Any]:
         "n_routed_experts": 8,
         "rotary_dim": 16,
         "first_k_dense_replace": 1,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
     }
+    if config["model_type"] == "qwen3_next":  # others leave it out
+        sizes["shared_expert_intermediate_size"] = 24
+        config = config | {"layer_types": ["linear_attention", "full_attention"]}
     if config.get("num_experts_per_tok") in (1, 4):
         sizes["num_experts_per_tok"] = config["num_experts_per_tok"]
     if config.get("n_routed_experts") == 16:

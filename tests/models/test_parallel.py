@@ -8,6 +8,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig, resolve_hf_config
 from megatron_dppo.models.megatron_config import uneven_layout
 from megatron_dppo.models.parallel import ParallelConfig
+from tests.models.public_configs import CONFIGS
 from tests.models.test_hf_config import MOE
 
 
@@ -34,6 +35,13 @@ def test_misfits_are_refused(sizes: dict[str, Any], world_size: int, named: str,
     with pytest.raises(UserError, match=named) as refusal:
         ParallelConfig(**sizes).check_fits(model, world_size)
     assert "\n" not in str(refusal.value)
+
+
+def test_heads_of_a_delta_rule_are_divided_among_tensor_and_context_ranks() -> None:
+    model = resolve_hf_config(CONFIGS["Qwen3-Next-80B-A3B"])
+    ParallelConfig(tensor=4, context=4, sequence_parallel=True).check_fits(model, 16)
+    with pytest.raises(UserError, match=r"16 key heads cannot be divided by tensor x context = 8 x 4"):
+        ParallelConfig(tensor=8, context=4, sequence_parallel=True).check_fits(model, 32)
 
 
 def test_experts_of_a_dense_model_are_refused() -> None:

@@ -40,6 +40,7 @@ LAYOUTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
         (16, {"tensor": 2, "pipeline": 2, "expert": 8, "sequence_parallel": True}),
     ],
     "MiniMax-M2": [(16, {"tensor": 4, "pipeline": 2, "expert": 8, "sequence_parallel": True})],
+    "Qwen3-Next-80B-A3B": [(32, {"tensor": 2, "pipeline": 4, "expert": 8, "sequence_parallel": True})],
     "OctoThinker-3B": [(1, {}), (24, {"tensor": 8, "pipeline": 3, "sequence_parallel": True})],
 }
 LORA = LoraConfig(rank=32)

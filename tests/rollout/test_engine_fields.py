@@ -50,8 +50,8 @@ import json, os, sys
 from pathlib import Path
 
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-from transformers import AutoConfig
 from vllm import AsyncEngineArgs
+from vllm.transformers_utils.config import get_config
 from vllm.usage.usage_lib import UsageContext
 
 def follow(cls, seen):
@@ -71,7 +71,7 @@ def follow(cls, seen):
 found = {}
 for folder in sys.argv[1:]:
     seen = set()
-    config = AutoConfig.from_pretrained(folder)
+    config = get_config(folder, False, config_format="hf")  # of some model types it has a class of its own
     restore = follow(type(config), seen)
     options = {"config_format": "hf", "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 64}
     made = AsyncEngineArgs(model=folder, **options)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.fleet.host import RemoteEngine
 from megatron_dppo.rollout.ray_session import RaySession
 from tests.actor.matrix import FAMILIES
@@ -20,8 +21,14 @@ from tests.tiny import tiny_model
 TP2_EP2 = {"tensor": 2, "expert": 2, "sequence_parallel": True}
 
 
-@pytest.mark.parametrize("engine_kind", KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
+NOT_IN_FLOAT32 = {"qwen3_next"}
+"""Families that vLLM on a CPU has in half precision alone."""
+
+
+@pytest.mark.parametrize(
+    ("family", "engine_kind"),
+    [(family, kind) for family in FAMILIES for kind in KINDS if kind != "vllm" or family not in NOT_IN_FLOAT32],
+)
 def test_an_engine_of_the_family(ray_session: RaySession, tmp_path: Path, family: str, engine_kind: str) -> None:
     """log mu, top-K and routes of what was loaded; the same of what two ranks sent; and the trainer's with R3."""
     folders = [tmp_path / "loaded", tmp_path / "synced"]
@@ -46,13 +53,24 @@ def test_an_engine_of_the_family(ray_session: RaySession, tmp_path: Path, family
     assert replayed["compared_routings"] == batch.routes.valid.sum() * batch.routes.moe_layers
 
 
+@pytest.mark.parametrize("family", NOT_IN_FLOAT32)
+def test_what_vllm_lacks_on_a_cpu_is_refused(tmp_path: Path, family: str) -> None:
+    from megatron_dppo.rollout.vllm.start import open_engine
+
+    tiny_model(family, tmp_path)
+    with pytest.raises(UserError, match=r"rollout\.dtype=float32: .* set rollout\.engine=reference"):
+        open_engine(tmp_path, CONFIG)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fifty_thousand_routes_are_transformers(ray_session: RaySession, tmp_path: Path, family: str) -> None:
     """(token, layer) pairs of vLLM; a tie within rounding is none of them."""
     model = tiny_model(family, tmp_path / "model", seed=60)
     layers = sum(hasattr(layer.mlp, "gate") for layer in model.model.layers)
-    remote = RemoteEngine(making(tmp_path / "model", CONFIG), name=f"{family}-many")
+    kind = "reference" if family in NOT_IN_FLOAT32 else "vllm"
+    config = CONFIG.model_copy(update={"engine": kind})
+    remote = RemoteEngine(making(tmp_path / "model", config), name=f"{family}-many")
     compared = mismatches = excused = 0
     try:
         engine = Asked(remote)

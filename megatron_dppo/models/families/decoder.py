@@ -88,9 +88,7 @@ def shared_expert(block: str = "shared_experts", gate: str = "") -> Table:
     """The MLP that every token passes, by the name that it has, and its gate where there is one."""
     here, there = f"{_L}.mlp.shared_experts", f"{_H}.mlp.{block}"
     table: Table = {
-        f"{here}.linear_fc1.weight": GateUp(
-            f"{there}.gate_proj.weight", f"{there}.up_proj.weight", rows="shared_ffn"
-        ),
+        f"{here}.linear_fc1.weight": GateUp(f"{there}.gate_proj.weight", f"{there}.up_proj.weight", rows="shared_ffn"),
         f"{here}.linear_fc2.weight": Columns(f"{there}.down_proj.weight", cols="shared_ffn"),
     }
     return {**table, f"{here}.gate_weight": Whole(f"{_H}.mlp.{gate}.weight", ("one", "hidden"))} if gate else table

@@ -42,7 +42,7 @@ def _delta(config: PreTrainedConfig, layers: int) -> DeltaRule | None:
 
 
 def _moe(config: PreTrainedConfig, layers: int) -> MoE:
-    number, dense, step = whole(config, "num_experts"), set(config.mlp_only_layers), whole(config, "decoder_sparse_step")
+    number, step, dense = whole(config, "num_experts"), whole(config, "decoder_sparse_step"), config.mlp_only_layers
     sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
     if not any(sparse):
         raise UserError("decoder_sparse_step and mlp_only_layers leave no expert layer, which is not supported")
@@ -90,8 +90,20 @@ FAMILY = Family(
         """
     ),
     fixed={"attention_bias": False},
-    largest={"num_experts": 2**14, "num_local_experts": 2**14, "moe_intermediate_size": 2**24}
-    | dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"), 2**14),
+    largest=dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 2**24)
+    | dict.fromkeys(
+        words(
+            """
+                num_experts num_local_experts linear_num_key_heads linear_num_value_heads linear_key_head_dim
+                linear_value_head_dim linear_conv_kernel_dim
+            """
+        ),
+        2**14,
+    ),
     stacked=STACKED_EXPERTS,
+    carried=("mtp.",),
+    # vLLM makes every fourth layer one of attention where layer_types does not say
+    engine={"full_attention_interval": (4,), "attn_output_gate": (True,)}
+    | {"layer_scale": (None, False), "qkv_bias": (None, False), "mlp_layer_types": (None,)},
     spec="megatron_dppo.models.layers.gated_delta:spec",
 )

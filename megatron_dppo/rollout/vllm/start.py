@@ -260,8 +260,18 @@ def check_expert_parallel(facts: ModelFacts, config: RolloutConfig) -> None:
         )
 
 
+def check_delta_rule(facts: ModelFacts, config: RolloutConfig) -> None:
+    """Raise `UserError` where vLLM's gated delta rule would end the engine with an assertion."""
+    if facts.delta_rule and on_cpu() and config.dtype != "bfloat16":
+        raise UserError(
+            f"rollout.dtype={config.dtype}: on a CPU vLLM has the gated delta layers of {facts.folder} in bfloat16 "
+            "alone; set rollout.engine=reference"
+        )
+
+
 def open_engine(model: Path, config: RolloutConfig) -> ServedEngine[VllmCore]:
     """vLLM on this machine, its processes below this one. Blocks until it can generate."""
     facts = ModelFacts.read(Path(model), router_replay=config.router_replay)
     check_expert_parallel(facts, config)
+    check_delta_rule(facts, config)
     return ServedEngine(facts, config, CoreLoop("vllm-engine"), partial(start_vllm, facts, config))
