@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rollout_host_costs import host_costs
 
 from examples.paper.make_shapes import SHAPES
+from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.vllm.record_frame import HOLD, ResponseRecord
+from megatron_dppo.rollout.vllm.start import engine_environment, engine_options, quantization_options
 
 K = 20
 TOPK_ON_GPU = {"topk_on_gpu": K}
@@ -42,7 +44,7 @@ TOPK_ON_GPU = {"topk_on_gpu": K}
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to ask: `engine` is "off" or "on" (R3); the rest are options of the requests."""
+    """One way to ask: `engine` is "off" or "on" (R3), or either with " fp8"; the rest are options of the requests."""
 
     name: str
     engine: str
@@ -60,6 +62,7 @@ MAIN = (
     Variant("sampled + R3, vLLM's own outputs", "on", 0),
     Variant("top-20 on the GPU (logits processor) + sampled + R3", "on", 0, tuple(TOPK_ON_GPU.items())),
 )
+FP8 = tuple(replace(one, name=f"{one.name}, fp8", engine=f"{one.engine} fp8") for one in (BASE, FRAME))
 EXTRA = (
     Variant("top-20, R3 off", "off", K),
     Variant("nothing recorded, R3 off", "off", None),
@@ -97,8 +100,8 @@ def write_model(folder: Path, *, layers: int, tiny: bool) -> Path:
     return folder
 
 
-def start_engine(model: Path, *, router_replay: bool, load: Load, tiny: bool, gpu_share: float) -> Any:
-    """An AsyncLLM; must be called inside the event loop."""
+def start_engine(model: Path, kind: str, *, load: Load, tiny: bool, gpu_share: float) -> Any:
+    """An AsyncLLM of `Variant.engine`; must be called inside the event loop."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -114,7 +117,9 @@ def start_engine(model: Path, *, router_replay: bool, load: Load, tiny: bool, gp
         "generation_config": "vllm",
         "disable_log_stats": True,
     }
-    if router_replay:
+    if kind.endswith("fp8"):
+        options |= quantization_options(RolloutConfig(quantization="fp8"))
+    if kind.startswith("on"):
         options |= {
             "enable_return_routed_experts": True,
             "scheduler_cls": "megatron_dppo.rollout.vllm.record_scheduler.record_scheduler",
@@ -122,9 +127,6 @@ def start_engine(model: Path, *, router_replay: bool, load: Load, tiny: bool, gp
             "worker_extension_cls": "tools.topk_processor.TopKReader",
         }
     if tiny:
-        from megatron_dppo.rollout.config import RolloutConfig
-        from megatron_dppo.rollout.vllm.start import engine_environment, engine_options
-
         config = RolloutConfig(max_num_seqs=load.sequences, max_prompt_tokens=64, max_response_tokens=64)
         os.environ.update(engine_environment(config))
         options |= engine_options(config)
@@ -196,7 +198,7 @@ def consume(completion: Any, variant: Variant, load: Load, layers: int) -> int:
         raise RuntimeError(f"{variant.name}: {tokens} tokens instead of {load.new_tokens}")
     if variant.logprobs is not None and (len(ids) != tokens or not np.isfinite(logp).all()):
         raise RuntimeError(f"{variant.name}: log-probabilities {logp.shape} of {tokens} tokens are not all there")
-    if variant.engine == "on":
+    if variant.engine.startswith("on"):
         rows = load.prompt_tokens + tokens - 1
         if experts.shape[:2] != (rows, layers) or not experts.any(axis=(0, 2)).all():
             raise RuntimeError(f"{variant.name}: routes {experts.shape} instead of [{rows}, {layers}, k], or all zero")
@@ -209,18 +211,19 @@ async def measure(options: argparse.Namespace, load: Load, layers: int) -> dict[
     model = write_model(Path(options.out) / "bench_rollout_model", layers=layers, tiny=options.tiny)
     share = options.gpu_share
     started = time.perf_counter()
+    main, extra = ((BASE, FRAME, *FP8), ()) if options.fp8 else (MAIN, EXTRA)
     engines = {
-        "off": start_engine(model, router_replay=False, load=load, tiny=options.tiny, gpu_share=share),
-        "on": start_engine(model, router_replay=True, load=load, tiny=options.tiny, gpu_share=share),
+        kind: start_engine(model, kind, load=load, tiny=options.tiny, gpu_share=share)
+        for kind in dict.fromkeys(variant.engine for variant in main)
     }
-    print(f"both engines started in {time.perf_counter() - started:.0f} s", flush=True)
-    runs: dict[str, list[dict[str, float]]] = {v.name: [] for v in (*MAIN, *EXTRA)}
+    print(f"{len(engines)} engines started in {time.perf_counter() - started:.0f} s", flush=True)
+    runs: dict[str, list[dict[str, float]]] = {v.name: [] for v in (*main, *extra)}
     longest = 0.0
     try:
         warm = Load(load.sequences, load.prompt_tokens, min(32, load.new_tokens))
-        for variant in (*MAIN, *EXTRA):
+        for variant in (*main, *extra):
             await run_once(engines[variant.engine], variant, warm, 0, layers)
-        for variants, repeats in ((MAIN, options.repeats), (EXTRA, 2)):
+        for variants, repeats in ((main, options.repeats), (extra, 2)):
             for repeat in range(repeats):
                 order = variants if repeat % 2 == 0 else variants[::-1]
                 for variant in order:
@@ -297,13 +300,14 @@ def main() -> None:
         "--out", default=os.environ.get("OUT", "."), help="folder of the results (default: $OUT or here)"
     )
     parser.add_argument("--tiny", action="store_true", help="a toy on a CPU: the whole path, no figures worth keeping")
+    parser.add_argument("--fp8", action="store_true", help="four engines, R3 off and on in bf16 and FP8, and no others")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=480.0, help="no run is begun that would end after this")
-    parser.add_argument("--gpu-share", type=float, default=0.42, help="memory of each of the two engines")
+    parser.add_argument("--gpu-share", type=float, default=0.42, help="memory of each engine")
     options = parser.parse_args()
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

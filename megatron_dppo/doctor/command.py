@@ -84,13 +84,22 @@ def _parity(arguments: argparse.Namespace) -> Iterator[Finding]:
     model, file, overrides = arguments.parity, arguments.config, list(arguments.overrides)
     if file is not None and "=" in file.name and not file.exists():  # no CONFIG, and the first override in its place
         file, overrides = None, [str(file), *overrides]
-    precisions = [Precision.parse(text) for text in arguments.precision or ("float32", "bfloat16")]
+    precisions = [Precision.parse(text) for text in arguments.precision or ()]
     out = arguments.out or Path("parity") / model.resolve().name
     if arguments.layers is not None:
         if not arguments.random_weights:
             raise UserError("--layers goes with --random-weights: a checkpoint has its own")
         model = with_layers(model, arguments.layers, out / f"{arguments.layers}-layers")
     config = parity_config(model, file, overrides, out, random_weights=arguments.random_weights)
+    quantized = config.rollout.quantization != "none"
+    if quantized and any(precision.engine == "float32" for precision in precisions):
+        raise UserError(
+            f"--precision float32 with rollout.quantization={config.rollout.quantization}, which is of bfloat16 and "
+            "float16; set --precision bfloat16, or bfloat16/float32"
+        )
+    precisions = precisions or [
+        Precision.parse(name) for name in (["bfloat16"] if quantized else ["float32", "bfloat16"])
+    ]
     yield from run_parity(config, precisions, reference=arguments.reference)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.planner.gpus import GIB, Gpu, efficiency_of
-from megatron_dppo.planner.parameters import active_per_token, whole_model
+from megatron_dppo.planner.parameters import Parameters, active_per_token, whole_model
 from megatron_dppo.planner.workload import Workload
 
 UTILIZATION = 0.9
@@ -33,10 +33,19 @@ class EngineSettings:
     """Decoded together (`rollout.max_num_seqs`)."""
     element: int = 2
     """Bytes of a weight, and of a key or a value (`rollout.dtype`)."""
+    quantized: bool = False
+    """Whether matrices but the router, embedding and head take a byte a number (`rollout.quantization`)."""
+    cache_element: int | None = None
+    """Bytes of a key or a value where that is not `element` (`rollout.kv_cache_dtype`)."""
     bucket: int = 256 << 20
     """Bytes of weights under way at once in a sync (`rollout.weight_sync_bucket_mib`)."""
     sleeps: bool = True
     """Whether an engine on the trainer's GPUs gives its memory back while they train (`rollout.enable_sleep`)."""
+
+    def bytes_of(self, weights: Parameters) -> float:
+        """What an engine keeps of them: a float32 scale for each block of 128 x 128 that is quantised."""
+        quantized = weights.attention + weights.experts + weights.mlp if self.quantized else 0
+        return self.element * (weights.total - quantized) + quantized * (1 + 4 / 128**2)
 
 
 @dataclass(frozen=True)
@@ -89,9 +98,9 @@ def plan_engine(
 def _engine(
     model: HFConfig, gpu: Gpu, gpus: int, workload: Workload, tensor: int, usable: int, settings: EngineSettings
 ) -> EnginePlan:
-    weights = settings.element * whole_model(model).total // tensor
+    weights = int(settings.bytes_of(whole_model(model)) // tensor)
     kv_heads = max(1, model.kv_heads // tensor)
-    kv_per_token = settings.element * 2 * model.attention_layers * kv_heads * model.head_dim
+    kv_per_token = (settings.cache_element or settings.element) * 2 * model.attention_layers * kv_heads * model.head_dim
     room = usable - weights - WORKSPACE if settings.kv_cache is None else settings.kv_cache
     concurrent = max(0, room // (kv_per_token * workload.sequence + _state(model, settings) // tensor))
     engines = max(1, gpus // tensor)
@@ -123,18 +132,17 @@ def _decode_rate(model: HFConfig, gpu: Gpu, workload: Workload, engine: EnginePl
     mean = workload.prompt_tokens + workload.mean_response_tokens / 2
     sequences = max(1, min(settings.max_sequences, int(engine.concurrent * workload.sequence / mean)))
     kept = mean * engine.kv_per_token + 2 * _state(model, settings) / engine.tensor  # a state is written too
-    read = settings.element * _weights_read(model, sequences) / engine.tensor + sequences * kept
+    read = settings.bytes_of(_weights_read(model, sequences)) / engine.tensor + sequences * kept
     step = read / (gpu.memory_bandwidth * e.decode)
     step = max(step, 2 * sequences * active_per_token(model) / engine.tensor / (gpu.bf16_flops * e.grouped))
     return sequences / (step + sequences * e.engine_token_s)
 
 
-def _weights_read(model: HFConfig, sequences: int) -> float:
+def _weights_read(model: HFConfig, sequences: int) -> Parameters:
     """Parameters that a decoding step of `sequences` tokens touches: all dense ones, and of `E` experts those that at
     least one token chose, `E (1 - (1 - k/E)^n)` for even routing."""
-    parameters = whole_model(model)
-    dense = parameters.dense - parameters.embedding
+    parameters = replace(whole_model(model), embedding=0)
     if model.moe is None:
-        return dense
+        return parameters
     hit = 1.0 - (1.0 - model.moe.topk / model.moe.experts) ** sequences
-    return dense + parameters.experts * hit
+    return replace(parameters, experts=round(parameters.experts * hit))

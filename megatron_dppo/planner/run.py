@@ -110,6 +110,8 @@ def planned_run(
         kv_cache=None if rollout.kv_cache_mib is None else rollout.kv_cache_mib << 20,
         max_sequences=rollout.max_num_seqs,
         element=4 if rollout.dtype == "float32" else 2,
+        quantized=rollout.quantization != "none",
+        cache_element=1 if rollout.kv_cache_dtype == "fp8" else None,
         bucket=rollout.weight_sync_bucket_mib << 20,
         sleeps=rollout.enable_sleep,
     )

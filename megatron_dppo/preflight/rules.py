@@ -208,6 +208,11 @@ def _engine(config: Config) -> Finding | None:
             f"rollout.tensor_parallel={rollout.tensor_parallel} with rollout.engine=reference, which has one device",
             "set it to 1 and rollout.expert_parallel=false, or rollout.engine=vllm",
         )
+    for name, plain in (("quantization", "none"), ("kv_cache_dtype", "auto")):
+        value = getattr(rollout, name)
+        if rollout.engine == "reference" and value != plain:
+            problem = f"rollout.{name}={value} with rollout.engine=reference, which has no such kernels"
+            return error("engines", problem, f"set it to {plain}, or rollout.engine=vllm")
     return None
 
 
@@ -266,6 +271,23 @@ def _engines(config: Config, model: HFConfig, ranks: int) -> Finding | None:
         "engines",
         f"rollout.placement=colocated: {ranks} ranks are not a multiple of rollout.tensor_parallel={tensor}",
         "change one of them",
+    )
+
+
+def _padded_experts(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+    """vLLM fills the experts of a worker up to whole blocks of FP8 scales."""
+    rollout = config.rollout
+    workers = 1 if rollout.expert_parallel else rollout.tensor_parallel
+    if rollout.quantization != "fp8" or model.moe is None or workers == 1:
+        return None
+    width = model.moe.intermediate_size // workers
+    if not width % 128:
+        return None
+    return warning(
+        "engines",
+        f"rollout.quantization=fp8 with rollout.tensor_parallel={workers}: each GPU has {width} rows of every expert, "
+        f"and vLLM pads them to {-(-width // 128) * 128}: memory and time for nothing",
+        "set rollout.expert_parallel=true, or lower rollout.tensor_parallel",
     )
 
 
@@ -357,6 +379,7 @@ MODEL: tuple[Callable[[Config, HFConfig, int], Finding | None], ...] = (
     _layout,
     _sequences,
     _engines,
+    _padded_experts,
     _adapters,
     _replay,
     _pack,

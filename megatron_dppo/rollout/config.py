@@ -46,6 +46,12 @@ class RolloutConfig(ConfigModel):
 
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
     """Of the engine's weights and activations; "auto" takes the checkpoint's."""
+    quantization: Literal["none", "fp8"] = "none"
+    """"fp8" lets vLLM compute in FP8: weights in blocks of 128 x 128, activations in groups of 128, scaled at load and
+    at every sync; routers, embedding and head as in `dtype`. `log mu` is the quantised engine's. GPUs only."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Of vLLM's keys and values: "fp8" (E4M3, scale 1) halves their memory and is further from the trainer. GPUs
+    only."""
     load_format: Literal["auto", "dummy"] = "auto"
     """"dummy" starts from random weights and refuses to generate until the first sync."""
     tensor_parallel: int = Field(default=1, ge=1)
@@ -138,6 +144,11 @@ class RolloutConfig(ConfigModel):
             raise ValueError(
                 f"rollout.max_num_batched_tokens={self.max_num_batched_tokens} cannot hold one token for each of "
                 f"rollout.max_num_seqs={self.max_num_seqs} sequences; raise the first or lower the second"
+            )
+        if self.quantization != "none" and self.dtype == "float32":
+            raise ValueError(
+                f"rollout.quantization={self.quantization} with rollout.dtype=float32: vLLM quantises bfloat16 and "
+                "float16 only; set rollout.dtype=bfloat16"
             )
         if self.expert_parallel and self.tensor_parallel == 1:
             raise ValueError(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -46,7 +46,14 @@ def transformers_opinion(
 ) -> RolloutBatch:
     """`batch` with what transformers says in float32 of the same tokens: log-probabilities and routes. `prepare` gets
     the engine before it is asked."""
-    options = {"engine": "reference", "dtype": "float32", "tensor_parallel": 1, "expert_parallel": False}
+    options: dict[str, Any] = {
+        "engine": "reference",
+        "dtype": "float32",
+        "quantization": "none",
+        "kv_cache_dtype": "auto",
+        "tensor_parallel": 1,
+        "expert_parallel": False,
+    }
     engine = ReferenceEngine(model, config.model_copy(update=options))
     try:
         prepare(engine)

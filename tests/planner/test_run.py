@@ -230,6 +230,23 @@ def test_what_a_configuration_says_is_planned(run_of: Callable[..., Run]) -> Non
     assert run_of("rollout.dtype=float32").plan().engine.weights == 2 * run_of().plan().engine.weights
 
 
+def test_fp8_engines(models: Path, run_of: Callable[..., Run]) -> None:
+    """Qwen3-30B-A3B counted by hand: attention 2 x (32 + 4) heads of 128 by 2048, 128 experts of 3 x 768 by 2048; what
+    stays in bfloat16 are routers, norms, embedding and head."""
+    plain = run_of(f"model.path={models}/Qwen3-30B-A3B").plan().engine
+    eight = (
+        run_of(f"model.path={models}/Qwen3-30B-A3B", "rollout.quantization=fp8", "rollout.kv_cache_dtype=fp8")
+        .plan()
+        .engine
+    )
+    matrices = 48 * (2 * (32 + 4) * 128 * 2048 + 128 * 3 * 768 * 2048)
+    assert plain.weights * plain.tensor - eight.weights * eight.tensor == pytest.approx(
+        matrices * (1 - 4 / 128**2), rel=1e-6
+    )
+    assert eight.kv_per_token * eight.tensor == plain.kv_per_token * plain.tensor / 2
+    assert eight.decode_tokens_per_second / eight.tensor > plain.decode_tokens_per_second / plain.tensor
+
+
 def test_what_is_not_planned_is_named(models: Path, run_of: Callable[..., Run]) -> None:
     named = {
         "actor.dtype=float32": "actor.dtype=float32",

@@ -133,6 +133,18 @@ FAULTS: dict[str, tuple[list[str], str, str]] = {
         "rollout.tensor_parallel=2 with rollout.engine=reference, which has one device; set it to 1 and "
         "rollout.expert_parallel=false, or rollout.engine=vllm",
     ),
+    "FP8 of a reference engine": (
+        ["rollout.engine=reference", "rollout.quantization=fp8"],
+        "engines",
+        "rollout.quantization=fp8 with rollout.engine=reference, which has no such kernels; set it to none, or "
+        "rollout.engine=vllm",
+    ),
+    "an FP8 cache of a reference engine": (
+        ["rollout.engine=reference", "rollout.kv_cache_dtype=fp8"],
+        "engines",
+        "rollout.kv_cache_dtype=fp8 with rollout.engine=reference, which has no such kernels; set it to auto, or "
+        "rollout.engine=vllm",
+    ),
     "world": (
         ["parallel.pipeline=3"],
         "layout",
@@ -255,7 +267,12 @@ def test_every_rule_is_broken_above_or_is_a_warning(config: Path, model: Path) -
         found += [rule for rule in MODEL if rule(run, load_hf_config(model), RANKS) is not None]
         assert len(found) == 1, overrides
         broken |= {rule.__name__ for rule in found}
-    assert {rule.__name__ for rule in (*SECTIONS, *MODEL)} - broken == {"_hang", "_adapters", "_unused"}
+    assert {rule.__name__ for rule in (*SECTIONS, *MODEL)} - broken == {
+        "_hang",
+        "_adapters",
+        "_unused",
+        "_padded_experts",
+    }
 
 
 def test_all_faults_are_told_at_once(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,6 +308,19 @@ def test_what_is_right_is_not_complained_of(config: Path, model: Path, tmp_path:
         "warning: timeouts: run.hang_minutes=200 is longer than run.collective_timeout_minutes: a hung rank would not "
         "be named before the others give up; lower run.hang_minutes"
     )
+
+
+@pytest.mark.parametrize(
+    ("workers", "divided", "width"), [(2, False, 0), (4, False, 192), (4, True, 0), (8, False, 96)]
+)
+def test_experts_that_fp8_pads(config: Path, workers: int, divided: bool, width: int) -> None:
+    """Qwen3-30B-A3B's 768 rows in blocks of 128."""
+    overrides = [f"rollout.tensor_parallel={workers}", f"rollout.expert_parallel={divided}".lower()]
+    run = load_config(config, [*overrides, "rollout.quantization=fp8"])
+    found = list(check_model(run, resolve_hf_config(CONFIGS["Qwen3-30B-A3B"]), 8))
+    padded = [finding.problem for finding in found if "vLLM pads them" in finding.problem]
+    assert len(padded) == (width > 0)
+    assert all(f"each GPU has {width} rows of every expert" in problem for problem in padded)
 
 
 def test_k1_in_the_loss_is_warned_of(config: Path) -> None:

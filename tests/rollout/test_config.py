@@ -25,6 +25,7 @@ def test_every_field_says_what_it_means() -> None:
         ({"max_staleness": 2}, "needs rollout.schedule=one_step_off"),
         ({"partial_rollouts": True}, "needs rollout.schedule=one_step_off"),
         ({"expert_parallel": True}, "rollout.tensor_parallel=1 gives it a single one"),
+        ({"quantization": "fp8", "dtype": "float32"}, "quantises bfloat16 and float16 only"),
         ({"top_p": 0.9}, "top_p"),
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"gpu_memory_utilization": 1.2}, "gpu_memory_utilization"),

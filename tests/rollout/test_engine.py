@@ -22,7 +22,7 @@ from megatron_dppo.rollout.serving.engine import ServedEngine
 from megatron_dppo.rollout.start import open_engine
 from megatron_dppo.rollout.weight_transfer.manifest import IncompleteSync
 from tests.batch.test_align import assert_same
-from tests.rollout.conftest import KINDS, SAMPLING, Served, requests
+from tests.rollout.conftest import KINDS, SAMPLING, Served, only_vllm, requests
 from tests.rollout.reference import compare_law, model_with, other_weights, reference
 
 
@@ -170,6 +170,34 @@ def test_an_error_inside_the_core_shuts_the_gate_too(served_mixed: Served, tmp_p
     load_buckets(engine, served_mixed.next_version(), whole)
     batch = engine.generate(requests(16, "open"), SAMPLING, training=True)
     assert compare_law(batch, reference(model_with(served_mixed.model, weights, tmp_path / "w"), batch)) <= 1e-4
+
+
+@only_vllm
+@pytest.mark.parametrize(
+    ("left_out", "layer"),
+    [
+        ("model.layers.1.mlp.experts.3.up_proj.weight", r"model\.layers\.1\.mlp\.experts\S* \(RoutedExperts\): \d+ of"),
+        ("model.layers.0.self_attn.k_proj.weight", r"self_attn\.qkv_proj \(QKVParallelLinear\): \d+ of"),
+        ("model.layers.3.mlp.gate.weight", r"model\.layers\.3\.mlp\.gate \(\w+\): 0 of"),
+        ("model.embed_tokens.weight", r"model\.embed_tokens \(VocabParallelEmbedding\): 0 of \d+ .*; lm_head"),
+    ],
+)
+def test_a_layer_without_all_of_its_weights_is_refused_by_name(
+    served_mixed: Served, monkeypatch: pytest.MonkeyPatch, left_out: str, layer: str
+) -> None:
+    """vLLM would keep its old weights, or take what lies in memory. What came is not compared with the checkpoint's
+    names, as at the first sync of random weights. Padding of the vocabulary is not missed."""
+    engine = served_mixed.engine
+    assert isinstance(engine, ServedEngine)
+    weights = other_weights(served_mixed.model, seed=13)
+    monkeypatch.setattr(engine._manifest, "end", lambda: None)
+    some = list(pack(((name, tensor) for name, tensor in weights.items() if name != left_out), 1 << 16))
+    with pytest.raises(IncompleteSync, match=layer):
+        load_buckets(engine, served_mixed.next_version(), some)
+    with pytest.raises(EngineClosed, match="died"):
+        engine.generate(requests(2, "shut"), SAMPLING, training=True)
+    load_buckets(engine, served_mixed.next_version(), list(pack(weights.items(), 1 << 16)))
+    assert len(engine.generate(requests(2, "open"), SAMPLING, training=True)) == 2
 
 
 def test_generation_pauses_and_resumes(served_mixed: Served) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,10 @@ NOT_IN_FLOAT32 = {"qwen3_next"}
 """Families that vLLM on a CPU has in half precision alone."""
 
 
+def what_is_wrongly_quantised(engine: Any) -> list[list[str]]:
+    return engine._loop.run(engine.core.engine.collective_rpc("wrongly_quantised"))
+
+
 @pytest.mark.parametrize(
     ("family", "engine_kind"),
     [(family, kind) for family in FAMILIES for kind in KINDS if kind != "vllm" or family not in NOT_IN_FLOAT32],
@@ -39,6 +44,8 @@ def test_an_engine_of_the_family(ray_session: RaySession, tmp_path: Path, family
     )
     try:
         engine = Asked(remote)
+        if engine_kind == "vllm":  # the routers are found, which `rollout.quantization` must leave alone
+            assert remote.ask(what_is_wrongly_quantised, "control").result() == [["no layer is quantised"]]
         check(engine.generate(requests(40, "loaded"), SAMPLING, training=True), load(folders[0]), version=0)
         syncs = [(str(folders[1]), 1, "broadcast")]
         assert run_ranks(sync, 2, ray_session.where, [remote.name], TP2_EP2, syncs)[0] == {}

@@ -27,6 +27,7 @@ from megatron_dppo.rollout.engine import (
 from megatron_dppo.rollout.serving.core import Answer, WorkerSync, refuse_other_distributions
 from megatron_dppo.rollout.vllm.record_frame import BadFrame, ResponseRecord
 from megatron_dppo.rollout.vllm.sampling import NEUTRAL, sampling_params
+from megatron_dppo.rollout.weight_transfer.manifest import IncompleteSync
 from megatron_dppo.rollout.weight_transfer.segment import MemorySegment
 from megatron_dppo.router_replay.record import RouteSchema
 
@@ -105,6 +106,12 @@ class VllmCore:
     async def finish_update(self, version: int) -> list[WorkerSync]:
         await self.engine.finish_weight_update()
         self._receiving = False
+        for worker, layers in enumerate(await self.engine.collective_rpc("incomplete_layers")):
+            if layers:
+                raise IncompleteSync(
+                    f"weight version {version}: worker {worker} has {len(layers)} layers without all of their weights; "
+                    + "; ".join(layers[:4])
+                )
         held = await self.engine.collective_rpc("held_weight_version")
         if set(held) != {version}:
             raise RuntimeError(f"after the sync to weight version {version} the engine's workers hold {held}")

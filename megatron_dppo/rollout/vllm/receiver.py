@@ -28,6 +28,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from megatron_dppo.checkpoint.weight_layout import EXPERT, TensorSlot, unpack
 from megatron_dppo.compat.vllm_cpu import repack_tied_head
 from megatron_dppo.rollout.engine import Rendezvous, TransferTerms
+from megatron_dppo.rollout.vllm.layers import KeptKernels, incomplete_layers, wrongly_quantised
 from megatron_dppo.rollout.weight_transfer.incoming import Incoming, let_go
 from megatron_dppo.rollout.weight_transfer.segment import read_segment
 
@@ -191,6 +192,9 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
         """Of the last sync: by number of the bucket, see `checksum`."""
         self.measured: dict[str, float] = {}
         """Of the last sync: where this worker's time went, and the memory used on its GPU at the end."""
+        self.incomplete: list[str] = []
+        """Of the last sync: see `incomplete_layers`."""
+        self._kernels: KeptKernels | None = None
         self._incoming: int | None = None
         self._buckets = Incoming(self.device)
         self._loader = BucketLoader(self.model, self.device)
@@ -218,6 +222,7 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
             loader = getattr(parameter, "weight_loader", None)
             if loader is not None and not hasattr(loader, "__name__"):
                 loader.__name__ = type(loader).__name__
+        self._kernels = self._kernels or KeptKernels(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: BucketUpdate) -> None:
@@ -237,10 +242,13 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
 
     def finish_weight_update(self) -> None:
         start = time.perf_counter()
+        self.incomplete = [] if self._incoming is None else incomplete_layers(self.model)
         finalize_layerwise_reload(self.model, self.model_config)
+        if self._kernels is not None:
+            self._kernels.put_back()
         repack_tied_head(self.model)
         self.checksums = self._buckets.checksums()
-        self.version, self._incoming = self._incoming, None
+        self.version, self._incoming = None if self.incomplete else self._incoming, None
         let_go(self.device)
         self.measured["finish_s"] = time.perf_counter() - start
         if self.device.type == "cuda":
@@ -283,6 +291,14 @@ class ReportsWeights:
     def held_weight_version(self) -> int | None:
         """Version of this worker's weights; None before the first sync, during one, and after one that died."""
         return self.weight_transfer_engine.version
+
+    def incomplete_layers(self) -> list[str]:
+        """Of the last sync: layers that did not get all of their weights, by name."""
+        return self.weight_transfer_engine.incomplete
+
+    def wrongly_quantised(self) -> list[str]:
+        """See the function of this name."""
+        return wrongly_quantised(self.weight_transfer_engine.model)
 
     def weight_sync_report(self) -> tuple[list[tuple[int, int]], list[tuple[str, float]]]:
         """Of the last sync: (bucket, checksum) and (measure, value) of this worker."""

@@ -181,6 +181,25 @@ def engine_options(config: RolloutConfig) -> dict[str, Any]:
     return options
 
 
+def quantization_options(config: RolloutConfig) -> dict[str, Any]:
+    """Arguments of `AsyncEngineArgs`: block-wise FP8 for all linear layers and experts but the routers, which vLLM
+    would quantise in some families (`wrongly_quantised` looks at the model that comes of it)."""
+    options: dict[str, Any] = {"kv_cache_dtype": config.kv_cache_dtype}
+    if config.quantization == "fp8":
+        ignored = {"ignore": [r"re:.*\.(gate|router|shared_expert_gate)$"]}
+        options |= {"quantization": "fp8_per_block", "quantization_config": ignored}
+    return options
+
+
+def check_quantization(config: RolloutConfig) -> None:
+    """Raise `UserError` on a CPU for what is to be quantised: vLLM has weight-only kernels for some processors there,
+    and none of its attention."""
+    for name, plain in (("quantization", "none"), ("kv_cache_dtype", "auto")):
+        value = getattr(config, name)
+        if value != plain and on_cpu():
+            raise UserError(f"rollout.{name}={value} needs engines on GPUs, and here is none; set it to {plain}")
+
+
 async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
     """An AsyncLLM whose core runs in a process of its own. Raises `UserError` for what routes or the model's own
     distribution cannot be recorded with."""
@@ -198,11 +217,15 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
             os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         import vllm
         from vllm import AsyncEngineArgs
+        from vllm.platforms import current_platform
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
     if facts.routes is not None:
         check_version(vllm.__version__, {field.name for field in fields(AsyncEngineArgs)})
+    if config.quantization == "fp8" and current_platform.is_device_capability(90):
+        # Activations' scales as powers of two are what DeepGEMM needs on Blackwell; on Hopper they only cost precision.
+        os.environ.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")
     # Its options, and what of the engine that they make is refused before it starts.
     options: dict[str, Any] = {
         "model": str(facts.folder),
@@ -229,7 +252,7 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
         "worker_extension_cls": "megatron_dppo.rollout.vllm.receiver.ReportsWeights",
         "disable_log_stats": True,
     }
-    arguments = AsyncEngineArgs(**(options | engine_options(config)))
+    arguments = AsyncEngineArgs(**(options | quantization_options(config) | engine_options(config)))
     vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     if facts.routes is not None:
         check_engine(vllm_config, facts.routes)
@@ -238,6 +261,10 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
         engine.model_config.get_diff_sampling_param(),
         [entry.value for entry in entry_points(group="vllm.logits_processors")],
     )
+    if config.quantization == "fp8":
+        for wrong in await engine.collective_rpc("wrongly_quantised"):
+            if wrong:
+                raise UserError(f"rollout.quantization=fp8: {facts.folder}: {'; '.join(wrong[:4])}; set it to none")
     return VllmCore(engine, facts.routes)
 
 
@@ -271,6 +298,7 @@ def check_delta_rule(facts: ModelFacts, config: RolloutConfig) -> None:
 
 def open_engine(model: Path, config: RolloutConfig) -> ServedEngine[VllmCore]:
     """vLLM on this machine, its processes below this one. Blocks until it can generate."""
+    check_quantization(config)
     facts = ModelFacts.read(Path(model), router_replay=config.router_replay)
     check_expert_parallel(facts, config)
     check_delta_rule(facts, config)
