@@ -57,6 +57,10 @@ def build_model(
             vp_stage=chunk_of_stage,
         )
         gpt.rotary_pos_emb.inv_freq = frequencies.to(gpt.rotary_pos_emb.inv_freq.device, copy=True)
+        if torch.cuda.is_available():
+            for parameter in gpt.parameters():  # a shared expert's gate is made on the CPU, whatever is asked for
+                if parameter.device.type == "cpu":
+                    parameter.data = parameter.data.to(torch.cuda.current_device())
         for layer in gpt.decoder.layers:
             layer.self_attention._yarn_concentration_factor = rope_factor
         built.append(gpt)

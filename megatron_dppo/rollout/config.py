@@ -71,7 +71,8 @@ class RolloutConfig(ConfigModel):
     """Tokens per engine step; longer prompts are prefilled in chunks (on a CPU never: there it is raised to the longest
     sequence)."""
     enable_prefix_caching: bool = True
-    """Samples of one prompt share its key-value cache. Emptied at every weight sync."""
+    """Samples of one prompt share its key-value cache. Emptied at every weight sync. vLLM goes without for models with
+    gated delta layers, whose states are no such cache."""
     enable_sleep: bool = False
     """Let the engine give its GPU memory back between rollouts (`sleep` and `wake`). Where it is on the trainer's GPUs
     they take turns then; without it both keep theirs, and it has to hold both: for small models, since no time goes

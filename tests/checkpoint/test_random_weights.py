@@ -53,3 +53,12 @@ def test_what_is_drawn_is_what_a_checkpoint_would_hold(tmp_path: Path) -> None:
         else:
             assert tensor.float().std().item() == pytest.approx(0.5, rel=0.05)
             assert not torch.equal(tensor, other[name])
+
+
+def test_norms_that_add_one_begin_at_nothing(tmp_path: Path) -> None:
+    """All of Qwen3-Next's but that behind a delta rule."""
+    tiny_model("qwen3_next", tmp_path, num_hidden_layers=2)
+    drawn = dict(random_tensors(load_hf_config(tmp_path), 1, torch.device("cpu")))
+    norms = {name: tensor for name, tensor in drawn.items() if "norm" in name}
+    assert {name for name, tensor in norms.items() if (tensor == 1).all()} == {"model.layers.0.linear_attn.norm.weight"}
+    assert sum(bool((tensor == 0).all()) for tensor in norms.values()) == len(norms) - 1

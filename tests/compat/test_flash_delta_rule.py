@@ -7,8 +7,12 @@ import torch
 
 from tests.compat.test_torch_delta_rule import LENGTHS, cumulative, inputs
 
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
-@pytest.mark.gpu
+
 def test_flash_linear_attention_is_the_same_rule() -> None:
     """Values and gradients of a pack, in the types and shapes of published models."""
     from fla.modules.convolution import causal_conv1d as fused_convolution

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.engine import RolloutEngine, SamplingConfig
 from megatron_dppo.rollout.fleet.host import RemoteEngine
 from megatron_dppo.rollout.ray_session import RaySession
 from tests.actor.matrix import FAMILIES
@@ -22,8 +27,8 @@ from tests.tiny import tiny_model
 TP2_EP2 = {"tensor": 2, "expert": 2, "sequence_parallel": True}
 
 
-NOT_IN_FLOAT32 = {"qwen3_next"}
-"""Families that vLLM on a CPU has in half precision alone."""
+NOT_ON_A_CPU = {"qwen3_next"}
+"""Families that vLLM does not decode on a CPU."""
 
 
 def what_is_wrongly_quantised(engine: Any) -> list[list[str]]:
@@ -32,7 +37,7 @@ def what_is_wrongly_quantised(engine: Any) -> list[list[str]]:
 
 @pytest.mark.parametrize(
     ("family", "engine_kind"),
-    [(family, kind) for family in FAMILIES for kind in KINDS if kind != "vllm" or family not in NOT_IN_FLOAT32],
+    [(family, kind) for family in FAMILIES for kind in KINDS if kind != "vllm" or family not in NOT_ON_A_CPU],
 )
 def test_an_engine_of_the_family(ray_session: RaySession, tmp_path: Path, family: str, engine_kind: str) -> None:
     """log mu, top-K and routes of what was loaded; the same of what two ranks sent; and the trainer's with R3."""
@@ -60,13 +65,50 @@ def test_an_engine_of_the_family(ray_session: RaySession, tmp_path: Path, family
     assert replayed["compared_routings"] == batch.routes.valid.sum() * batch.routes.moe_layers
 
 
-@pytest.mark.parametrize("family", NOT_IN_FLOAT32)
+@pytest.mark.parametrize("family", NOT_ON_A_CPU)
 def test_what_vllm_lacks_on_a_cpu_is_refused(tmp_path: Path, family: str) -> None:
     from megatron_dppo.rollout.vllm.start import open_engine
 
     tiny_model(family, tmp_path)
-    with pytest.raises(UserError, match=r"rollout\.dtype=float32: .* set rollout\.engine=reference"):
+    with pytest.raises(UserError, match=r"rollout\.engine=vllm: .* set rollout\.engine=reference"):
         open_engine(tmp_path, CONFIG)
+
+
+def unchecked(folder: Path, config: RolloutConfig) -> RolloutEngine:
+    """`open_engine` without what it refuses."""
+    from megatron_dppo.rollout.model_facts import ModelFacts
+    from megatron_dppo.rollout.serving.engine import ServedEngine
+    from megatron_dppo.rollout.vllm.start import CoreLoop, start_vllm
+
+    facts = ModelFacts.read(folder, router_replay=True)
+    return ServedEngine(facts, config, CoreLoop("vllm-engine"), partial(start_vllm, facts, config))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", NOT_ON_A_CPU)
+def test_vllm_in_half_precision_has_what_was_sent(ray_session: RaySession, tmp_path: Path, family: str) -> None:
+    """After a sync the same first token of each answer as an engine that loaded those weights. Prefill works."""
+    folders = [tmp_path / "loaded", tmp_path / "synced"]
+    heads = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}  # multiples of 32 there
+    for seed, folder in enumerate(folders, start=50):
+        tiny_model(family, folder, seed, dtype=torch.bfloat16, **heads)
+    config, one_token = CONFIG.model_copy(update={"dtype": "bfloat16"}), SamplingConfig(max_tokens=1, top_k_logprobs=5)
+    found = []
+    for number, folder in enumerate(folders):
+        remote = RemoteEngine(partial(unchecked, folder, config), name=f"{family}-half-{number}")
+        try:
+            if number == 0:
+                syncs = [(str(folders[1]), 1, "broadcast")]
+                assert run_ranks(sync, 2, ray_session.where, [remote.name], TP2_EP2, syncs)[0] == {}
+            found.append(Asked(remote).generate(requests(40, "half"), one_token, training=True))
+        finally:
+            remote.close()
+    sent, loaded = found
+    assert loaded.routes is not None
+    assert sent.routes is not None
+    np.testing.assert_array_equal(sent.token_ids, loaded.token_ids)
+    np.testing.assert_allclose(sent.mu_logp, loaded.mu_logp, atol=1e-3)
+    assert (sent.routes.experts == loaded.routes.experts).mean() > 0.99
 
 
 @pytest.mark.full
@@ -75,7 +117,7 @@ def test_fifty_thousand_routes_are_transformers(ray_session: RaySession, tmp_pat
     """(token, layer) pairs of vLLM; a tie within rounding is none of them."""
     model = tiny_model(family, tmp_path / "model", seed=60)
     layers = sum(hasattr(layer.mlp, "gate") for layer in model.model.layers)
-    kind = "reference" if family in NOT_IN_FLOAT32 else "vllm"
+    kind = "reference" if family in NOT_ON_A_CPU else "vllm"
     config = CONFIG.model_copy(update={"engine": kind})
     remote = RemoteEngine(making(tmp_path / "model", config), name=f"{family}-many")
     compared = mismatches = excused = 0

@@ -50,8 +50,8 @@ def spec(block: TransformerBlockSubmodules, model: Architecture, groups: Process
     attention's does."""
     if not stock.HAVE_FLA:
         raise UserError(
-            "this model has gated delta layers, which on a GPU are computed by flash-linear-attention; install it: pip "
-            "install 'megatron_dppo[delta]'"
+            "this model has gated delta layers, which on a GPU are computed by flash-linear-attention; run `pip "
+            "install flash-linear-attention==0.5.1`"
         )
     for layer in block.layer_specs or ():
         if not model.is_delta_layer(layer.metainfo["number"]):

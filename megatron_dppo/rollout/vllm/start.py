@@ -240,7 +240,7 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
         "tensor_parallel_size": config.tensor_parallel,
         "enable_expert_parallel": config.expert_parallel,
         "enforce_eager": config.enforce_eager,
-        "enable_prefix_caching": config.enable_prefix_caching,
+        "enable_prefix_caching": config.enable_prefix_caching and not facts.delta_rule,
         "enable_sleep_mode": config.enable_sleep,
         "enable_return_routed_experts": facts.routes is not None,
         "scheduler_cls": "megatron_dppo.rollout.vllm.record_scheduler.record_scheduler",
@@ -249,6 +249,8 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
         "generation_config": "vllm",
         "skip_tokenizer_init": True,
         "weight_transfer_config": {"backend": BACKEND},
+        # Of a delta rule: rounded to half precision after every token it would drift from what is trained
+        "mamba_ssm_cache_dtype": "float32" if facts.delta_rule else "auto",
         "worker_extension_cls": "megatron_dppo.rollout.vllm.receiver.ReportsWeights",
         "disable_log_stats": True,
     }
@@ -287,12 +289,13 @@ def check_expert_parallel(facts: ModelFacts, config: RolloutConfig) -> None:
         )
 
 
-def check_delta_rule(facts: ModelFacts, config: RolloutConfig) -> None:
-    """Raise `UserError` where vLLM's gated delta rule would end the engine with an assertion."""
-    if facts.delta_rule and on_cpu() and config.dtype != "bfloat16":
+def check_delta_rule(facts: ModelFacts) -> None:
+    """Raise `UserError` where vLLM would end at the first token: its gated delta rule asserts bfloat16 on a CPU, and
+    then fails in decoding."""
+    if facts.delta_rule and on_cpu():
         raise UserError(
-            f"rollout.dtype={config.dtype}: on a CPU vLLM has the gated delta layers of {facts.folder} in bfloat16 "
-            "alone; set rollout.engine=reference"
+            f"rollout.engine=vllm: on a CPU vLLM cannot decode with the gated delta layers of {facts.folder}; set "
+            "rollout.engine=reference"
         )
 
 
@@ -301,5 +304,5 @@ def open_engine(model: Path, config: RolloutConfig) -> ServedEngine[VllmCore]:
     check_quantization(config)
     facts = ModelFacts.read(Path(model), router_replay=config.router_replay)
     check_expert_parallel(facts, config)
-    check_delta_rule(facts, config)
+    check_delta_rule(facts)
     return ServedEngine(facts, config, CoreLoop("vllm-engine"), partial(start_vllm, facts, config))
