@@ -143,7 +143,7 @@ def _memory(config: Config, plan: Plan) -> Iterator[str]:
             f"actor.long_sequences=alone: every pack is planned as {plan.layout.microbatch_tokens} tokens, as much as "
             "the longest sequence"
         )
-    held = plan.traffic.rollouts * (config.rollout.max_staleness + 1 if rollout.schedule == "one_step_off" else 1)
+    held = plan.traffic.rollouts * (1 if rollout.schedule == "synchronous" else rollout.max_staleness + 1)
     if held > rollout.object_store_mib << 20:
         yield (
             f"rollout.object_store_mib={rollout.object_store_mib}: rollouts take up to {held / GIB:.1f} GiB on all "
@@ -161,8 +161,9 @@ def _time(config: Config, plan: Plan) -> Iterator[str]:
         yield f"algorithm.preset={config.algorithm.preset}: the forward pass of its recomputed anchor; more time"
     if config.algorithm.reference_kl is not None:
         yield "algorithm.reference_kl: the reference's forward pass and, without adapters, the exchange of weights"
-    if rollout.schedule == "one_step_off":
-        yield "rollout.schedule=one_step_off: rollout and training are added, though they overlap; the step is shorter"
+    if rollout.schedule != "synchronous":
+        overlap = "rollout and training are added, though they overlap; the step is shorter"
+        yield f"rollout.schedule={rollout.schedule}: {overlap}"
     if rollout.oversample:
         yield f"rollout.oversample={rollout.oversample:g}: the prompts that are sampled and dropped; more time"
     if rollout.engine != "vllm":

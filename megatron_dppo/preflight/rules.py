@@ -72,6 +72,21 @@ def _episodes(config: Config) -> Finding | None:
     return error("task", problem, "set it to 0")
 
 
+def _window(config: Config) -> Finding | None:
+    """A window takes whole groups of answers by when they finish."""
+    rollout = config.rollout
+    if rollout.schedule != "window":
+        return None
+    problem = "rollout.schedule=window"
+    if config.task.kind in ("environment", "agent"):
+        return error("task", f"{problem} is not made for episodes", "set it to one_step_off")
+    for name in ("oversample", "dynamic_sampling"):
+        if getattr(rollout, name):
+            problem = f"{problem} with rollout.{name}={getattr(rollout, name):g}: both choose among groups"
+            return error("batch", problem, f"set rollout.{name} to 0")
+    return None
+
+
 def _credit(config: Config) -> Finding | None:
     """A penalty in the reward is one number for a sequence."""
     kl, agent = config.algorithm.reference_kl, config.task.agent
@@ -362,6 +377,7 @@ SECTIONS: tuple[Callable[[Config], Finding | None], ...] = (
     _mini_batches,
     _oversample,
     _episodes,
+    _window,
     _credit,
     _dynamic_sampling,
     _baseline,

@@ -101,12 +101,14 @@ class RolloutConfig(ConfigModel):
 
     engines: int = Field(default=1, ge=1)
     """Engines of a fleet."""
-    schedule: Literal["synchronous", "one_step_off"] = "synchronous"
+    schedule: Literal["synchronous", "one_step_off", "window"] = "synchronous"
     """"one_step_off" samples the next step's answers while this step's are trained on: they come from weights that are
-    one step older (`log mu` is that of the weights which sampled). See docs/rollouts.md."""
+    one step older (`log mu` is that of the weights which sampled). "window" has groups of several steps under way and
+    trains on those that finish first; the others go on through the weight sync. See docs/rollouts.md."""
     max_staleness: int = Field(default=1, ge=1)
-    """Steps that the weights of a token may be older than those it is first trained on ("one_step_off"). So many steps
-    are sampled ahead."""
+    """Steps that the weights of a token may be older than those it is first trained on. "one_step_off" samples so many
+    steps ahead; "window", with 2 at least, begins groups half of them ahead and waits for those that are late by the
+    rest."""
     partial_rollouts: bool = False
     """At a weight sync, cut responses that are under way and go on under the new weights, rather than wait for them."""
     oversample: float = Field(default=0.0, ge=0.0, le=4.0)
@@ -166,21 +168,27 @@ class RolloutConfig(ConfigModel):
                 "rollout.weight_transfer=broadcast: NCCL refuses two members on one GPU; with "
                 "rollout.placement=colocated use ipc"
             )
-        if self.takes_turns and self.schedule == "one_step_off":
+        if self.takes_turns and self.schedule != "synchronous":
             raise ValueError(
-                "rollout.schedule=one_step_off needs engines that are awake while the trainer works: on its GPUs "
+                f"rollout.schedule={self.schedule} needs engines that are awake while the trainer works: on its GPUs "
                 "(rollout.placement=colocated) set rollout.enable_sleep=false, if their memory holds both, or give "
                 "engines GPUs of their own"
             )
         if self.schedule == "synchronous" and self.max_staleness != 1:
             raise ValueError(
-                f"rollout.max_staleness={self.max_staleness} needs rollout.schedule=one_step_off; the synchronous "
-                "schedule trains on tokens of the newest weights only"
+                f"rollout.max_staleness={self.max_staleness} needs rollout.schedule=one_step_off or window; the "
+                "synchronous schedule trains on tokens of the newest weights only"
             )
-        if self.partial_rollouts and self.schedule != "one_step_off":
+        if self.schedule == "window" and (self.max_staleness < 2 or not self.partial_rollouts):
             raise ValueError(
-                "rollout.partial_rollouts=true needs rollout.schedule=one_step_off: with the synchronous schedule no "
-                "response is under way at a weight sync"
+                f"rollout.schedule=window with rollout.max_staleness={self.max_staleness} and rollout.partial_rollouts="
+                f"{self.partial_rollouts}: groups go on through weight syncs, which must not wait for them; set "
+                "rollout.partial_rollouts=true and rollout.max_staleness to 2 or more"
+            )
+        if self.partial_rollouts and self.schedule == "synchronous":
+            raise ValueError(
+                "rollout.partial_rollouts=true needs rollout.schedule=one_step_off or window: with the synchronous "
+                "schedule no response is under way at a weight sync"
             )
         if self.temperature < 0.01:
             raise ValueError(

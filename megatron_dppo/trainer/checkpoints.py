@@ -13,6 +13,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import CHECKPOINTS
 from megatron_dppo.trainer.resume import difference
+from megatron_dppo.trainer.window import WindowState
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +29,21 @@ class Checkpoints:
     def __init__(self, config: Config, fixed: dict[str, Any], actor: MegatronActor) -> None:
         """`fixed` is what must be the same when a run goes on from a state, see `resume.facts`."""
         self._fixed = fixed
+        self.window: dict[int, WindowState] = {}
+        """After the steps by number, where the schedule has one: what is saved with a step."""
         self._states = TrainingStates(
             checkpoint_root(config), actor.trainee, keep=config.trainer.keep_checkpoints, asynchronous=False
         )
 
     def save(self, step: int, *, broken_off: UpdateProgress | None = None) -> None:
-        """The state after `step` rollout steps. Prompts and seeds of the next step follow from its number alone.
+        """The state after `step` rollout steps. Prompts and seeds of the next step follow from its number, and from the
+        window after it where there is one.
 
         broken_off  the last of them, where it is not whole
         """
-        part = {} if broken_off is None else {"gradient_steps": [broken_off.done, broken_off.of]}
+        part: dict[str, Any] = {} if broken_off is None else {"gradient_steps": [broken_off.done, broken_off.of]}
+        if (window := self.window.get(step)) is not None:
+            part |= {"window": [window.begun, *window.waiting]}
         self._states.save(step, {"step": step, "fixed": self._fixed} | part)
 
     def restore(self) -> int:
@@ -52,4 +58,7 @@ class Checkpoints:
             )
         if (made := resumed.progress.get("gradient_steps")) is not None:
             logger.warning("%s: its last step was broken off after %d of %d gradient steps", resumed.folder, *made)
-        return int(resumed.progress["step"])
+        step = int(resumed.progress["step"])
+        if (window := resumed.progress.get("window")) is not None:
+            self.window[step] = WindowState(window[0], tuple(window[1:]))
+        return step

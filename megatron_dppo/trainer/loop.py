@@ -1,7 +1,7 @@
 """The training loop: roll out, score, update, sync, now and then evaluate and save.
 
 ```
-rank 0, a thread of its own   prompts ─► engines ─► verifier ┐ (step s + 1 while s trains: rollout.schedule)
+rank 0, a thread of its own   prompts ─► engines ─► verifier ┐ (later steps' while s trains: rollout.schedule)
 rank 0, the loop              waits for it ◄─────────────────┘─ tells ─► update ─► sync ─► log, evaluate, save
 other ranks, the loop         wait for rank 0 (`RankCoordinator`) ◄────► update ─► sync ─► wait for rank 0 ...
 ```
@@ -42,6 +42,7 @@ from megatron_dppo.trainer.samples import spelled
 from megatron_dppo.trainer.task_suite import TaskSuite
 from megatron_dppo.trainer.tracking import Tracker
 from megatron_dppo.trainer.weight_sync import WeightSync
+from megatron_dppo.trainer.window import WindowState
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,8 @@ class Trainer:
         # A run that was stopped during an evaluation has the checkpoint of that step, but not its result.
         if self._evaluation_is_due(first_step) and not self._evaluated(first_step):
             self._evaluate(first_step)
+        if self._config.rollout.schedule == "window":
+            self._collector.open_window(self._checkpoints.window.get(first_step, WindowState()))
         for step in range(first_step + 1, self._config.trainer.steps + 1):
             self._step_now = step
             saved = self._step(step)
@@ -181,6 +184,11 @@ class Trainer:
         with self._watch("rollout"), clock.phase("rollout"):
             experience = self._collector.collect(step - 1)
             self._begin_ahead(step)
+        if experience.window is not None:
+            self._checkpoints.window = {
+                step - 1: self._checkpoints.window.get(step - 1, WindowState()),
+                step: experience.window,
+            }
         metrics = dict(experience.metrics)
         with self._watch("training"), clock.phase("hand_over"):
             self._take_gpus()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ from megatron_dppo.batch import SequenceSource
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.engine import RolloutFleet, SamplingConfig
+from megatron_dppo.rollout.engine import GenerationRequest, RolloutFleet, SamplingConfig
 from megatron_dppo.rollout.seeds import TRAINING
 from megatron_dppo.rollout.start import open_rollout
 from megatron_dppo.rollout.stored import LayerGroups, RolloutHandle
@@ -28,6 +30,7 @@ from megatron_dppo.trainer.episodes import TurnReturns
 from megatron_dppo.trainer.requests import requests_for
 from megatron_dppo.trainer.samples import Sample, choose_samples
 from megatron_dppo.trainer.task_suite import TaskSuite, score_responses
+from megatron_dppo.trainer.window import Window, WindowState
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Experience:
     """int64 `[B]`, number of the episode that each sequence belongs to; None where every sequence is one."""
     turn_returns: TurnReturns | None = None
     """Where tokens are trained with what was earned from their turn on."""
+    window: WindowState | None = None
+    """After this step; None with the other schedules."""
 
     def source(self) -> SequenceSource:
         return open_rollout(self.handle)
@@ -116,8 +121,21 @@ class RolloutCollector:
         self._layer_groups = layer_groups
         self._threads = ThreadPoolExecutor(1 + config.rollout.max_staleness, thread_name_prefix="rollout")
         self._begun: dict[int, Future[_Collected]] = {}
+        self._window: Window[Groups] | None = None
         self.samples: list[Sample] = []
         """Answers of the last step to look at; on the controller only."""
+
+    def open_window(self, state: WindowState) -> None:
+        """With `rollout.schedule: window`, before the first step: where it goes on from."""
+        if self._controller:
+            engine, suite = self._controller
+            self._window = Window(
+                lambda numbers: self._samplers(engine, suite, numbers),
+                size=self._config.trainer.prompts_per_step,
+                staleness=self._config.rollout.max_staleness,
+                steps=self._config.trainer.steps,
+                state=state,
+            )
 
     def begin(self, step: int) -> None:
         """Start to roll out the prompts of `step` (0-based), unless that was begun before."""
@@ -147,7 +165,7 @@ class RolloutCollector:
                     **_staleness(experience.handle, step),
                 }
                 experience = replace(experience, metrics=experience.metrics | own)
-        allowed = self._config.rollout.max_staleness if self._config.rollout.schedule == "one_step_off" else 0
+        allowed = 0 if self._config.rollout.schedule == "synchronous" else self._config.rollout.max_staleness
         oldest, newest = int(experience.handle.versions.min()), int(experience.handle.versions.max())
         if step - oldest > allowed or newest > step:
             raise RuntimeError(
@@ -165,6 +183,8 @@ class RolloutCollector:
     def close(self) -> None:
         """Steps that were begun and never collected are given up; the fleet's end ends their work."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._window is not None:
+            self._window.close()
 
     def _collect(self, engine: RolloutFleet, suite: TaskSuite, step: int) -> _Collected:
         start = time.perf_counter()
@@ -173,24 +193,30 @@ class RolloutCollector:
         prompts = suite.task.prompts(step * asked, asked)
         sampling = training_sampling(self._config.rollout)
         extra: dict[str, float] = {}
-        played = None
+        played, window = None, None
         if suite.player is not None:
             run = self._config.run.seed
             played = suite.player.play(engine, sampling, prompts, samples, run_seed=run, step=step, stream=TRAINING)
             handle, rewards, extra = engine.keep(played.batch, self._layer_groups), played.rewards, played.metrics
             groups = Groups(prompts, handle, [played.batch.response_ids(i) for i in range(len(handle))], rewards)
+        elif self._window is not None:
+            taken = self._window.take(step)
+            groups, window, start = Groups.concatenate(taken.groups), taken.state, taken.begun_at
+            rewards = groups.rewards
+            extra = {"window/waiting_groups": len(window.waiting), "window/late_groups": taken.late}
         elif rounds := self._config.rollout.dynamic_sampling:
             drawn = draw(
                 prompts,
                 reserve(suite.task, step, rounds, count),
-                lambda new, before: self._ask(engine, suite, step, new, before, enough=len(new)),
+                lambda new, before: self._ask(engine, suite, new, self._requests(step, new, before), enough=len(new)),
                 rounds=rounds,
             )
             if drawn.dropped:
                 engine.release(drawn.dropped)
             groups, rewards, extra = drawn.kept, drawn.rewards, drawn.metrics
         else:
-            groups = self._ask(engine, suite, step, prompts, (), enough=count if asked > count else None)
+            enough = count if asked > count else None
+            groups = self._ask(engine, suite, prompts, self._requests(step, prompts), enough=enough)
             rewards = groups.rewards
         handle = groups.handle
         looked_at = choose_samples(
@@ -219,27 +245,43 @@ class RolloutCollector:
         }
         metrics |= _part_metrics(rewards) | extra
         looked = tuple(sample.sequence for sample in looked_at)
-        experience = Experience(handle, groups.rewards.reward.astype(np.float32), metrics, looked)
+        experience = Experience(handle, groups.rewards.reward.astype(np.float32), metrics, looked, window=window)
         if played is not None:
             experience = replace(experience, episode=played.episode, turn_returns=played.turn_returns)
         return _Collected(experience, looked_at, time.perf_counter() - start)
+
+    def _samplers(
+        self, engine: RolloutFleet, suite: TaskSuite, numbers: Sequence[int]
+    ) -> Iterator[Callable[[], Groups]]:
+        """What samples and scores the group of each number, counted through all steps."""
+        count, samples = self._config.trainer.prompts_per_step, self._config.trainer.samples_per_prompt
+        for step, some in groupby(numbers, key=lambda number: number // count):
+            prompts = suite.task.prompts(step * count, count)
+            requests = self._requests(step, prompts)
+            for place in (number - step * count for number in some):
+                own = requests[place * samples : (place + 1) * samples]
+                yield partial(self._ask, engine, suite, prompts[place : place + 1], own, enough=None)
+
+    def _requests(
+        self, step: int, prompts: Sequence[Prompt], before: Sequence[Prompt] = ()
+    ) -> Sequence[GenerationRequest]:
+        """`before` are the prompts of this step that were asked for already."""
+        run, samples = self._config.run.seed, self._config.trainer.samples_per_prompt
+        requests = requests_for([*before, *prompts], samples, run_seed=run, step=step, stream=TRAINING)
+        return requests[len(before) * samples :]
 
     def _ask(
         self,
         engine: RolloutFleet,
         suite: TaskSuite,
-        step: int,
         prompts: Sequence[Prompt],
-        before: Sequence[Prompt],
+        requests: Sequence[GenerationRequest],
         *,
         enough: int | None,
     ) -> Groups:
-        """Sample and score answers. `before` are the prompts of this step that were asked for already, `enough` see
-        `RolloutFleet.generate_stored`."""
+        """Sample and score answers. `enough` see `RolloutFleet.generate_stored`."""
         assert not isinstance(suite.task, EnvironmentTask)
-        run, samples = self._config.run.seed, self._config.trainer.samples_per_prompt
-        requests = requests_for([*before, *prompts], samples, run_seed=run, step=step, stream=TRAINING)
-        requests = requests[len(before) * samples :]
+        samples = self._config.trainer.samples_per_prompt
         sampling = training_sampling(self._config.rollout)
         handle = engine.generate_stored(requests, sampling, self._layer_groups, samples=samples, enough=enough)
         count = len(prompts) if enough is None else enough

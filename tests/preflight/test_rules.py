@@ -36,6 +36,27 @@ FAULTS: dict[str, tuple[list[str], str, str]] = {
         "task",
         "rollout.dynamic_sampling=4 drops groups of answers, which is not made for episodes; set it to 0",
     ),
+    "a window of episodes": (
+        [
+            "task.kind=environment",
+            "task.environment={name: x}",
+            "rollout.schedule=window",
+            "rollout.max_staleness=2",
+            "rollout.partial_rollouts=true",
+        ],
+        "task",
+        "rollout.schedule=window is not made for episodes; set it to one_step_off",
+    ),
+    "a window that drops": (
+        [
+            "rollout.schedule=window",
+            "rollout.max_staleness=2",
+            "rollout.partial_rollouts=true",
+            "rollout.oversample=0.5",
+        ],
+        "batch",
+        "rollout.schedule=window with rollout.oversample=0.5: both choose among groups; set rollout.oversample to 0",
+    ),
     "a penalty of turns": (
         [
             "task.kind=agent",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -125,3 +126,27 @@ def test_steps_are_sampled_ahead_from_weights_one_step_older(folder: Path, parti
     assert history["rollout/engine_failures"].values.sum() == 1
     assert (history["rollout/overlap_s"].values[1:] > 0).any()
     assert history["eval/accuracy"].steps.tolist() == [0, 3, 6]
+
+
+@pytest.mark.timeout(1200)
+def test_a_window_trains_each_group_once_though_engines_die_and_the_run_with_them(folder: Path) -> None:
+    """Killed in the middle and resumed: what was under way is sampled anew. There are as many prompts as a step has, so
+    each comes once a step, whichever step its group is trained in."""
+    window = ("rollout.schedule=window", "rollout.partial_rollouts=true", "rollout.max_staleness=2")
+    shown = ("tracking.samples_every=1", "tracking.samples=1000", "trainer.checkpoint_every=100")
+    done = run(folder / "window", "kill@2,kill@30", *window, *shown, "rollout.max_engine_failures=1")
+    assert done.returncode != 0
+    assert "2 engine failures, rollout.max_engine_failures=1 are allowed" in done.stderr
+    before = [row["step"] for row in rows(folder / "window")]
+    done = run(folder / "window", "", *window, *shown, "rollout.max_engine_failures=1", "trainer.resume=true")
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    history = History.read(folder / "window")
+    assert history["window/waiting_groups"].steps.tolist() == list(range(1, STEPS + 1))
+    assert history["window/waiting_groups"].values.tolist() == [8] * (STEPS - 1) + [0]
+    assert (history["rollout/staleness_max"].values <= 2).all()
+    assert history["rollout/staleness_max"].values[1:].max() >= 1
+    print("before", before, "late", history["window/late_groups"].values, "resumed",
+          history["rollout/resumed_fraction"].values, history["rollout/staleness_mean"].values)  # fmt: skip
+    prompts = Counter(row["prompt"] for row in rows(folder / "window", "samples.jsonl"))
+    assert len(prompts) == 8
+    assert set(prompts.values()) == {STEPS * 8}
