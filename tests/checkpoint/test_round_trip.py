@@ -49,11 +49,12 @@ MIXED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3-next": ("qwen3_next", {}),
+    "qwen3-next-mixed": ("qwen3_next", {"mlp_only_layers": [1], "full_attention_interval": 3}),
     "mixed": ("qwen3_moe", {"mlp_only_layers": [0], "decoder_sparse_step": 2, "norm_topk_prob": False}),
 }
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, tuple[str, dict[str, Any]]]]] = {
-    "one": (1, {}, {**DENSE, **MIXED}),
+    "one": (1, {}, {**DENSE, **MIXED, "qwen3-next-attention": ("qwen3_next", {"full_attention_interval": 1})}),
     "tp2": (2, {"tensor": 2, "sequence_parallel": True}, {**DENSE, **MIXED}),
     "pp2": (2, {"pipeline": 2}, {**DENSE, **MIXED}),
     "vpp": (2, {"pipeline": 2, "virtual_pipeline": 2}, {**DENSE, **MIXED}),
@@ -65,7 +66,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, tuple[str, dict[str, Any
     "tp4": (
         4,
         {"tensor": 4, "sequence_parallel": True},
-        DENSE | {name: MIXED[name] for name in ("olmoe", "glm4-moe", "minimax-m2")},
+        DENSE | {name: MIXED[name] for name in ("olmoe", "glm4-moe", "minimax-m2", "qwen3-next")},
     ),
 }
 

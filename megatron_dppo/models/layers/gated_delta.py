@@ -48,7 +48,7 @@ class HeadRMSNorm(torch.nn.RMSNorm):
 def spec(block: TransformerBlockSubmodules, model: Architecture, groups: ProcessGroupCollection) -> None:
     """Put it in the place of attention. With TransformerEngine the input projection holds the layer's norm, as the
     attention's does."""
-    if not stock.HAVE_FLA:
+    if model.delta and not stock.HAVE_FLA:
         raise UserError(
             "this model has gated delta layers, which on a GPU are computed by flash-linear-attention; run `pip "
             "install flash-linear-attention==0.5.1`"
