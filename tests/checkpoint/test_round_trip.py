@@ -54,7 +54,7 @@ MIXED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, tuple[str, dict[str, Any]]]]] = {
-    "one": (1, {}, {**DENSE, **MIXED, "qwen3-next-attention": ("qwen3_next", {"full_attention_interval": 1})}),
+    "one": (1, {}, {**DENSE, **MIXED}),
     "tp2": (2, {"tensor": 2, "sequence_parallel": True}, {**DENSE, **MIXED}),
     "pp2": (2, {"pipeline": 2}, {**DENSE, **MIXED}),
     "vpp": (2, {"pipeline": 2, "virtual_pipeline": 2}, {**DENSE, **MIXED}),
