@@ -135,6 +135,7 @@ def _add_plot_arguments(plot: argparse.ArgumentParser) -> None:
     plot.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
     plot.add_argument("-o", "--output", type=Path, default=Path("curves.png"), help="PNG to write (%(default)s)")
     plot.add_argument("--title", default="")
+    plot.add_argument("--time", action="store_true", help="curves over the time that steps took, not over their number")
     instead = plot.add_mutually_exclusive_group()
     instead.add_argument(
         "--mismatch", action="store_true", help="trainer against engine before any update (Figure 2) instead of curves"
@@ -237,7 +238,8 @@ def _plot(arguments: argparse.Namespace) -> int:
         plot_mismatch({label: Mismatch.read(run) for label, run in _folders(runs).items()}, output, title=title)
     else:
         histories = {label: History.read(run) for label, run in _labelled(runs).items()}
-        plot_runs(histories, output, title=title, panels=MASKED_PANELS if arguments.masked else None)
+        panels = MASKED_PANELS if arguments.masked else None
+        plot_runs(histories, output, title=title, panels=panels, by_time=arguments.time)
     print(output)
     return 0
 

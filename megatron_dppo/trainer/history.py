@@ -23,7 +23,8 @@ MODEL_FOLDER, ADAPTER_FOLDER = "hf", "adapter"
 
 @dataclass(frozen=True)
 class Series:
-    """One metric over the run: `steps` int64 `[n]` rising, `values` float64 `[n]` (NaN where it was not finite)."""
+    """One metric over the run: `steps` int64 `[n]` rising (or `History.by_time`), `values` float64 `[n]` (NaN where it
+    was not finite)."""
 
     steps: np.ndarray
     values: np.ndarray
@@ -40,6 +41,14 @@ class History:
 
     def __getitem__(self, name: str) -> Series:
         return self.series.get(name, Series(np.zeros(0, dtype=np.int64), np.zeros(0)))
+
+    def by_time(self) -> History:
+        """Every series over the minutes that its steps took until then (`time/step_s`: without evaluation and saving).
+        Steps that were not timed take none."""
+        timed = self["time/step_s"]
+        minutes = np.concatenate([[0.0], np.cumsum(np.nan_to_num(timed.values)) / 60])
+        places = {name: minutes[np.searchsorted(timed.steps, one.steps, "right")] for name, one in self.series.items()}
+        return History({name: Series(places[name], one.values) for name, one in self.series.items()})
 
     @staticmethod
     def read(path: Path) -> History:

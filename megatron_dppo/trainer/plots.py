@@ -70,19 +70,26 @@ def panels_for(runs: Mapping[str, History]) -> list[Panel]:
 
 
 def plot_runs(
-    runs: Mapping[str, History], path: Path, *, title: str = "", panels: Sequence[Panel] | None = None
+    runs: Mapping[str, History],
+    path: Path,
+    *,
+    title: str = "",
+    panels: Sequence[Panel] | None = None,
+    by_time: bool = False,
 ) -> None:
     """Write a PNG with one panel per metric (`panels_for` the runs when absent), one colour per run (label -> history).
 
     As in the paper, training curves are smoothed by a Gaussian filter with a standard deviation of 2 steps, over the
     unsmoothed curve in a paler shade; held-out evaluations are shown as measured, those of evaluation sets with their
-    bootstrap interval. Panels of metrics that no run logged
-    say so.
+    bootstrap interval. Panels of metrics that no run logged say so. `by_time` draws all over the minutes that the
+    steps took.
 
     Errors: `UserError` when there is no run or the file cannot be written.
     """
     if not runs:
         raise UserError("plot: name at least one run")
+    if by_time:
+        runs = {label: history.by_time() for label, history in runs.items()}
     chosen = panels_for(runs) if panels is None else panels
     rows = -(-len(chosen) // 3)
     figure = Figure(figsize=(13.5, 3.7 * rows), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
@@ -110,7 +117,7 @@ def plot_runs(
         if empty:
             axis.text(0.5, 0.5, "not logged", ha="center", va="center", transform=axis.transAxes, color="grey")
         axis.set_title(panel.title, fontsize=13)
-        axis.set_xlabel("training step")
+        axis.set_xlabel("minutes of training steps" if by_time else "training step")
         axis.set_ylabel(panel.unit)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)

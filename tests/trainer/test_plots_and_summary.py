@@ -106,6 +106,22 @@ def test_where_the_mask_begins(name: str, rare: tuple[float, float], likely: tup
         assert ratio[kept].min() == pytest.approx(low, abs=2e-3)
 
 
+def test_curves_over_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Step 3 was not timed, and an evaluation before the first step takes none."""
+    rows = [{"step": 0, "eval/accuracy": 0.1}]
+    rows += [{"step": s, "reward/mean": s / 10} | ({"time/step_s": 60.0 * s} if s != 3 else {}) for s in (1, 2, 3, 4)]
+    rows += [{"step": 4, "eval/accuracy": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    over = History.read(tmp_path).by_time()
+    assert over["reward/mean"].steps.tolist() == [1.0, 3.0, 3.0, 7.0]
+    assert over["reward/mean"].values.tolist() == [0.1, 0.2, 0.3, 0.4]
+    assert over["eval/accuracy"].steps.tolist() == [0.0, 7.0]
+    assert over["no/such"].steps.tolist() == []
+    assert main(["plot", str(tmp_path), "--time", "-o", str(tmp_path / "time.png")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'time.png'}\n"
+    assert ink_per_panel(tmp_path / "time.png")[0] > 0.001
+
+
 def test_two_runs_have_two_colours(tmp_path: Path) -> None:
     plot_runs({"a": history(0), "b": history(1)}, tmp_path / "plot.png")
     pixels = np.asarray(Image.open(tmp_path / "plot.png").convert("RGB")).reshape(-1, 3).tolist()
