@@ -53,9 +53,7 @@ if __name__ == "__main__":  # processes that the run spawns import this file aga
         ["train", str(CONFIG), f"model.path={MODEL_DIR}", f"run.dir={RUN_DIR}", f"run.seed={SEED}"],
         script=__file__,
         processes=os.environ.get("NPROC", "2"),
-        model=MadeOnce(
-            MODEL_DIR, [f"{ROOT}/examples/tiny_moe_dppo/make_model.py", "{out}", "--seed", SEED, "--family", FAMILY]
-        ),
+        model=MadeOnce(MODEL_DIR, MAKE),
         settings={"SEED": SEED, "FAMILY": FAMILY, "MODEL_DIR": MODEL_DIR, "RUN_DIR": RUN_DIR},
     )
 # end of Python
