@@ -100,7 +100,7 @@ def write_model(folder: Path, *, layers: int, tiny: bool) -> Path:
     return folder
 
 
-def start_engine(model: Path, kind: str, *, load: Load, tiny: bool, gpu_share: float) -> Any:
+def start_engine(model: Path, kind: str, *, load: Load, tiny: bool, quick: bool, gpu_share: float) -> Any:
     """An AsyncLLM of `Variant.engine`; must be called inside the event loop."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -117,6 +117,13 @@ def start_engine(model: Path, kind: str, *, load: Load, tiny: bool, gpu_share: f
         "generation_config": "vllm",
         "disable_log_stats": True,
     }
+    if quick:
+        sizes = [load.sequences]
+        options["compilation_config"] = {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": sizes,
+        }
     if kind.endswith("fp8"):
         options |= quantization_options(RolloutConfig(quantization="fp8"))
     if kind.startswith("on"):
@@ -213,7 +220,7 @@ async def measure(options: argparse.Namespace, load: Load, layers: int) -> dict[
     started = time.perf_counter()
     main, extra = ((BASE, FRAME, *FP8), ()) if options.fp8 else (MAIN, EXTRA)
     engines = {
-        kind: start_engine(model, kind, load=load, tiny=options.tiny, gpu_share=share)
+        kind: start_engine(model, kind, load=load, tiny=options.tiny, quick=options.quick, gpu_share=share)
         for kind in dict.fromkeys(variant.engine for variant in main)
     }
     print(f"{len(engines)} engines started in {time.perf_counter() - started:.0f} s", flush=True)
@@ -301,6 +308,7 @@ def main() -> None:
     )
     parser.add_argument("--tiny", action="store_true", help="a toy on a CPU: the whole path, no figures worth keeping")
     parser.add_argument("--fp8", action="store_true", help="four engines, R3 off and on in bf16 and FP8, and no others")
+    parser.add_argument("--quick", action="store_true", help="engines that compile nothing and have one CUDA graph")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=128)
