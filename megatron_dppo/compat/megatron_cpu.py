@@ -35,13 +35,11 @@ def install() -> None:
             patch_distributed_optimizer,
             patch_token_dispatcher,
         )
-        from megatron_dppo.compat.torch_delta_rule import patch_delta_rule
 
     _patch_random()
     patch_collectives()
     patch_token_dispatcher()
     patch_distributed_optimizer()
-    patch_delta_rule()
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     _installed = True
 

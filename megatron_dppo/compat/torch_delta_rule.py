@@ -1,24 +1,45 @@
-"""The gated delta rule of packed sequences in plain torch, where flash-linear-attention has no GPU to run on."""
+"""The gated delta rule of packed sequences in plain torch, where flash-linear-attention's kernels do not run."""
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import common, gdn
+from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from megatron_dppo.compat.packed_attention import grid_position
 
+_log = logging.getLogger(__name__)
+
 
 def patch_delta_rule() -> None:
     """Megatron-Core's layer takes these functions for flash-linear-attention's: without that it refuses to be built,
-    and its own torch rule takes no packed sequences."""
-    common.HAVE_FLA = True
-    common.l2norm = l2norm
-    gdn.causal_conv1d = causal_conv1d
+    and its own torch rule takes no packed sequences. Where that is installed and there is a GPU its kernels stay, but
+    for a rule whose backward does not run (`rule_runs`)."""
+    gpu = torch.cuda.is_available()
+    if not (gpu and common.HAVE_FLA):
+        common.HAVE_FLA = True
+        common.l2norm = l2norm
+        gdn.causal_conv1d = causal_conv1d
+    elif rule_runs():
+        return
+    if gpu:
+        _log.warning(
+            "gated delta layers are computed in plain torch, slowly: flash-linear-attention is not installed, or on a "
+            "Hopper GPU tilelang, without which its backward refuses to run"
+        )
     gdn.chunk_gated_delta_rule = chunk_gated_delta_rule
+
+
+def rule_runs() -> bool:
+    """Whether the installed kernels have a backward on this GPU. Triton from 3.4 to 3.7 miscompiles it on Hopper, so
+    flash-linear-attention refuses unless tilelang is there to compile it (fla-org/flash-linear-attention#640)."""
+    return torch.cuda.get_device_capability() != (9, 0) or importlib.util.find_spec("tilelang") is not None
 
 
 def l2norm(x: torch.Tensor) -> torch.Tensor:
@@ -58,10 +79,14 @@ def chunk_gated_delta_rule(
 ) -> tuple[torch.Tensor, None]:
     """`models.architecture.DeltaRule`'s formula from a state of zeros in each sequence; query and key
     `[1, T, heads, key_dim]` packed (or `[B, T, ...]`), of length 1, value `[..., heads, value_dim]`, g and beta
-    `[..., heads]`. float32 inside. Gradients flow to all five."""
-    grids = [_to_grid(x, cu_seqlens) for x in (query, key, value, g, beta)]
-    out, _ = torch_chunk_gated_delta_rule(*grids)
-    return _from_grid(out, cu_seqlens), None
+    `[..., heads]`. float32 inside. Gradients flow to all five; the backward computes everything again, of which the
+    forward keeps nothing but these."""
+
+    def rule(*packed: torch.Tensor) -> torch.Tensor:
+        out, _ = torch_chunk_gated_delta_rule(*[_to_grid(x, cu_seqlens) for x in packed])
+        return _from_grid(out, cu_seqlens)
+
+    return checkpoint(rule, query, key, value, g, beta, use_reentrant=False, preserve_rng_state=False), None
 
 
 def _to_grid(packed: torch.Tensor, cu: torch.Tensor | None) -> torch.Tensor:

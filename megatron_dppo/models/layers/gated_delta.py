@@ -8,13 +8,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-from megatron.core.ssm.gated_delta_net import common as stock
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.compat.torch_delta_rule import patch_delta_rule
 from megatron_dppo.models.architecture import Architecture
 
 
@@ -48,11 +47,7 @@ class HeadRMSNorm(torch.nn.RMSNorm):
 def spec(block: TransformerBlockSubmodules, model: Architecture, groups: ProcessGroupCollection) -> None:
     """Put it in the place of attention. With TransformerEngine the input projection holds the layer's norm, as the
     attention's does."""
-    if model.delta and not stock.HAVE_FLA:
-        raise UserError(
-            "this model has gated delta layers, which on a GPU are computed by flash-linear-attention; run `pip "
-            "install flash-linear-attention==0.5.1`"
-        )
+    patch_delta_rule()
     for layer in block.layer_specs or ():
         if not model.is_delta_layer(layer.metainfo["number"]):
             continue
