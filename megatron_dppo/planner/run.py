@@ -164,6 +164,8 @@ def _time(config: Config, plan: Plan) -> Iterator[str]:
     if rollout.schedule != "synchronous":
         overlap = "rollout and training are added, though they overlap; the step is shorter"
         yield f"rollout.schedule={rollout.schedule}: {overlap}"
+    if rollout.quantization != "none":
+        yield f"rollout.quantization={rollout.quantization}: products at bfloat16's rate; generation may be shorter"
     if rollout.oversample:
         yield f"rollout.oversample={rollout.oversample:g}: the prompts that are sampled and dropped; more time"
     if rollout.engine != "vllm":

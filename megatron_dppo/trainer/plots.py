@@ -119,7 +119,7 @@ def plot_runs(
         axis.set_title(panel.title, fontsize=13)
         axis.set_xlabel("minutes of training steps" if by_time else "training step")
         axis.set_ylabel(panel.unit)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=not by_time))
         axis.grid(alpha=0.3)
         if panel.fraction:
             axis.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))

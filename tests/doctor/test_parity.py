@@ -114,6 +114,7 @@ def test_the_numbers_are_those_of_the_definition() -> None:
             "--precision float8: must be one of float32, bfloat16, float16, or EN",
         ),
         (["--layers", "2"], "--layers goes with --random-weights"),
+        (["rollout.quantization=fp8", "--precision", "float32"], "--precision float32 with rollout.quantization=fp8"),
         (["--random-weights", "--layers", "5"], "--layers 5: "),
         (["rollout.max_respons_tokens=3"], "did you mean rollout.max_response_tokens?"),
         (["rollout.router_replay=false"], "records no routes to replay"),
