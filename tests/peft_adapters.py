@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 
 RANK, ALPHA = 4, 10.0
 LORA = {"rank": RANK, "alpha": ALPHA}
-_LINEAR = re.compile(
-    r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(shared_experts?\.)?(gate|up|down)_proj"
-    r"|linear_attn\.(in_proj_qkvz|in_proj_ba|out_proj))"
-)
+_ATTENTION = r"self_attn\.([qkvo]|(q|kv)_[ab])_proj(_with_mqa)?|linear_attn\.(in_proj_qkvz|in_proj_ba|out_proj)"
+_LINEAR = re.compile(rf"model\.layers\.\d+\.({_ATTENTION}|mlp\.(shared_experts?\.)?(gate|up|down)_proj)")
 
 
 def write_adapter(folder: Path, model: PreTrainedModel, *, dtype: torch.dtype = torch.float32, seed: int = 5) -> None:

@@ -25,6 +25,21 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+}
+
 _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "head_dim": 32,
@@ -78,6 +93,23 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 8,
     },
+    "deepseek_v3": _LATENT
+    | {
+        "n_group": 2,
+        "topk_group": 1,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
+    "glm4_moe_lite": _LATENT | {"rms_norm_eps": 1e-5},
     "qwen3": {"head_dim": 32},
     "qwen2": {},
     "llama": {"rms_norm_eps": 1e-5},

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_dppo.checkpoint.block_scaled import open_files
 from megatron_dppo.checkpoint.hf_export import ExportedTensor
 from megatron_dppo.checkpoint.hf_files import INDEX, SINGLE, HFFiles
 from megatron_dppo.checkpoint.safetensors_stream import SafetensorsStream
@@ -42,7 +43,7 @@ def carried(model: HFConfig, folder: Path | None) -> Carried:
     if (folder / FILE).is_file():
         files = HFFiles(folder, only=FILE)
     elif (folder / INDEX).is_file() or (folder / SINGLE).is_file():
-        files = HFFiles(folder)
+        files = open_files(folder)
     else:
         return Carried()
     found = [ExportedTensor(name, one.shape, one.dtype) for name, one in files.tensors.items() if model.carries(name)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from megatron_dppo.checkpoint import state_folder
+from megatron_dppo.checkpoint.block_scaled import FIELD, BlockScaledFiles, check_scheme, is_quantized
 from megatron_dppo.checkpoint.first_rank import on_first_rank
 from megatron_dppo.checkpoint.hf_files import HFFiles, StoredTensor
 from megatron_dppo.checkpoint.hf_import import (
@@ -30,7 +31,8 @@ from megatron_dppo.checkpoint.megatron_files import MegatronFiles, find_iteratio
 from megatron_dppo.checkpoint.megatron_save import check_same_model
 from megatron_dppo.checkpoint.training_state import Trainee, TrainingStates, model_signature
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.hf_config import HFConfig, load_hf_config
+from megatron_dppo.json_object import read_json_object
+from megatron_dppo.models.hf_config import HFConfig, load_hf_config, resolve_hf_config
 from megatron_dppo.models.lora.attach import attach_adapters
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.megatron_config import transformer_config
@@ -56,6 +58,8 @@ class Source:
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     """Where each has a type of its own."""
     lora: LoraConfig | None = None
+    in_8_bits: bool = False
+    """Of a Hugging Face folder: its weights are read as bfloat16 (`block_scaled.py`)."""
 
 
 def open_source(source: Path, base: Path | None, layout: ParallelConfig, allow_inf: bool, console: Console) -> Source:
@@ -72,6 +76,9 @@ def open_source(source: Path, base: Path | None, layout: ParallelConfig, allow_i
 
 
 def _hugging_face(source: Path, allow_inf: bool, console: Console) -> Source:
+    raw = read_json_object(source / CONFIG)
+    if is_quantized(raw):
+        return _in_8_bits(source, raw, console)
     model = load_hf_config(source)
     files = HFFiles(source)
     check_tensors(files, model, stores_stacked_experts(files, model))
@@ -82,6 +89,21 @@ def _hugging_face(source: Path, allow_inf: bool, console: Console) -> Source:
             load_hf_weights(models, model, groups, progress=progress, allow_inf=allow_inf)
 
     return Source("hf", model, held, next(iter(files.tensors.values())).file, load, files.tensors)
+
+
+def _in_8_bits(source: Path, raw: dict[str, Any], console: Console) -> Source:
+    check_scheme(raw, source / CONFIG)
+    model = resolve_hf_config({name: value for name, value in raw.items() if name != FIELD}, path=source)
+    files = BlockScaledFiles(source)
+    check_tensors(files, model, stacked=False)
+    check_tokenizer(source, model)
+
+    def load(models: list[GPTModel], groups: ProcessGroupCollection) -> None:
+        with progress_bar(console, "reading") as progress:
+            fill_parameters(models, model, groups, files, progress=progress)
+
+    first = next(iter(files.tensors.values())).file
+    return Source("hf", model, torch.bfloat16, first, load, files.tensors, in_8_bits=True)
 
 
 def _megatron_lm(folder: Path, base: Path | None, allow_inf: bool, console: Console) -> Source:

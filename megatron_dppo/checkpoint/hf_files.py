@@ -78,6 +78,8 @@ class HFFiles:
     """
 
     REOPEN_BYTES = 64 * 2**20
+    dtypes = DTYPES
+    """Of stored tensors, by the names of the format."""
 
     def __init__(self, folder: Path, *, only: str | None = None) -> None:
         """`only`: the one file of the folder that is read, in place of those with the model."""
@@ -104,11 +106,12 @@ class HFFiles:
                         continue
                     described = handle.get_slice(name)
                     stored = described.get_dtype()
-                    if stored not in DTYPES:
-                        raise UserError(f"{file}: {name} is stored as {stored}; only {', '.join(DTYPES)} are supported")
+                    if stored not in self.dtypes:
+                        known = ", ".join(self.dtypes)
+                        raise UserError(f"{file}: {name} is stored as {stored}; only {known} are supported")
                     if name in self.tensors:
                         raise UserError(f"{file}: {name} is also stored in {self.tensors[name].file}")
-                    self.tensors[name] = StoredTensor(file, tuple(described.get_shape()), DTYPES[stored])
+                    self.tensors[name] = StoredTensor(file, tuple(described.get_shape()), self.dtypes[stored])
         except (SafetensorError, OSError) as error:
             raise UserError(
                 f"{file} is no intact safetensors file ({error}); it was cut off or overwritten: fetch it again"
@@ -125,7 +128,7 @@ class HFFiles:
 
     def read(self, name: str, block: Block) -> torch.Tensor:
         """A copy of one block, in the stored dtype."""
-        stored = self.tensors[name]
+        stored = self._where(name)
         if self._open_file != stored.file or self._touched > self.REOPEN_BYTES:
             self.close()
             self._handle = safe_open(stored.file, "pt")
@@ -138,6 +141,9 @@ class HFFiles:
         # Whole rows are touched where columns are cut out of them.
         self._touched += tensor.numel() * tensor.element_size() * max(1, stored.shape[-1] // max(1, tensor.shape[-1]))
         return tensor
+
+    def _where(self, name: str) -> StoredTensor:
+        return self.tensors[name]
 
     def close(self) -> None:
         if self._handle is not None:

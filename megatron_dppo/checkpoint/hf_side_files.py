@@ -59,4 +59,5 @@ def copy_side_files(source: Path, target: Path, dtype: torch.dtype) -> None:
             shutil.copyfile(_inside(source, name), target / name)
     raw = read_json_object(_inside(source, CONFIG))
     raw["torch_dtype" if "torch_dtype" in raw else "dtype"] = str(dtype).removeprefix("torch.")
+    raw.pop("quantization_config", None)  # what is written is plain
     write_synced(target / CONFIG, json.dumps(raw, indent=2, ensure_ascii=False) + "\n")

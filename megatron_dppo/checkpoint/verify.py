@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_dppo.checkpoint.first_rank import on_first_rank
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.family import amended
+from megatron_dppo.models.family import transformers_config
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.packed_logits import Pack, packed_logits
 from megatron_dppo.models.parallel import ParallelConfig
@@ -99,10 +99,10 @@ def sample_packs(folder: Path, model: HFConfig, parallel: ParallelConfig) -> lis
 
 @torch.no_grad()
 def _reference(folder: Path, packs: Sequence[Pack], dtype: torch.dtype) -> list[torch.Tensor]:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     try:
-        config = amended(AutoConfig.from_pretrained(folder))
+        config = transformers_config(folder)
         reference = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype).eval()
         ids, lengths = packs[0]
         logits = torch.cat([reference(part[None]).logits[0] for part in ids.split(lengths)])

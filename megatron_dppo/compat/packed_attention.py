@@ -187,7 +187,9 @@ def local_block_spec(
         layer.submodules.pre_mlp_layernorm = TorchRMSNorm
         if getattr(layer.submodules.mlp, "func", None) is MoELayer:
             # Only a dense MLP's norm is part of its first matrix with TransformerEngine, and checkpoints have its names
-            del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+            layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+        else:
+            layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = PackedAttention
         if attention.q_layernorm not in (None, IdentityOp):

@@ -74,9 +74,38 @@ class DeltaRule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (arXiv 2405.04434): keys and values of all heads are made of one short vector, a
+    normed projection of the token. Every head has as many key and value heads as queries."""
+
+    query_rank: int | None
+    """Length of the vector that queries are made of in the same way; None: of the token itself."""
+    rank: int
+    """Length of the vector that keys and values are made of."""
+    plain_dim: int
+    """Dimensions of a query's and key's head without positions; they stand first."""
+    rotary_dim: int
+    """Rotated ones, neighbours in pairs; all heads share those of the key."""
+    value_dim: int
+    """Of a value's head."""
+    norm_eps: float = 1e-6
+    """Of the norms of both vectors."""
+    yarn_factor: float = 1.0
+    """By which yarn lengthens the context; 1: no yarn."""
+    mscale_all_dim: float = 0.0
+    """The softmax's scale is multiplied by `(0.1 mscale_all_dim log(yarn_factor) + 1)^2`."""
+
+    @property
+    def divided(self) -> tuple[int, ...]:
+        """Rows of the matrices that make the vectors, of which each tensor-parallel rank has a share."""
+        rows = self.rank + self.rotary_dim
+        return (rows,) if self.query_rank is None else (self.query_rank, rows)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A pre-norm decoder: RMSNorm, rotary positions, grouped-query attention, gated MLPs. Sizes are of the whole model,
-    never of a shard."""
+    """A pre-norm decoder: RMSNorm, rotary positions, grouped-query or latent attention, gated MLPs. Sizes are of the
+    whole model, never of a shard."""
 
     layers: int
     hidden_size: int
@@ -105,6 +134,8 @@ class Architecture:
     centred_norms: bool = False
     """Norms multiply by 1 + weight, but that behind a delta rule."""
     delta: DeltaRule | None = None
+    latent: Latent | None = None
+    """Keys and values are made of a latent vector; `head_dim` is then that of queries and keys."""
     moe: MoE | None = None
 
     @cached_property
@@ -127,6 +158,14 @@ class Architecture:
                 "delta_head_dim": self.delta.value_dim,
                 "convolution": self.delta.convolution,
             }
+        if self.latent:
+            sizes |= {
+                "latent": self.latent.rank,
+                "latent_down": self.latent.rank + self.latent.rotary_dim,
+                "latent_up": self.heads * (self.latent.plain_dim + self.latent.value_dim),
+                "query_latent": self.latent.query_rank or 0,
+                "value": self.heads * self.latent.value_dim,
+            }
         if self.moe:
             sizes |= {
                 "experts": self.moe.experts,
@@ -135,6 +174,11 @@ class Architecture:
             if self.moe.shared_size:
                 sizes["shared_ffn"] = self.moe.shared_size
         return sizes
+
+    @property
+    def value_dim(self) -> int:
+        """Of a value's head."""
+        return self.latent.value_dim if self.latent else self.head_dim
 
     @property
     def has_dense_layers(self) -> bool:

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron_dppo.models.direct_norm import call_norms_directly
 from megatron_dppo.models.experts.module import take_over_experts
 from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.layers.latent_attention import share_rotary
 from megatron_dppo.models.rope import rope_frequencies
 
 
@@ -56,7 +57,10 @@ def build_model(
             pg_collection=groups,
             vp_stage=chunk_of_stage,
         )
-        gpt.rotary_pos_emb.inv_freq = frequencies.to(gpt.rotary_pos_emb.inv_freq.device, copy=True)
+        if model.latent:
+            share_rotary(gpt, frequencies, rope_factor)
+        else:
+            gpt.rotary_pos_emb.inv_freq = frequencies.to(gpt.rotary_pos_emb.inv_freq.device, copy=True)
         if torch.cuda.is_available():
             for parameter in gpt.parameters():  # a shared expert's gate is made on the CPU, whatever is asked for
                 if parameter.device.type == "cpu":

@@ -54,7 +54,7 @@ NEUTRAL_OF_ROPE: dict[str, tuple[Any, ...]] = {
 }
 """In `rope_parameters` (`rope_scaling`)."""
 
-YARN_SCALES = ("attn_factor", "apply_yarn_scaling", "attention_factor", "mscale")
+YARN_SCALES = ("attn_factor", "apply_yarn_scaling", "attention_factor", "mscale", "mscale_all_dim")
 """Of which some are read by the one and some by the other."""
 
 
@@ -76,10 +76,10 @@ def refuse_engine_fields(raw: Mapping[str, Any], config: PreTrainedConfig, famil
     for name, taken in family.engine_takes.items():
         if (value := getattr(config, name)) != taken:
             raise _refusal(where, name, value, f"vLLM takes for {taken!r}")
-    _refuse_rotations(dict(config.rope_parameters or {}), where)
+    _refuse_rotations(dict(config.rope_parameters or {}), where, by_mscale=family.engine_scales_by_mscale)
 
 
-def _refuse_rotations(rope: dict[str, Any], where: str) -> None:
+def _refuse_rotations(rope: dict[str, Any], where: str, *, by_mscale: bool) -> None:
     for name, value in rope.items():
         if name in NEUTRAL_OF_ROPE and value not in NEUTRAL_OF_ROPE[name]:
             raise _refusal(where, f"rope_parameters.{name}", value, "vLLM reads and transformers does not")
@@ -97,12 +97,18 @@ def _refuse_rotations(rope: dict[str, Any], where: str) -> None:
         trained = rope["attention_factor"]
     else:
         trained = (grows * mscale + 1) / (grows * all_dim + 1) if mscale and all_dim else grows + 1
-    sampled = rope.get("attn_factor", 1.0) * (grows + 1 if rope.get("apply_yarn_scaling", True) else 1.0)
+    if by_mscale:
+        if not (scaled := rope.get("apply_yarn_scaling", True)):
+            raise _refusal(where, "rope_parameters.apply_yarn_scaling", scaled, "vLLM reads and transformers does not")
+        base = (grows * rope.get("mscale", 1.0) + 1) / (grows * rope.get("mscale_all_dim", 0.0) + 1)
+    else:
+        base = grows + 1 if rope.get("apply_yarn_scaling", True) else 1.0
+    sampled = rope.get("attn_factor", 1.0) * base
     if math.isclose(trained, sampled, rel_tol=1e-6):
         return
     name = next(name for name in YARN_SCALES if rope.get(name) is not None)
     by_vllm = name in ("attn_factor", "apply_yarn_scaling")
-    remedy = f"attention_factor to {sampled:.9g}" if by_vllm else f"attn_factor to {trained / (grows + 1):.9g}"
+    remedy = f"attention_factor to {sampled:.9g}" if by_vllm else f"attn_factor to {trained / base:.9g}"
     raise UserError(
         f"{where}: rope_parameters.{name} is {rope[name]!r:.80}, so that transformers scales queries and keys by "
         f"{trained:.9g} and vLLM by {sampled:.9g}, for each reads other fields; set {remedy} beside it"

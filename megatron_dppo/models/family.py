@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.architecture import Architecture
 from megatron_dppo.models.families import decoder
 from megatron_dppo.models.names import Table
@@ -55,6 +57,8 @@ class Family:
     """Config fields that transformers reads and vLLM's model does not, with the value that it goes by."""
     engine_divides_heads: bool = False
     """vLLM's model takes hidden_size / num_attention_heads for the size of a head."""
+    engine_scales_by_mscale: bool = False
+    """With yarn vLLM's model scales queries and keys by `mscale` and `mscale_all_dim` of the rotary settings."""
     ends: Table = field(default_factory=lambda: decoder.ENDS)
     """Embedding, last norm and output layer."""
     stacked: Mapping[str, str] = field(default_factory=dict)
@@ -72,9 +76,16 @@ class Family:
     there is no Megatron-Core (engines, the planner)."""
 
 
-def amended(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A configuration that transformers resolved, put right by the family of its model type where there is one."""
-    family = families().get(config.model_type)
+def transformers_config(folder: Path) -> PreTrainedConfig:
+    """transformers' configuration of a folder, put right by the family of its model type where there is one, and under
+    the name by which transformers knows it."""
+    raw = read_json_object(folder / "config.json")
+    family = families().get(str(raw.get("model_type")))
+    if family is None or raw["model_type"] == family.model_type:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    else:
+        fields = {name: value for name, value in raw.items() if name != "model_type"}
+        config = AutoConfig.for_model(family.model_type, **fields)
     if family is not None:
         family.amend(config)
     return config

@@ -32,16 +32,18 @@ def training_flops(model: HFConfig, lengths: np.ndarray, lora: LoraConfig | None
     A product with an `[m, n]` weight takes `2 m n` per token forward, and in the backward `2 m n` for the gradient of
     its input and `2 m n` for its own, which a frozen weight has none of: the head, the router and the base weights do
     without it, A and B do not. Attention's two products (scores, values) take `2 x 2 n^2 heads head_dim / 2` forward
-    over a causal sequence of `n`, and twice that backward; they have no weights. `layers` are those that have it. In
-    the others a gated delta rule has three products of a head's state a token (what it holds of the key, the outer
-    product that is added, what the query reads), however a kernel groups them.
+    over a causal sequence of `n`, and twice that backward; they have no weights. (Where values have heads of another
+    size than queries and keys, `head_dim` is the mean of both.) `layers` are those that have it. In the others a gated
+    delta rule has three products of a head's state a token (what it holds of the key, the outer product that is added,
+    what the query reads), however a kernel groups them.
 
     Counted is what the mathematics needs, not what is executed: neither what recomputation repeats, nor the zeros of
     the block matrix that B is spread to where projections share a product, nor a forward that only recomputes an
     anchor. The gradient of the first layer's input counts, with frozen weights too.
     """
     n = np.asarray(lengths, dtype=np.float64)
-    attention = 6.0 * model.attention_layers * model.heads * model.head_dim * float((n * n).sum())
+    width = (model.head_dim + model.value_dim) / 2
+    attention = 6.0 * model.attention_layers * model.heads * width * float((n * n).sum())
     per_token = 6.0 * model.active_parameters
     if lora is not None:
         per_token = 4.0 * model.active_parameters + 6.0 * active_adapter_parameters(model, lora)

@@ -192,7 +192,8 @@ def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig
             raise UserError(f"{where}: {name} is {size:,}, more than {limit:,}, which no model has; correct it")
     for name in _LOADER:
         if raw.get(name):
-            raise UserError(f"{where}: {name} is set, which is not supported")
+            hint = "; `megatron-dppo convert` makes plain weights of 8-bit ones" if name == _LOADER[0] else ""
+            raise UserError(f"{where}: {name} is set, which is not supported{hint}")
     raw = {name: value for name, value in raw.items() if name not in _LOADER}
     fixed = decoder.FIXED | dict(family.fixed)
     ours = _WITHOUT_EFFECT | decoder.READS | family.reads | set(fixed)

@@ -6,7 +6,7 @@ import importlib.util
 from typing import Any, Literal
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.parallel import ParallelConfig, uneven_layout
@@ -94,7 +94,9 @@ def transformer_config(
             "moe_grouped_gemm": gpu,
             "moe_permute_fusion": gpu,
         }
-    config = TransformerConfig(**(fields | overrides))
+    if model.latent:
+        fields["apply_rope_fusion"] = False  # its tables of cosines are not those of `models.rope`
+    config = (MLATransformerConfig if model.latent else TransformerConfig)(**(fields | overrides))
     if model.moe:
         config.moe_router_pre_softmax = bool(pre_softmax)
     return config

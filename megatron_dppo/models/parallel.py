@@ -101,6 +101,11 @@ class ParallelConfig(ConfigModel):
                 f"x context = {self.tensor} x {self.context}",
             ),
             (
+                model.latent is not None and any(size % self.tensor for size in model.latent.divided),
+                f"latent vectors of {' and '.join(map(str, model.latent.divided if model.latent else ()))} numbers "
+                f"cannot be divided by tensor = {self.tensor}",
+            ),
+            (
                 model.has_dense_layers and model.intermediate_size % self.tensor != 0,
                 f"the intermediate size {model.intermediate_size} cannot be divided by tensor = {self.tensor}",
             ),

@@ -34,6 +34,14 @@ on this rank), by flash-linear-attention's kernels; not yet measured:
     norm and gate     the rule's output, gates, both in float32 once more         12 T v
     output projection its input                                                   2 T v
 
+Latent attention (width a of queries and keys, v of values, c of the latent vectors with the rotary key) has in place of
+QKV to rotary
+
+    down projections  input, normalised input, latents, normalised latents        4 S h + 4 S c
+    up projections    nothing: what is rotated is joined anew with the rest
+    attention         q, k, values padded to a key's width, output as wide        8 T a
+                      and, where v is less than a, the output cut to v            2 T v
+
 With LoRA (rank r, n projections in a product: 3 of QKV, 2 of gate and up, else 1) the frozen products keep no input,
 but an adapter needs it for A's gradient. What a norm puts out is kept where an adapter or the router uses it. Besides:
 
@@ -104,7 +112,8 @@ def layer_memory(layout: Layout, layer: int) -> LayerMemory:
     rows = layout.rows_per_rank
     boundary = _HALF * rows * layout.model.hidden_size
     feed_forward = _experts if layout.model.is_moe_layer(layer) else _dense
-    mixer = _delta_rule if layout.model.is_delta_layer(layer) else _attention
+    attention = _latent_attention if layout.model.latent else _attention
+    mixer = _delta_rule if layout.model.is_delta_layer(layer) else attention
     return LayerMemory((*mixer(layout), *feed_forward(layout)), boundary)
 
 
@@ -187,6 +196,48 @@ def _attention(layout: Layout) -> Sequence[Operator]:
             _HALF * rows * layout.adapter_rank("o"),
             mixed + _HALF * tokens * hidden + (residual if layout.adapts("o") else 0),
             residual + (gathered or residual) + q + weights * heads,
+        ),
+    )
+
+
+def _latent_attention(layout: Layout) -> Sequence[Operator]:
+    model, parallel = layout.model, layout.parallel
+    assert model.latent is not None
+    tokens, rows, hidden = layout.tokens_per_rank, layout.rows_per_rank, model.hidden_size
+    heads = model.heads // parallel.tensor
+    residual = _HALF * rows * hidden
+    gathered = _HALF * tokens * hidden if parallel.sequence_parallel else 0
+    latents = _HALF * rows * sum(model.latent.divided)
+    query, value = (_HALF * tokens * heads * width for width in (model.head_dim, model.value_dim))
+    plain = _HALF * tokens * heads * model.latent.plain_dim
+    padded = query if model.value_dim < model.head_dim else value
+    cut = value if padded > value else 0
+    statistics = _FLOAT * tokens * heads
+    matrices = 3 if model.latent.query_rank is None else 4
+    low = _HALF * tokens * layout.adapter_rank("qkv")
+    adapted = layout.lora is None or layout.adapts("qkv")
+    ring = 2 * (query + padded) + 2 * 2 * (query + padded) + query if parallel.context > 1 else 0
+    largest = 0 if layout.weight_gradients_in_place else _HALF * hidden * heads * model.value_dim
+    backward = 2 * query + query + padded + 2 * query + statistics + ring
+    if layout.recompute == "selective":
+        core = Operator("attention", 2 * query + value + value, 2 * padded, backward + padded + statistics)
+    else:
+        core = Operator("attention", 2 * query + 2 * padded + cut + statistics, value + ring, backward)
+    projected = query + plain + value  # before what is rotated is joined with the rest
+    return (
+        Operator(
+            "norm and down projections",
+            (2 if adapted else 1) * residual + 2 * latents + _FLOAT * 3 * rows + matrices * low,
+            gathered + latents,
+            2 * residual + 2 * latents + gathered + _HALF * tokens * hidden,
+        ),
+        Operator("up projections, rotary", 0, projected + 2 * query + value, projected + 2 * query + value),
+        core,
+        Operator(
+            "output projection",
+            _HALF * rows * layout.adapter_rank("o"),
+            _HALF * tokens * hidden + (residual if layout.adapts("o") else 0),
+            residual + (gathered or residual) + value + largest,
         ),
     )
 

@@ -99,8 +99,10 @@ def _engine(
     model: HFConfig, gpu: Gpu, gpus: int, workload: Workload, tensor: int, usable: int, settings: EngineSettings
 ) -> EnginePlan:
     weights = int(settings.bytes_of(whole_model(model)) // tensor)
-    kv_heads = max(1, model.kv_heads // tensor)
-    kv_per_token = (settings.cache_element or settings.element) * 2 * model.attention_layers * kv_heads * model.head_dim
+    width = 2 * max(1, model.kv_heads // tensor) * model.head_dim
+    if model.latent:  # the latent vector and the rotary key, whole on every rank
+        width = model.latent.rank + model.latent.rotary_dim
+    kv_per_token = (settings.cache_element or settings.element) * model.attention_layers * width
     room = usable - weights - WORKSPACE if settings.kv_cache is None else settings.kv_cache
     concurrent = max(0, room // (kv_per_token * workload.sequence + _state(model, settings) // tensor))
     engines = max(1, gpus // tensor)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron_dppo.planner.adapters import adapter_calls, adapter_tensors, adapter_work
 from megatron_dppo.planner.gpus import Efficiency, efficiency_of
-from megatron_dppo.planner.parameters import stage_layers, trained_parameters
+from megatron_dppo.planner.parameters import layer_parameters, stage_layers, trained_parameters
 from megatron_dppo.planner.workload import Layout
 
 
@@ -100,8 +100,8 @@ def head_time(layout: Layout, e: Efficiency) -> PassTime:
 
 def layer_time(layout: Layout, layer: int, e: Efficiency) -> PassTime:
     """The GPU's time for one decoder layer; the backward without recomputed layers, but with a recomputed attention."""
-    mixer = _delta_rule if layout.model.is_delta_layer(layer) else _attention
-    total = mixer(layout, e) + _mlp(layout, layer, e) + _adapters(layout, layer, e)
+    mixer = _delta_rule(layout, e) if layout.model.is_delta_layer(layer) else _attention(layout, layer, e)
+    total = mixer + _mlp(layout, layer, e) + _adapters(layout, layer, e)
     if layout.recompute == "selective" and not layout.model.is_delta_layer(layer):
         core = _core_attention(layout) / (layout.gpu.bf16_flops * e.attention_forward)
         total += PassTime(0.0, core)
@@ -144,11 +144,12 @@ def _core_attention(layout: Layout) -> float:
     return 2 * layout.tokens_per_rank * layout.attention_span * heads * layout.model.head_dim
 
 
-def _attention(layout: Layout, e: Efficiency) -> PassTime:
+def _attention(layout: Layout, layer: int, e: Efficiency) -> PassTime:
     model, parallel, gpu = layout.model, layout.parallel, layout.gpu
     tokens, rows, hidden = layout.tokens_per_rank, layout.rows_per_rank, model.hidden_size
     q, k = (n * model.head_dim / parallel.tensor for n in (model.heads, model.kv_heads))
-    products = 2 * tokens * hidden * (2 * q + 2 * k) / (gpu.bf16_flops * e.dense)
+    weights = layer_parameters(model, parallel, layer).attention
+    products = 2 * tokens * weights / (gpu.bf16_flops * e.dense)
     core = _core_attention(layout)
     bytes_moved = 2 * (rows * hidden * 7 + tokens * (6 * (q + k) + 2 * k))
     elementwise = bytes_moved / (gpu.memory_bandwidth * e.memory)

@@ -95,6 +95,18 @@ def margins(logits: torch.Tensor, k: int) -> torch.Tensor:
     return best[..., k - 1] - best[..., k]
 
 
+def within_groups(gate: torch.nn.Module, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores `[..., experts]` of a gate, hopeless where an expert's group is not among those whose two best have the
+    largest sums; and by how much the last of those is ahead of the next one."""
+    groups, kept = getattr(gate, "num_group", 1), getattr(gate, "topk_group", 1)
+    if kept == groups:
+        return scores, torch.full(scores.shape[:-1], torch.inf, dtype=scores.dtype)
+    of_group = scores.unflatten(-1, (groups, -1))
+    best = of_group.topk(2, dim=-1).values.sum(-1)
+    allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(kept).indices, True)
+    return of_group.masked_fill(~allowed[..., None], -1e9).flatten(-2), margins(best, kept)
+
+
 def force_routes(model: PreTrainedModel, routes: Routes | None, rows: np.ndarray) -> None:
     """Make every gate of the model pick the recorded experts on `rows`, and its own where there is no record.
 
@@ -109,8 +121,10 @@ def force_routes(model: PreTrainedModel, routes: Routes | None, rows: np.ndarray
             if sigmoid:
                 bias = self.e_score_correction_bias if bias is None else bias
                 scores = logits.sigmoid() + bias
-            chosen = scores.topk(self.top_k, dim=-1).indices
             own = torch.from_numpy(~routes.valid[rows]) if routes is not None else slice(None)
+            scores, ahead = within_groups(self, scores)
+            assert (ahead[own] > MARGIN).all(), f"layer {index}: the choice of groups is {ahead[own].min()} from a tie"
+            chosen = scores.topk(self.top_k, dim=-1).indices
             ahead = margins(scores, self.top_k)[own]
             assert (ahead > MARGIN).all(), f"layer {index}: a router's choice is {ahead.min()} from a tie; other seeds"
             if routes is not None:

@@ -50,6 +50,12 @@ MIXED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-next": ("qwen3_next", {}),
     "qwen3-next-mixed": ("qwen3_next", {"mlp_only_layers": [1], "full_attention_interval": 3}),
+    "deepseek-v3": ("deepseek_v3", {}),
+    "moonlight": (
+        "deepseek_v3",
+        {"q_lora_rank": None, "rope_scaling": None, "n_group": 1, "num_experts_per_tok": 3, "n_shared_experts": 2},
+    ),
+    "glm4-moe-lite": ("glm4_moe_lite", {}),
     "mixed": ("qwen3_moe", {"mlp_only_layers": [0], "decoder_sparse_step": 2, "norm_topk_prob": False}),
 }
 

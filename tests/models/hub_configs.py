@@ -57,6 +57,11 @@ _YARN_BY_HAND = {"factor": 4.0, "original_max_position_embeddings": 32768, "type
 """What the model cards of Qwen2.5 and Qwen3 tell to add for long texts."""
 _DUAL_CHUNK = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
 
+
+def _without(config: Config, name: str) -> Config:
+    return {key: value for key, value in config.items() if key != name}
+
+
 _QWEN3: Config = {name: value for name, value in CONFIGS["Qwen3-8B"].items() if name not in _SIZES}
 _QWEN3_MOE: Config = {name: value for name, value in CONFIGS["Qwen3-30B-A3B"].items() if name not in _SIZES}
 _30B = (2048, 6144, 48, 32, 4)
@@ -240,6 +245,12 @@ LOADED: dict[str, Config] = {
     "Qwen/Qwen3-Next-80B-A3B-Thinking": CONFIGS["Qwen3-Next-80B-A3B"]
     | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262144}},
     "MiniMaxAI/MiniMax-M2, without its 8-bit numbers": CONFIGS["MiniMax-M2"],
+    "deepseek-ai/DeepSeek-V3.1, without its 8-bit numbers": CONFIGS["DeepSeek-V3"] | {"pretraining_tp": 1},
+    "moonshotai/Kimi-K2-Instruct, without its 8-bit numbers": CONFIGS["Kimi-K2"] | {"aux_loss_alpha": 0.001},
+    "moonshotai/Kimi-K2-Instruct-0905": CONFIGS["Kimi-K2"]
+    | {"max_position_embeddings": 262144, "rope_scaling": CONFIGS["Kimi-K2"]["rope_scaling"] | {"factor": 64.0}},
+    "moonshotai/Moonlight-16B-A3B": CONFIGS["Moonlight-16B-A3B"],
+    "zai-org/GLM-4.7-Flash": CONFIGS["GLM-4.7-Flash"],
     "huggyllama/llama-7b": _sized(
         _LLAMA2, *_7B, max_position_embeddings=2048, rms_norm_eps=1e-06, pad_token_id=0, pretraining_tp=_ABSENT
     ),
@@ -406,6 +417,33 @@ REFUSED: dict[str, tuple[Config, str]] = {
     "GLM that rotates 45 of 128": (
         CONFIGS["GLM-4.5-Air"] | {"partial_rotary_factor": 0.352},
         "partial_rotary_factor",
+    ),
+    "deepseek-ai/DeepSeek-V3": (CONFIGS["DeepSeek-V3"] | {"quantization_config": _FP8}, "quantization_config"),
+    "DeepSeek that scores by softmax": (CONFIGS["DeepSeek-V3"] | {"scoring_func": "softmax"}, "scoring_func"),
+    "DeepSeek without its bias": (_without(CONFIGS["DeepSeek-V3"], "topk_method"), "topk_method"),
+    "DeepSeek with experts in every other layer": (CONFIGS["DeepSeek-V3"] | {"moe_layer_freq": 2}, "moe_layer_freq"),
+    "deepseek-ai/DeepSeek-V3.2's index": (CONFIGS["DeepSeek-V3"] | {"index_topk": 2048}, "index_topk"),
+    "DeepSeek that rotates halves": (CONFIGS["DeepSeek-V3"] | {"rope_interleave": False}, "rope_interleave"),
+    "DeepSeek with biases": (CONFIGS["DeepSeek-V3"] | {"attention_bias": True}, "attention_bias"),
+    "DeepSeek with fewer keys": (CONFIGS["DeepSeek-V3"] | {"num_key_value_heads": 8}, "num_key_value_heads"),
+    "DeepSeek, stretched": (
+        CONFIGS["DeepSeek-V3"] | {"rope_scaling": {"type": "linear", "factor": 4.0}},
+        "rope_type 'linear'",
+    ),
+    "DeepSeek, scaled by half of it": (
+        CONFIGS["DeepSeek-V3"] | {"rope_scaling": _without(CONFIGS["DeepSeek-V3"]["rope_scaling"], "mscale")},
+        "rope_parameters.mscale_all_dim",
+    ),
+    "DeepSeek whose engine would not scale": (
+        CONFIGS["DeepSeek-V3"]
+        | {"rope_scaling": CONFIGS["DeepSeek-V3"]["rope_scaling"] | {"apply_yarn_scaling": False}},
+        "apply_yarn_scaling",
+    ),
+    "DeepSeek with another epsilon": (CONFIGS["DeepSeek-V3"] | {"rms_norm_eps": 1e-4}, "rms_norm_eps"),
+    "DeepSeek with a rank that is none": (CONFIGS["DeepSeek-V3"] | {"kv_lora_rank": 0}, "kv_lora_rank"),
+    "GLM-4.7-Flash with other dense layers for vLLM": (
+        CONFIGS["GLM-4.7-Flash"] | {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 45},
+        "first_k_dense_replace",
     ),
     "OLMoE, its weights normalised": (CONFIGS["OLMoE-1B-7B"] | {"norm_topk_prob": True}, "norm_topk_prob"),
     "OLMoE with clipped projections": (CONFIGS["OLMoE-1B-7B"] | {"clip_qkv": 8.0}, "clip_qkv"),

@@ -30,6 +30,8 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "8x7B-tp2-pp2-ep4": ("Mixtral-8x7B", 16, {"tensor": 2, "pipeline": 2, "expert": 4, "sequence_parallel": True}),
     "106B-tp4-pp2-ep8": ("GLM-4.5-Air", 16, {"tensor": 4, "pipeline": 2, "expert": 8, "sequence_parallel": True}),
     "229B-tp4-pp2-ep8": ("MiniMax-M2", 16, {"tensor": 4, "pipeline": 2, "expert": 8, "sequence_parallel": True}),
+    "671B-tp4-pp4-ep32": ("DeepSeek-V3", 128, {"tensor": 4, "pipeline": 4, "expert": 32, "sequence_parallel": True}),
+    "30B-mla-tp2-ep8": ("GLM-4.7-Flash", 8, {"tensor": 2, "expert": 8, "sequence_parallel": True}),
     "1B-7B-tp4-ep8": ("OLMoE-1B-7B", 8, {"tensor": 4, "expert": 8, "sequence_parallel": True}),
     "3B-tp8-pp2": ("OctoThinker-3B", 16, {"tensor": 8, "pipeline": 2, "sequence_parallel": True}),
 }
@@ -85,7 +87,9 @@ def blocks_of_rank(process: int, name: str, world_size: int, layout: dict[str, A
 
 
 def _marked(layout: str) -> Any:
-    return pytest.param(layout, marks=pytest.mark.full) if layout.startswith(("235B", "229B", "106B")) else layout
+    return (
+        pytest.param(layout, marks=pytest.mark.full) if layout.startswith(("671B", "235B", "229B", "106B")) else layout
+    )
 
 
 @pytest.mark.parametrize("layout", [_marked(layout) for layout in LAYOUTS])

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.family import amended
+from megatron_dppo.models.family import transformers_config
 from megatron_dppo.models.hf_config import resolve_hf_config
 from megatron_dppo.models.packed_logits import packed_logits
 from megatron_dppo.models.rope import rope_frequencies
@@ -57,6 +57,13 @@ def cut(config: dict[str, Any]) -> dict[str, Any]:
         "moe_intermediate_size": 24,
         "n_routed_experts": 8,
         "rotary_dim": 16,
+        "q_lora_rank": config.get("q_lora_rank") and 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_group": config.get("n_group") if config.get("n_group") != 8 else 2,
+        "topk_group": config.get("topk_group") if config.get("n_group") != 8 else 1,
         "first_k_dense_replace": 1,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
@@ -80,7 +87,7 @@ def publish(folder: Path, config: dict[str, Any], seed: int) -> None:
     """Random weights by transformers, from the file alone, and what they give."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    model = AutoModelForCausalLM.from_config(amended(AutoConfig.from_pretrained(folder)), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(transformers_config(folder), dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -137,7 +144,10 @@ def test_sizes_are_read_as_published(name: str) -> None:
         config[field]
         for field in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
     )
-    assert model.head_dim == config.get("head_dim", model.hidden_size // model.heads)
+    usual = model.hidden_size // model.heads
+    if model.latent:
+        usual = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    assert model.head_dim == config.get("head_dim", usual)
     assert model.tied == config["tie_word_embeddings"]
 
 

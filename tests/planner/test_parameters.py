@@ -41,6 +41,10 @@ LAYOUTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     ],
     "MiniMax-M2": [(16, {"tensor": 4, "pipeline": 2, "expert": 8, "sequence_parallel": True})],
     "Qwen3-Next-80B-A3B": [(32, {"tensor": 2, "pipeline": 4, "expert": 8, "sequence_parallel": True})],
+    "DeepSeek-V3": [(128, {"tensor": 2, "pipeline": 4, "expert": 32, "sequence_parallel": True})],
+    "Kimi-K2": [(256, {"pipeline": 4, "expert": 64})],
+    "Moonlight-16B-A3B": [(1, {}), (8, {"tensor": 2, "expert": 8, "sequence_parallel": True})],
+    "GLM-4.7-Flash": [(8, {"tensor": 4, "expert": 8, "sequence_parallel": True})],
     "OctoThinker-3B": [(1, {}), (24, {"tensor": 8, "pipeline": 3, "sequence_parallel": True})],
 }
 LORA = LoraConfig(rank=32)

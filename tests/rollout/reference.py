@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatron_dppo.batch import RolloutBatch
+from tests.actor.reference import within_groups
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Reference:
 
     logps    float64 `[N, V]` log-softmax of logits / temperature that the token was drawn from; 0 for first tokens
     experts  `[N, L, k]` expert ids of the token's own forward, best first
-    margin   `[N, L]` score of the last chosen expert minus that of the first one left out
+    margin   `[N, L]` score of the last chosen expert minus that of the first one left out, or of groups if less
     """
 
     logps: np.ndarray
@@ -46,10 +47,11 @@ def reference(model: PreTrainedModel, batch: RolloutBatch, temperature: float = 
         out = model(ids)
         logps = torch.log_softmax(out.logits[0].double() / temperature, dim=-1)
         parts.append(torch.cat([torch.zeros_like(logps[:1]), logps[:-1]]))
-        scores = torch.stack([_scores(block, seen[i].double()) for i, block in enumerate(blocks)], dim=1)
+        of_layers = [within_groups(block.gate, _scores(block, seen[i].double())) for i, block in enumerate(blocks)]
+        scores, ahead = (torch.stack(each, dim=1) for each in zip(*of_layers, strict=True))
         best = scores.topk(topk + 1, dim=-1)
         experts.append(best.indices[..., :topk])
-        margins.append(best.values[..., topk - 1] - best.values[..., topk])
+        margins.append(torch.minimum(best.values[..., topk - 1] - best.values[..., topk], ahead))
     for hook in hooks:
         hook.remove()
     return Reference(torch.cat(parts).numpy(), torch.cat(experts).numpy(), torch.cat(margins).numpy())

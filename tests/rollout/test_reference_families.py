@@ -52,6 +52,9 @@ LATENT = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
+    "num_experts_per_tok": 2,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
 }
 SOFTMAX = {"num_experts": 8, "num_experts_per_tok": 2}
 FAMILIES: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
@@ -59,7 +62,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
     "olmoe": (SOFTMAX, (0, 1, 2), 2),
     "qwen3_moe": (SOFTMAX | {"moe_intermediate_size": 24, "mlp_only_layers": [1]}, (0, 2), 2),
     "glm4_moe": (SIGMOID | {"use_qk_norm": True, "num_experts_per_tok": 2}, (1, 2), 2),
-    "deepseek_v3": (SIGMOID | LATENT, (1, 2), 3),
+    "deepseek_v3": (SIGMOID | LATENT, (1, 2), 2),
     "gpt_oss": ({"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}, (0, 1, 2), 2),
     "minimax_m2": (
         {

@@ -9,8 +9,19 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.architecture import Architecture, DeltaRule, MoE, QKNorm
-from megatron_dppo.models.names import QKV, Buffer, ByKeyHead, Columns, GateUp, Sections, Table, Vocabulary, Whole
+from megatron_dppo.models.architecture import Architecture, DeltaRule, Latent, MoE, QKNorm
+from megatron_dppo.models.names import (
+    QKV,
+    Buffer,
+    ByKeyHead,
+    Columns,
+    GateUp,
+    Rows,
+    Sections,
+    Table,
+    Vocabulary,
+    Whole,
+)
 
 
 def words(text: str) -> frozenset[str]:
@@ -99,6 +110,27 @@ STACKED_EXPERTS = {_FC1: f"{_H}.mlp.experts.gate_up_proj", _FC2: f"{_H}.mlp.expe
 """How transformers 5 holds the experts of a layer."""
 
 
+def latent_attention(model: Architecture) -> Table:
+    """Of a layer whose keys and values are made of a latent vector, and its two norms."""
+    here, there = f"{_L}.self_attention", f"{_H}.self_attn"
+    query: Table = {f"{here}.linear_q_proj.weight": Rows(f"{there}.q_proj.weight", "query")}
+    if model.latent and model.latent.query_rank:
+        query = {
+            f"{here}.linear_q_down_proj.weight": Rows(f"{there}.q_a_proj.weight", "query_latent"),
+            f"{here}.linear_q_up_proj.weight": Rows(f"{there}.q_b_proj.weight", "query", "query_latent"),
+            f"{here}.q_layernorm.weight": Whole(f"{there}.q_a_layernorm.weight", ("query_latent",)),
+        }
+    return {
+        f"{_L}.input_layernorm.weight": Whole(f"{_H}.input_layernorm.weight"),
+        **query,
+        f"{here}.linear_kv_down_proj.weight": Rows(f"{there}.kv_a_proj_with_mqa.weight", "latent_down"),
+        f"{here}.linear_kv_up_proj.weight": Rows(f"{there}.kv_b_proj.weight", "latent_up", "latent"),
+        f"{here}.kv_layernorm.weight": Whole(f"{there}.kv_a_layernorm.weight", ("latent",)),
+        f"{here}.linear_proj.weight": Columns(f"{there}.o_proj.weight", cols="value"),
+        f"{_L}.pre_mlp_layernorm.weight": Whole(f"{_H}.post_attention_layernorm.weight"),
+    }
+
+
 def qk_norm(query: str = "head_dim", key: str = "head_dim") -> Table:
     """Norms of queries and keys, of these sizes."""
     return {
@@ -179,6 +211,62 @@ def check_sigmoid(topk: int, *, normalise: bool, groups: int = 1, group_topk: in
         )
 
 
+def sigmoid_moe(config: PreTrainedConfig, dense: Any) -> MoE:
+    """Experts by sigmoid scores and correction bias, `n_group` groups of them, shared ones beside; the first `dense`
+    layers have none."""
+    layers = whole(config, "num_hidden_layers")
+    if isinstance(dense, bool) or not isinstance(dense, int) or not 0 <= dense < layers:
+        raise UserError(f"first_k_dense_replace is {dense!r}; of {layers} layers at least one must have experts")
+    available, groups, chosen = whole(config, "n_routed_experts"), whole(config, "n_group"), whole(config, "topk_group")
+    active, normalise = topk(config, available), bool(config.norm_topk_prob)
+    check_sigmoid(active, normalise=normalise, groups=groups, group_topk=chosen, experts=available)
+    return MoE(
+        experts=available,
+        topk=active,
+        intermediate_size=whole(config, "moe_intermediate_size"),
+        normalise=normalise,
+        layers=tuple(layer >= dense for layer in range(layers)),
+        score="sigmoid",
+        bias=True,
+        scaling=number(config, "routed_scaling_factor"),
+        groups=1 if chosen == groups else groups,  # from all groups is without a limit
+        group_topk=1 if chosen == groups else chosen,
+        shared_size=whole(config, "moe_intermediate_size") * whole(config, "n_shared_experts"),
+    )
+
+
+def latent(config: PreTrainedConfig) -> Latent:
+    """Of a config.json with `kv_lora_rank`."""
+    rope = dict(config.rope_parameters or {})
+    kind, factor, mscale = rope.get("rope_type", "default"), rope.get("factor"), rope.get("mscale_all_dim") or 0.0
+    if kind not in ("default", "yarn"):
+        raise UserError(f"rope_type {kind!r} is not supported with latent attention; there are default and yarn")
+    if isinstance(mscale, bool) or not isinstance(mscale, int | float) or not 0 <= mscale < math.inf:
+        raise UserError(f"rope_parameters.mscale_all_dim is {mscale!r}, it must be a number from 0 on")
+    if (pairs := whole(config, "qk_rope_head_dim")) % 2:
+        raise UserError(f"qk_rope_head_dim is {pairs}; pairs are rotated: it must be an even number")
+    if config.num_key_value_heads != config.num_attention_heads:
+        raise UserError(
+            f"num_key_value_heads is {config.num_key_value_heads!r} with num_attention_heads "
+            f"{config.num_attention_heads!r}; latent attention has as many of both"
+        )
+    # transformers' norms of the vectors have an epsilon of 1e-6 and vLLM's the config's: no further apart than this
+    if isinstance(eps := config.rms_norm_eps, int | float) and eps > 1e-5:
+        raise UserError(
+            f"rms_norm_eps is {eps!r}, which vLLM takes for the norms of latent vectors too and transformers does not "
+            "(1e-6): at most 1e-5 is supported"
+        )
+    return Latent(
+        query_rank=None if config.q_lora_rank is None else whole(config, "q_lora_rank"),
+        rank=whole(config, "kv_lora_rank"),
+        plain_dim=whole(config, "qk_nope_head_dim"),
+        rotary_dim=pairs,
+        value_dim=whole(config, "v_head_dim"),
+        yarn_factor=float(factor) if kind == "yarn" and isinstance(factor, int | float) else 1.0,
+        mscale_all_dim=float(mscale) if kind == "yarn" else 0.0,
+    )
+
+
 def decoder(
     config: PreTrainedConfig,
     *,
@@ -189,12 +277,15 @@ def decoder(
     output_gate: bool = False,
     centred_norms: bool = False,
     delta: DeltaRule | None = None,
+    latent: Latent | None = None,
     moe: MoE | None = None,
 ) -> Architecture:
     """The architecture of a usual config.json: sizes that are some, and no sliding window. `partial_rotary`: the model
     type knows `partial_rotary_factor`."""
     heads, kv_heads = whole(config, "num_attention_heads"), whole(config, "num_key_value_heads")
     head_dim, eps = getattr(config, "head_dim", None), config.rms_norm_eps
+    if latent:
+        head_dim = latent.plain_dim + latent.rotary_dim
     if head_dim is not None and (isinstance(head_dim, bool) or not isinstance(head_dim, int) or head_dim < 2):
         raise UserError(f"head_dim is {head_dim!r}, it must be a whole number above 1")
     if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
@@ -221,6 +312,7 @@ def decoder(
         output_gate=output_gate,
         centred_norms=centred_norms,
         delta=delta,
+        latent=latent,
         moe=moe,
     )
 
@@ -276,6 +368,18 @@ def megatron_fields(model: Architecture) -> dict[str, Any]:
             "linear_value_head_dim": model.delta.value_dim,
             "linear_num_key_heads": model.delta.key_heads,
             "linear_num_value_heads": model.delta.value_heads,
+        }
+    if model.latent:
+        fields |= {
+            "q_lora_rank": model.latent.query_rank,
+            "kv_lora_rank": model.latent.rank,
+            "qk_head_dim": model.latent.plain_dim,
+            "qk_pos_emb_head_dim": model.latent.rotary_dim,
+            "v_head_dim": model.latent.value_dim,
+            # The scale of the softmax; the rotation is `models.rope`'s
+            "rope_type": "yarn",
+            "rotary_scaling_factor": model.latent.yarn_factor,
+            "mscale_all_dim": model.latent.mscale_all_dim,
         }
     if model.moe:
         fields |= {

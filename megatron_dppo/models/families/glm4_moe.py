@@ -3,49 +3,23 @@ layers before the first mixture of experts."""
 
 from transformers import PreTrainedConfig
 
-from megatron_dppo.errors import UserError
-from megatron_dppo.models.architecture import Architecture, MoE
+from megatron_dppo.models.architecture import Architecture
 from megatron_dppo.models.families.decoder import (
     ATTENTION,
     DENSE_MLP,
     QKV_BIAS,
     STACKED_EXPERTS,
-    check_sigmoid,
     correction_bias,
     decoder,
     experts,
     further_layers,
-    number,
     qk_norm,
     shared_expert,
-    topk,
-    whole,
+    sigmoid_moe,
     words,
 )
 from megatron_dppo.models.family import Family
 from megatron_dppo.models.names import Table
-
-
-def _moe(config: PreTrainedConfig) -> MoE:
-    layers, dense = whole(config, "num_hidden_layers"), config.first_k_dense_replace
-    if isinstance(dense, bool) or not isinstance(dense, int) or not 0 <= dense < layers:
-        raise UserError(f"first_k_dense_replace is {dense!r}; of {layers} layers at least one must have experts")
-    available, groups, chosen = whole(config, "n_routed_experts"), whole(config, "n_group"), whole(config, "topk_group")
-    active, normalise = topk(config, available), bool(config.norm_topk_prob)
-    check_sigmoid(active, normalise=normalise, groups=groups, group_topk=chosen, experts=available)
-    return MoE(
-        experts=available,
-        topk=active,
-        intermediate_size=whole(config, "moe_intermediate_size"),
-        normalise=normalise,
-        layers=tuple(layer >= dense for layer in range(layers)),
-        score="sigmoid",
-        bias=True,
-        scaling=number(config, "routed_scaling_factor"),
-        groups=1 if chosen == groups else groups,  # from all groups is without a limit
-        group_topk=1 if chosen == groups else chosen,
-        shared_size=whole(config, "moe_intermediate_size") * whole(config, "n_shared_experts"),
-    )
 
 
 def _read(config: PreTrainedConfig) -> Architecture:
@@ -55,7 +29,7 @@ def _read(config: PreTrainedConfig) -> Architecture:
         qk_norm="head" if config.use_qk_norm else "none",
         partial_rotary=True,
         mtp_layers=further_layers(config, "num_nextn_predict_layers"),
-        moe=_moe(config),
+        moe=sigmoid_moe(config, config.first_k_dense_replace),
     )
 
 

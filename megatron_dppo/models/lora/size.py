@@ -17,7 +17,7 @@ GROUPED_ROW_BYTES = 16
 
 
 PARAMETERS: dict[Target, re.Pattern[str]] = {
-    "qkv": re.compile(r".+\.self_attention\.(linear_qkv|in_proj)\.weight"),
+    "qkv": re.compile(r".+\.self_attention\.(linear_qkv|linear_(q|kv)(_down|_up)?_proj|in_proj)\.weight"),
     "o": re.compile(r".+\.self_attention\.(linear_proj|out_proj)\.weight"),
     "mlp": re.compile(r".+\.mlp\.(shared_experts\.)?linear_fc[12]\.weight"),
     "experts": re.compile(r".+\.mlp\.experts\.[^.]+\.linear_fc[12]\.weight"),

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from megatron_dppo.checkpoint.weight_layout import TensorSlot, unpack
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.family import amended
+from megatron_dppo.models.family import transformers_config
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.weight_transfer.manifest import IncompleteSync
 
@@ -22,7 +22,7 @@ def load_model(folder: Path, config: RolloutConfig, device: torch.device) -> Pre
     or the folder holds no weights for it."""
     transformers_logging.disable_progress_bar()
     try:
-        found = amended(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        found = transformers_config(folder)
     except (ValueError, OSError) as error:
         raise UserError(f"{folder}/config.json: transformers has no class for it ({_first_line(error)})") from error
     if getattr(found, "quantization_config", None) is not None:

@@ -152,7 +152,7 @@ def engine_environment(config: RolloutConfig) -> dict[str, str]:
     """Variables that the engine's processes need before they import torch; empty on a GPU."""
     if not on_cpu():
         return {}
-    environment = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(config.cpu_threads)}
+    environment = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(config.cpu_threads), "VLLM_MLA_DISABLE": "1"}
     if config.tensor_parallel > 1:  # it wants a NUMA node for each worker, to bind its threads to
         environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return environment
