@@ -93,7 +93,12 @@ def drive(arguments: argparse.Namespace) -> int:
             running.remove(job)
             free = sorted(free + job.gpus)
             print(f"[{time.monotonic() - start:5.0f} s] {job.case.name}: {'ok' if code == 0 else 'FAILED'}", flush=True)
-    return _finish(arguments.out, folder, failures)
+            # Now, so that whoever ends this program has what was measured.
+            text = _write_report(arguments.out, folder, failures, {other.case.name for other in running})
+            if not waiting and not running:
+                print(text, flush=True)
+    shutil.rmtree(folder)
+    return 1 if failures else 0
 
 
 def _launch(case: Case, gpus: list[int], folder: Path, arguments: argparse.Namespace) -> Job:
@@ -126,10 +131,12 @@ def _visible(gpu: int) -> str:
     return names[gpu] if gpu < len(names) else str(gpu)
 
 
-def _finish(out: Path, folder: Path, failures: dict[str, str]) -> int:
+def _write_report(out: Path, folder: Path, failures: dict[str, str], running: set[str]) -> str:
+    """The report of the cases in `folder` but those that still run, with all logs and traces."""
     from actor_step.report import report
 
-    found = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+    files = [file for file in sorted(folder.glob("*.json")) if file.stem not in running]
+    found = {file.stem: json.loads(file.read_text()) for file in files}
     text = report(found, failures)
     (out / "bench.json").write_text(json.dumps({"cases": found, "failures": failures}, indent=1))
     (out / "bench.md").write_text(text)
@@ -138,9 +145,7 @@ def _finish(out: Path, folder: Path, failures: dict[str, str]) -> int:
     )
     for trace in folder.glob("*.trace.json.gz"):
         shutil.copy(trace, out / trace.name)
-    shutil.rmtree(folder)
-    print(text, flush=True)
-    return 1 if failures else 0
+    return text
 
 
 def _tail(log: Path) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.engine import EngineDead
+from megatron_dppo.rollout.engine import EngineDead, RolloutEngine
 from megatron_dppo.rollout.fleet.host import RemoteEngine
 from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.rollout.vllm.start import check_plugin, shorten_socket_paths
@@ -49,6 +49,35 @@ def test_a_package_that_vllm_cannot_load_is_named_before_it_starts(monkeypatch: 
         bare.setattr(sys, "path", [str(Path(__file__).parents[2] / "docs")])  # where nothing is installed
         with pytest.raises(UserError, match=r"has no installed megatron_dppo.*pip install"):
             check_plugin()
+
+
+def _refuse() -> RolloutEngine:
+    raise UserError("config.json names no eos_token_id; set rollout.stop_token_ids")
+
+
+def _break() -> RolloutEngine:
+    raise KeyError("a field that is not there")
+
+
+def test_a_configuration_that_an_engine_refuses_is_the_users_error(ray_session: RaySession) -> None:
+    """Not the death of a process, of which another is started with the same configuration."""
+    engine = RemoteEngine(_refuse, name="refused")
+    try:
+        with pytest.raises(UserError, match=r"^config.json names no eos_token_id; set rollout.stop_token_ids$"):
+            engine.started.result(120)
+        with pytest.raises(UserError, match="names no eos_token_id"):
+            engine.ask(lambda engine: engine.weight_version, "work").result(60)
+    finally:
+        engine.close()
+
+
+def test_what_ended_an_engines_start_stands_in_the_first_line(ray_session: RaySession) -> None:
+    engine = RemoteEngine(_break, name="broken-at-once")
+    try:
+        with pytest.raises(EngineDead, match=r"^the rollout engine's process is gone: KeyError: 'a field that is not"):
+            engine.started.result(120)
+    finally:
+        engine.close()
 
 
 @pytest.mark.full

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tools.bench_family import read_arguments
+from tests.models.public_configs import CONFIGS
+from tools.bench_family import cut, read_arguments
 
 FIT = ["rollout.placement=fleet", "optimizer.cpu_offload_fraction=0.5"]
 
@@ -23,3 +24,9 @@ def test_two_layers_of_experts_unless_said(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         read_arguments(["GLM-4.5-Air", "--moe-layers", "two", *FIT])
     assert "two" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_answers_can_end(name: str) -> None:
+    """MiniMax-M2 publishes its stop tokens beside config.json, and an engine refuses a model that names none."""
+    assert cut(name, 2)["eos_token_id"] is not None

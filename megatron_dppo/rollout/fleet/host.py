@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import ray
 
-from megatron_dppo.errors import raise_cause
+from megatron_dppo.errors import UserError, raise_cause
 from megatron_dppo.launch.imports import uncollected
 from megatron_dppo.rollout.engine import EngineDead, Lane, RolloutEngine
 
@@ -33,15 +33,22 @@ class EngineHost:
     def __init__(self, make: Callable[[], RolloutEngine], environment: Mapping[str, str], log: str | None) -> None:
         os.environ.update(environment)  # before anything looks for devices
         kept = log is not None and _print_to(log)
+        self._refused: UserError | None = None
         try:
             with uncollected():
                 self._engine = make()  # the engine's library is imported in this process only
+        except UserError as error:
+            # For the first call: of an error that ends a constructor Ray hands on the text alone, and a process that
+            # died would be started again, with the same configuration.
+            self._refused = error
         except RuntimeError as error:
             # A library may say of a core that failed no more than that it did; the reason is what the core printed.
             where = f"what it printed is in {log}" if kept else "what it printed is in the logs of Ray's workers there"
             raise EngineDead(f"the engine did not start on {socket.gethostname()} ({error}); {where}") from error
 
     def run(self, call: Callable[[RolloutEngine], Any]) -> Any:
+        if self._refused is not None:
+            raise self._refused
         return call(self._engine)
 
     def processes(self) -> list[int]:
@@ -136,7 +143,10 @@ def future_of(reference: ray.ObjectRef) -> Future[Any]:
             except Exception as cause:
                 result.set_exception(cause)
         except ray.exceptions.RayActorError as error:
-            result.set_exception(EngineDead(f"the rollout engine's process is gone: {error}"))
+            lines = str(error).strip().splitlines()
+            # Of a constructor that failed Ray says where first, and what was wrong in the last line.
+            said = f"{lines[-1].strip()}\n{error}" if "creation task" in lines[0] else str(error)
+            result.set_exception(EngineDead(f"the rollout engine's process is gone: {said}"))
         except BaseException as error:
             result.set_exception(error)
 
