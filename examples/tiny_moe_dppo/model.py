@@ -78,6 +78,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",
         "use_routing_bias": True,
     },
+    "deepseek_v3": {
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 64,
+        "intermediate_size": 256,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.5,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+    },
     "qwen3_next": _EXPERTS
     | {
         "num_experts": 8,
@@ -96,8 +115,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(tokenizer: PreTrainedTokenizerBase, family: str) -> PreTrainedConfig:
-    """Four layers (GLM's first is dense), eight experts of which two are chosen, grouped-query attention 4:2, untied
-    head.
+    """Four layers (GLM's and DeepSeek's first is dense), eight experts of which two are chosen, grouped-query attention
+    4:2 (DeepSeek's is latent), untied head.
 
     The vocabulary is the tokenizer's own size, which no tensor-parallel size divides: like the large models' it has to
     be padded for training.
@@ -108,7 +127,6 @@ def tiny_config(tokenizer: PreTrainedTokenizerBase, family: str) -> PreTrainedCo
         hidden_size=128,
         num_hidden_layers=4,
         num_attention_heads=4,
-        num_key_value_heads=2,
         tie_word_embeddings=False,
         max_position_embeddings=1024,
         initializer_range=0.02,
@@ -116,7 +134,7 @@ def tiny_config(tokenizer: PreTrainedTokenizerBase, family: str) -> PreTrainedCo
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
-        **FAMILIES[family],
+        **{"num_key_value_heads": 2} | FAMILIES[family],
     )
 
 

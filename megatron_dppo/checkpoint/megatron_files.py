@@ -100,9 +100,10 @@ class _Place:
 
 def refuse_unknown_layers(model: HFConfig, folder: Path) -> None:
     """`UserError` for a model with layers whose form there is not known here."""
-    if model.delta:
+    unknown = "gated delta layers" if model.delta else "latent attention" if model.latent else ""
+    if unknown:
         raise UserError(
-            f"{folder}: folders of Megatron-LM are not supported for models with gated delta layers "
+            f"{folder}: folders of Megatron-LM are not supported for models with {unknown} "
             f"({model.family.model_type}); use a Hugging Face folder or a training state"
         )
 

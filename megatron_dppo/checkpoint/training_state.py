@@ -354,6 +354,11 @@ def _reason(error: BaseException) -> BaseException:
 
 def model_signature(model: HFConfig) -> dict[str, Any]:
     """What two models must agree on for the weights of one to fit the other."""
+    kinds: dict[str, Any] = {}
+    if model.delta:
+        kinds["delta"] = {**asdict(model.delta), "layers": list(model.delta.layers)}
+    if model.latent:
+        kinds["latent"] = asdict(model.latent)
     return {
         "model_type": model.family.model_type,
         "layers": model.layers,
@@ -367,4 +372,4 @@ def model_signature(model: HFConfig) -> dict[str, Any]:
         "experts": model.moe.experts if model.moe else 0,
         "expert_intermediate_size": model.moe.intermediate_size if model.moe else 0,
         "moe_layers": [i for i in range(model.layers) if model.is_moe_layer(i)],
-    } | ({"delta": {**asdict(model.delta), "layers": list(model.delta.layers)}} if model.delta else {})
+    } | kinds

@@ -116,9 +116,12 @@ def test_tensors_that_a_family_names_pass_through(tmp_path: Path) -> None:
     assert same(tensors(tmp_path / "back"), original | further)
 
 
-def test_what_megatron_lm_has_in_another_form_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "next"
-    tiny_model("qwen3_next", path, num_hidden_layers=2)
+@pytest.mark.parametrize(
+    ("family", "what"), [("qwen3_next", "gated delta layers"), ("deepseek_v3", "latent attention")]
+)
+def test_what_megatron_lm_has_in_another_form_is_refused(tmp_path: Path, family: str, what: str) -> None:
+    path = tmp_path / "model"
+    tiny_model(family, path, num_hidden_layers=2)
     (said,) = run_ranks(convert, 1, path, tmp_path / "lm", "--to", "megatron-lm")
-    assert "not supported for models with gated delta layers (qwen3_next)" in said
+    assert f"not supported for models with {what} ({family})" in said
     assert not (tmp_path / "lm").exists()
