@@ -39,15 +39,9 @@ def check_model(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding
 
 
 def _mini_batches(config: Config) -> Finding | None:
-    trainer = config.trainer
-    if not trainer.prompts_per_step % trainer.prompts_per_mini_batch:
-        return None
-    return error(
-        "batch",
-        f"trainer.prompts_per_mini_batch={trainer.prompts_per_mini_batch} does not divide "
-        f"trainer.prompts_per_step={trainer.prompts_per_step}",
-        "choose a divisor",
-    )
+    step, part = config.trainer.prompts_per_step, config.trainer.prompts_per_mini_batch
+    problem = f"trainer.prompts_per_mini_batch={part} does not divide trainer.prompts_per_step={step}"
+    return error("batch", problem, "choose a divisor") if step % part else None
 
 
 def _oversample(config: Config) -> Finding | None:
@@ -296,14 +290,12 @@ def _padded_experts(config: Config, model: HFConfig, ranks: int) -> Finding | No
     if rollout.quantization != "fp8" or model.moe is None or workers == 1:
         return None
     width = model.moe.intermediate_size // workers
-    if not width % 128:
-        return None
-    return warning(
-        "engines",
+    problem = (
         f"rollout.quantization=fp8 with rollout.tensor_parallel={workers}: each GPU has {width} rows of every expert, "
-        f"and vLLM pads them to {-(-width // 128) * 128}: memory and time for nothing",
-        "set rollout.expert_parallel=true, or lower rollout.tensor_parallel",
+        f"and vLLM pads them to {-(-width // 128) * 128}: memory and time for nothing"
     )
+    remedy = "set rollout.expert_parallel=true, or lower rollout.tensor_parallel"
+    return warning("engines", problem, remedy) if width % 128 else None
 
 
 def _positions(config: Config, model: HFConfig, ranks: int) -> Finding | None:
