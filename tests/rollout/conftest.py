@@ -115,11 +115,13 @@ class Served:
 
 @pytest.fixture(scope="package")
 def ray_session() -> Iterator[RaySession]:
-    """The one Ray of this process: a second one would end the first when it is closed. Leaves no process behind."""
+    """The one Ray of this process: a second one would end the first when it is closed. Leaves no process behind; the
+    server of `run_ranks` and torch's keeper of shared memory live as long as this process."""
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with RaySession.start(namespace="tests", object_store_mib=CONFIG.object_store_mib) as session:
         yield session
-    left = [c for c in psutil.Process().children(recursive=True) if c.pid not in before and c.name() != "python"]
+    ours = ("python", "torch_shm_manager")
+    left = [c for c in psutil.Process().children(recursive=True) if c.pid not in before and c.name() not in ours]
     assert not [c for c in left if c.status() != psutil.STATUS_ZOMBIE], f"processes left behind: {left}"
 
 
