@@ -25,19 +25,21 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
-_LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 24,
+_SIGMOID: dict[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
     "num_nextn_predict_layers": 1,
+}
+_LATENT: dict[str, Any] = _SIGMOID | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
 }
 
 _FAMILIES: dict[str, dict[str, Any]] = {
@@ -59,16 +61,11 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "rms_norm_eps": 1e-5,
     },
-    "glm4_moe": {
+    "glm4_moe": _SIGMOID
+    | {
         "head_dim": 32,
         "attention_bias": True,
         "use_qk_norm": True,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 2.5,
-        "num_nextn_predict_layers": 1,
         "rms_norm_eps": 1e-5,
     },
     "minimax_m2": {

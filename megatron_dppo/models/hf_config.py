@@ -192,7 +192,8 @@ def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig
             raise UserError(f"{where}: {name} is {size:,}, more than {limit:,}, which no model has; correct it")
     for name in _LOADER:
         if raw.get(name):
-            hint = "; `megatron-dppo convert` makes plain weights of 8-bit ones" if name == _LOADER[0] else ""
+            convert = "; `megatron-dppo convert` makes plain weights of 8-bit ones"
+            hint = convert if name == "quantization_config" else ""
             raise UserError(f"{where}: {name} is set, which is not supported{hint}")
     raw = {name: value for name, value in raw.items() if name not in _LOADER}
     fixed = decoder.FIXED | dict(family.fixed)

@@ -106,25 +106,6 @@ class Columns(_Named):
 
 
 @dataclass(frozen=True)
-class Rows(_Named):
-    """A `[rows, cols]` matrix whose rows are divided (column-parallel: each rank has a part of the output)."""
-
-    name: str = _name()
-    rows: str = "hidden"
-    cols: str = "hidden"
-
-    def sources(self, model: Architecture) -> dict[str, Shape]:
-        return {self.name: (model.dims[self.rows], model.dims[self.cols])}
-
-    def shape(self, model: Architecture, parts: int) -> Shape:
-        return model.dims[self.rows] // parts, model.dims[self.cols]
-
-    def pieces(self, model: Architecture, part: int, parts: int) -> list[Piece]:
-        height, cols = self.shape(model, parts)
-        return [Piece(self.name, ((part * height, (part + 1) * height), (0, cols)), ((0, height), (0, cols)))]
-
-
-@dataclass(frozen=True)
 class Vocabulary(_Named):
     """`[vocabulary, hidden]`, rows divided after padding the vocabulary. Padding rows have no source: they are zero,
     never exported, and whatever reads logits must leave their columns out."""
@@ -230,8 +211,8 @@ class QKV(_Named):
 
 @dataclass(frozen=True)
 class Sections(_Named):
-    """A tensor of several parts one below the other, `rows` of `Architecture.dims` each, with `tail` dimensions behind:
-    each part is divided among the ranks, and a rank has its shares one below the other."""
+    """A tensor of one or several parts one below the other, `rows` of `Architecture.dims` each, with `tail` dimensions
+    behind: each part is divided among the ranks, and a rank has its shares one below the other."""
 
     name: str = _name()
     rows: tuple[str, ...] = ("hidden",)

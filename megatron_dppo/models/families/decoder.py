@@ -16,7 +16,6 @@ from megatron_dppo.models.names import (
     ByKeyHead,
     Columns,
     GateUp,
-    Rows,
     Sections,
     Table,
     Vocabulary,
@@ -112,19 +111,19 @@ STACKED_EXPERTS = {_FC1: f"{_H}.mlp.experts.gate_up_proj", _FC2: f"{_H}.mlp.expe
 
 def latent_attention(model: Architecture) -> Table:
     """Of a layer whose keys and values are made of a latent vector, and its two norms."""
-    here, there = f"{_L}.self_attention", f"{_H}.self_attn"
-    query: Table = {f"{here}.linear_q_proj.weight": Rows(f"{there}.q_proj.weight", "query")}
+    here, there, down = f"{_L}.self_attention", f"{_H}.self_attn", f"{_H}.self_attn.kv_a_proj_with_mqa"
+    query: Table = {f"{here}.linear_q_proj.weight": Sections(f"{there}.q_proj.weight", ("query",), ("hidden",))}
     if model.latent and model.latent.query_rank:
         query = {
-            f"{here}.linear_q_down_proj.weight": Rows(f"{there}.q_a_proj.weight", "query_latent"),
-            f"{here}.linear_q_up_proj.weight": Rows(f"{there}.q_b_proj.weight", "query", "query_latent"),
+            f"{here}.linear_q_down_proj.weight": Sections(f"{there}.q_a_proj.weight", ("query_latent",), ("hidden",)),
+            f"{here}.linear_q_up_proj.weight": Sections(f"{there}.q_b_proj.weight", ("query",), ("query_latent",)),
             f"{here}.q_layernorm.weight": Whole(f"{there}.q_a_layernorm.weight", ("query_latent",)),
         }
     return {
         f"{_L}.input_layernorm.weight": Whole(f"{_H}.input_layernorm.weight"),
         **query,
-        f"{here}.linear_kv_down_proj.weight": Rows(f"{there}.kv_a_proj_with_mqa.weight", "latent_down"),
-        f"{here}.linear_kv_up_proj.weight": Rows(f"{there}.kv_b_proj.weight", "latent_up", "latent"),
+        f"{here}.linear_kv_down_proj.weight": Sections(f"{down}.weight", ("latent_down",), ("hidden",)),
+        f"{here}.linear_kv_up_proj.weight": Sections(f"{there}.kv_b_proj.weight", ("latent_up",), ("latent",)),
         f"{here}.kv_layernorm.weight": Whole(f"{there}.kv_a_layernorm.weight", ("latent",)),
         f"{here}.linear_proj.weight": Columns(f"{there}.o_proj.weight", cols="value"),
         f"{_L}.pre_mlp_layernorm.weight": Whole(f"{_H}.post_attention_layernorm.weight"),

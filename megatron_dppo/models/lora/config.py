@@ -25,10 +25,9 @@ class LoraConfig(ConfigModel):
     alpha: float = Field(default=64.0, gt=0.0)
     """The adapter's output is multiplied by `alpha / rank`."""
     targets: tuple[Target, ...] = TARGETS
-    """Layers that get adapters: query, key and value, with latent attention all matrices
-    that they are made by ("qkv"), the attention's output projection ("o"), dense MLPs and
-    the experts that every token passes ("mlp"), and every expert that is chosen ("experts"). The router, the norms, the
-    embedding and the LM head stay as they are."""
+    """Layers that get adapters: query, key and value, with latent attention all matrices that they are made by ("qkv"),
+    the attention's output projection ("o"), dense MLPs and the experts that every token passes ("mlp"), and every
+    expert that is chosen ("experts"). The router, the norms, the embedding and the LM head stay as they are."""
     adapter: Path | None = None
     """Folder of a PEFT adapter (adapter_config.json, adapter_model.safetensors) to start from, of the same rank, alpha
     and targets; null starts from the base model."""
