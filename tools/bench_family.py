@@ -1,7 +1,8 @@
 """The whole loop with a family's published shapes cut to a few layers of experts, random weights, vLLM and R3.
 
-    python tools/bench_family.py GLM-4.5-Air rollout.placement=fleet   # its dense layer and 2 with experts
+    python tools/bench_family.py GLM-4.5-Air rollout.placement=fleet   # a dense layer and 2 with experts
     python tools/bench_family.py GLM-4.5-Air --moe-layers 1 2 rollout.placement=fleet   # and the full depth's MFU
+    python tools/bench_family.py DeepSeek-V3 --moe-layers 1 lora.rank=32                # adapters
     python tools/bench_family.py MiniMax-M2 rollout.placement=fleet optimizer.cpu_offload_fraction=0.5
 
 By the planner two layers with experts are 112 GiB for a trainer of GLM-4.5-Air and 150 for one of MiniMax-M2. With
@@ -48,11 +49,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def cut(name: str, moe_layers: int) -> dict[str, Any]:
-    """The published configuration with its dense layers and so many of experts, and none that predict further. Where
-    the stop tokens are published in another file than config.json, the tokenizer's is taken."""
+    """The published configuration with one of its dense layers, if any, and so many of experts, and none that predict
+    further. Where the stop tokens are published in another file than config.json, the tokenizer's is taken."""
     config = {"eos_token_id": byte_tokenizer().eos_token_id} | CONFIGS[name]
     further = {field: 0 for field in ("num_nextn_predict_layers", "num_mtp_modules") if field in config}
-    layers = config.get("first_k_dense_replace", 0) + moe_layers
+    dense = min(1, config.get("first_k_dense_replace", 0))
+    further |= {"first_k_dense_replace": dense} if dense else {}
+    layers = dense + moe_layers
     if "full_attention_interval" in config:  # one of each kind in turn
         further |= {"layer_types": [("linear_attention", "full_attention")[layer % 2] for layer in range(layers)]}
     return config | further | {"num_hidden_layers": layers}
@@ -84,6 +87,7 @@ def planned_gib(config: Config, model: HFConfig, gpus: int, tokens: float, seque
         microbatch_tokens=int(min(tokens / gpus, config.actor.max_tokens_per_microbatch)),
         attention_span=int(tokens / sequences),
         optimizer_offload=config.optimizer.cpu_offload_fraction,
+        lora=config.lora,
     )
     return stage_memory(layout, 0, 1).peak / GIB
 
