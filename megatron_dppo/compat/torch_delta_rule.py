@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 from typing import Any
 
@@ -10,11 +11,14 @@ import torch
 import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import common, gdn
 from torch.utils.checkpoint import checkpoint
-from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from megatron_dppo.compat.packed_attention import grid_position
 
 _log = logging.getLogger(__name__)
+
+# The decorated function calls flash-linear-attention where that is installed, whose backward may refuse to run.
+plain_rule = inspect.unwrap(modeling_qwen3_next.torch_chunk_gated_delta_rule)
 
 
 def patch_delta_rule() -> None:
@@ -83,7 +87,7 @@ def chunk_gated_delta_rule(
     forward keeps nothing but these."""
 
     def rule(*packed: torch.Tensor) -> torch.Tensor:
-        out, _ = torch_chunk_gated_delta_rule(*[_to_grid(x, cu_seqlens) for x in packed])
+        out, _ = plain_rule(*[_to_grid(x, cu_seqlens) for x in packed])
         return _from_grid(out, cu_seqlens)
 
     return checkpoint(rule, query, key, value, g, beta, use_reentrant=False, preserve_rng_state=False), None

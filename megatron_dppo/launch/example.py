@@ -143,7 +143,7 @@ _TRIAL = (
     "task.kind=reasoning-gym",  # the experiment's questions are a download too
     "task.dataset=chain_sum",
     "task.data=null",
-    "task.rewards=[]",
+    "task.rewards=[{kind: python, path: 'megatron_dppo.launch.example:coin'}]",
     "evaluation.every=0",
     "evaluation.sets=[]",
     "rollout.max_response_tokens=1024",
@@ -156,6 +156,13 @@ _TRIAL = (
     "trainer.export_hugging_face=false",
 )
 """What `--random-weights` sets, before the command line's own overrides."""
+
+
+def coin(**unused: object) -> float:
+    """0 or 1 at random. No answer of random weights is right, and where all rewards of a group are equal its advantages
+    are 0 and no backward of the LM head is computed: a step would seem faster than it is. Its answers tell nothing
+    apart: hardly an id of the published vocabulary is one of the byte-level tokenizer's, so that many are empty."""
+    return float(os.urandom(1)[0] % 2)
 
 
 def run_experiment(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,7 @@ from tests.distributed import run_ranks
 from tests.megatron import build_from
 from tests.tiny import VOCAB_SIZE, tiny_model
 
+ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = [37, 1, 64, 130, 5]
 HEADS, KEY, VALUE = 3, 8, 6
 
@@ -107,3 +111,32 @@ def test_no_state_passes_from_one_sequence_to_the_next(tmp_path: Path) -> None:
     assert np.abs(beside[after] - together[after]).max() < 2e-6 * size
     assert np.abs(beside - together)[: LENGTHS[0]].max() > 0.1
     assert np.abs(joined - together)[after].max() > 0.1
+
+
+def test_the_rule_is_plain_torch_whatever_is_installed(tmp_path: Path) -> None:
+    """transformers' own name for it is a wrapper, which calls flash-linear-attention where that can be imported."""
+    package = tmp_path / "fla/ops/gated_delta_rule"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "def chunk_gated_delta_rule(q, k, v, g, beta):\n    raise RuntimeError('fla')\n"
+    )
+    for folder in (tmp_path / "fla", tmp_path / "fla/ops"):
+        (folder / "__init__.py").write_text("")
+    program = """
+import torch
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as wrapped
+from megatron_dppo.compat.torch_delta_rule import chunk_gated_delta_rule
+q = torch.ones(1, 3, 1, 2)
+g = torch.zeros(1, 3, 1)
+try:
+    wrapped(q, q, q, g=g, beta=g)
+except RuntimeError as error:
+    print("wrapped:", error)
+out, _ = chunk_gated_delta_rule(q, q, q, g=g, beta=g + 0.5)
+print("ours:", list(out.shape))
+"""
+    path = os.pathsep.join([str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-c", program]
+    environment = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.splitlines() == ["wrapped: fla", "ours: [1, 3, 1, 2]"], done.stderr[-2000:]

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.config.load import load_config
+from megatron_dppo.launch.example import coin
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/run_tiny_moe_dppo.sh"
@@ -231,3 +232,9 @@ def test_what_an_image_holds_makes_the_models(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         config = json.loads((out / "config.json").read_text())
         assert (config["model_type"], config["num_hidden_layers"]) == ("qwen3_moe", layers)
+
+
+def test_rewards_of_random_weights_differ_within_a_group() -> None:
+    """So that all of a step is computed: of the LM head's rows those without a gradient are left out."""
+    rewards = [coin(response="", question="", metadata={}) for _ in range(64)]
+    assert {0.0, 1.0} == set(rewards)
