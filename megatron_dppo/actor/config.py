@@ -24,8 +24,9 @@ class ActorConfig(ConfigModel):
     """A sequence over that budget stops the run ("refuse") or gets a microbatch of its own ("alone")."""
     token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """How tokens reach their experts. With allgather all microbatches are padded to the longest."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation: nothing, core attention ("selective"), or whole layers."""
+    recompute: Literal["none", "activation", "selective", "full"] = "none"
+    """Activation recomputation: nothing, the experts' gated SiLU ("activation", on GPUs), core attention ("selective"),
+    or whole layers."""
     router_replay: ReplayMode = "r3"
     """Experts of the training forward: the engine's ("r3", needs `rollout.router_replay`), the trainer's own of the
     pass before the update ("r2", needs a preset with a recomputed anchor), or what the live router says ("none").

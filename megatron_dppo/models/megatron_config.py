@@ -8,10 +8,11 @@ from typing import Any, Literal
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.parallel import ParallelConfig, uneven_layout
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "activation", "selective", "full"]
 
 
 def transformer_config(
@@ -30,7 +31,8 @@ def transformer_config(
     """Megatron-Core's config of `model` under `parallel`, for the device at hand.
 
     params_dtype      of weights and activations: float32, bfloat16 or float16
-    recompute         activations kept: all, all but the attention core (selective), layer inputs only (full)
+    recompute         activations kept: all, all but the experts' gated SiLU (activation) or the attention core
+                      (selective), layer inputs only (full)
     router_dtype      of the router's logits and probabilities; None is params_dtype
     token_dispatcher  how tokens reach their experts; with allgather a pipeline's microbatches must be equally long
     load_balancing_loss, router_z_loss  coefficients; 0 leaves the loss out
@@ -78,7 +80,7 @@ def transformer_config(
         "batch_p2p_comm": parallel.chunks == 1,
         "pipeline_model_parallel_layout": uneven_layout(model.layers, parallel.pipeline, parallel.chunks),
     }
-    fields |= _recompute(recompute)
+    fields |= _recompute(recompute, gpu and model.moe is not None)
     pre_softmax = described.get("moe_router_pre_softmax")
     if model.moe:
         fields |= {
@@ -102,9 +104,16 @@ def transformer_config(
     return config
 
 
-def _recompute(recompute: Recompute) -> dict[str, Any]:
+def _recompute(recompute: Recompute, experts_in_one_launch: bool) -> dict[str, Any]:
+    if recompute == "activation" and not experts_in_one_launch:
+        raise UserError(
+            "actor.recompute=activation is for experts on GPUs; a model without experts, or on a CPU, takes none, "
+            "selective or full"
+        )
     if recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if recompute == "activation":
+        return {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
     if recompute == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     return {}

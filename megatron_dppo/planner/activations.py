@@ -21,7 +21,7 @@ rows that reach its experts, h hidden, q and k the query and key-value widths on
                       probabilities and mask [S, E] (`release_dispatched`)        8 S E
     experts, fc1      rows sorted by expert, their probabilities                  2 R h + 4 R
     SwiGLU            both halves                                                 2 R 2 f
-    fc2               its input                                                   2 R f
+    fc2               its input; with "activation" it is computed again           2 R f; nothing
     combine           nothing
 
 A layer that has a gated delta rule in place of attention (c: queries, keys and values, v: values, n heads of key size d
@@ -255,6 +255,7 @@ def _experts(layout: Layout) -> Sequence[Operator]:
     gate_up = layout.expert_rows * 2 * width * _HALF
     down = gate_up // 2
     local = moe.experts // parallel.expert
+    again = layout.recompute == "activation"
     # A product's weight gradients exist apart only where they are not added to the float32 buffer in place.
     fc2 = 0 if layout.weight_gradients_in_place else _HALF * local * width * hidden
     lora = layout.adapter_rank("experts")
@@ -285,9 +286,9 @@ def _experts(layout: Layout) -> Sequence[Operator]:
         Operator("SwiGLU", gate_up, held, residual + down + gate_up),
         Operator(
             "experts, fc2",
-            (down if adapted else 0) + low,
-            held + (3 if lora else 1) * received + (0 if adapted else down),
-            residual + received + down + fc2,
+            (0 if again else down if adapted else 0) + low,
+            held + (3 if lora else 1) * received + (down if again or not adapted else 0),
+            residual + received + (2 if again else 1) * down + fc2,
         ),
         Operator("combine", 0, held + 2 * received, residual + received + max(received, sent)),
     )

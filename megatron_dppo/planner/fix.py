@@ -86,7 +86,12 @@ def _changed(run: Run, kinds: tuple[_Kind, ...]) -> Iterator[_Change]:
 
 
 def _recompute(run: Run) -> Iterator[_Change]:
-    leaner: dict[Recompute, tuple[Recompute, ...]] = {"none": ("full",), "selective": ("none", "full"), "full": ()}
+    leaner: dict[Recompute, tuple[Recompute, ...]] = {
+        "none": ("activation", "full") if run.layout.model.moe else ("full",),
+        "activation": ("full",),
+        "selective": ("none", "full"),
+        "full": (),
+    }
     for recompute in leaner[run.layout.recompute]:
         yield (f"actor.recompute={recompute}",), _with(run, recompute=recompute)
 

@@ -13,11 +13,10 @@ from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.planner.engine import EngineSettings
 from megatron_dppo.planner.gpus import Gpu
 from megatron_dppo.planner.plan import Plan, largest_utilization, make_plan
-from megatron_dppo.planner.workload import EXPERT_IMBALANCE, Layout, Recompute, Workload
+from megatron_dppo.planner.workload import EXPERT_IMBALANCE, RECOMPUTE, Layout, Recompute, Workload
 
 SIZES = (1, 2, 4, 8)
 """Tensor- and context-parallel sizes: powers of two within a node."""
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 """From the fastest to the leanest."""
 
 
@@ -108,7 +107,9 @@ def _leanest_needed(
 ) -> Plan:
     """The plan with the first recomputation that fits with a margin, else the first that fits, else the last."""
     barely: Plan | None = None
-    kinds: tuple[Recompute, ...] = (wanted.recompute,) if wanted.recompute else RECOMPUTE
+    kinds = tuple(kind for kind in RECOMPUTE if model.moe or kind != "activation")
+    if wanted.recompute:
+        kinds = (wanted.recompute,)
     for recompute in kinds:
         layout = Layout(
             model=model,

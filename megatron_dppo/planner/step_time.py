@@ -99,7 +99,7 @@ def head_time(layout: Layout, e: Efficiency) -> PassTime:
 
 
 def layer_time(layout: Layout, layer: int, e: Efficiency) -> PassTime:
-    """The GPU's time for one decoder layer; the backward without recomputed layers, but with a recomputed attention."""
+    """The GPU's time for one decoder layer; the backward without recomputed layers, but with what is within."""
     mixer = _delta_rule(layout, e) if layout.model.is_delta_layer(layer) else _attention(layout, layer, e)
     total = mixer + _mlp(layout, layer, e) + _adapters(layout, layer, e)
     if layout.recompute == "selective" and not layout.model.is_delta_layer(layer):
@@ -213,7 +213,9 @@ def _mlp(layout: Layout, layer: int, e: Efficiency) -> PassTime:
     comm = 2 * all_to_all(layout, 2 * sent, e)
     if parallel.expert_tensor > 1:
         comm += 2 * all_gather(layout, 2 * received * hidden, parallel.expert_tensor, parallel.expert_tensor, e)
-    routed = PassTime(products + elementwise + comm, _backward_products(layout) * products + 1.2 * elementwise + comm)
+    again = 2 * 3 * received * width / (gpu.memory_bandwidth * e.memory) if layout.recompute == "activation" else 0.0
+    backward = _backward_products(layout) * products + 1.2 * elementwise + again + comm
+    routed = PassTime(products + elementwise + comm, backward)
     return routed + _dense(layout, moe.shared_size, e) if moe.shared_size else routed
 
 

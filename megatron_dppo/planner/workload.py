@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 EXPERT_IMBALANCE = 1.2
 """Rows of the fullest expert-parallel rank over the mean, where nothing else is said."""
 
-type Recompute = Literal["none", "selective", "full"]
+type Recompute = Literal["none", "activation", "selective", "full"]
+RECOMPUTE: tuple[Recompute, ...] = ("none", "activation", "selective", "full")
 
 
 @dataclass(frozen=True)

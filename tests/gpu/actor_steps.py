@@ -223,7 +223,7 @@ def overlaps(bench: Bench) -> dict[str, Any]:
 def recompute(bench: Bench) -> dict[str, Any]:
     """Loss and norm of an update with activations kept and recomputed, recorded routes replayed."""
     found = {}
-    for how in ("none", "selective", "full"):
+    for how in ("none", "activation", "selective", "full"):
         metrics = bench.updates(bench.actor(case=Case(recompute=how)), 1)[0]
         found[how] = [metrics["optimizer/loss"], metrics["optimizer/grad_norm"]]
     return found

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_dppo.models.experts.activation import WeightedSwiGLU
+from megatron_dppo.models.experts.activation import WeightedSwiGLU, recompute_for_backward
 from megatron_dppo.models.experts.grouped import GroupedLinear, stacked, unusable
 from megatron_dppo.models.experts.module import _line_up, _one_launch
 
@@ -100,6 +100,26 @@ def test_activation_times_probability(dtype: torch.dtype, rows: int) -> None:
         assert got is not None
         assert wanted is not None
         torch.testing.assert_close(got.double(), wanted, **tolerance)
+
+
+def test_an_activation_is_computed_again_for_the_backward() -> None:
+    """Nothing of it is held in between, whoever kept it, and gradients are the same to the bit."""
+    found = []
+    for again in (False, True):
+        torch.manual_seed(1)
+        gate_up, probability = torch.randn(7, 12, requires_grad=True), torch.rand(7, requires_grad=True)
+        down, adapter = torch.randn(6, 5, requires_grad=True), torch.randn(6, 5, requires_grad=True)
+        weighted = WeightedSwiGLU.apply(gate_up, probability)
+        output = weighted @ down + weighted @ adapter
+        if again:
+            recompute_for_backward(output, weighted, gate_up, probability)
+            assert weighted.untyped_storage().nbytes() == 0
+        output.square().sum().backward()
+        found.append([one.grad for one in (gate_up, probability, down, adapter)])
+    for plain, other in zip(*found, strict=True):
+        assert plain is not None
+        assert other is not None
+        assert (plain == other).all()
 
 
 class Grouped(torch.nn.Module):

@@ -78,6 +78,8 @@ def test_what_each_way_to_save_memory_saves() -> None:
         return stage_memory(layout(4, layers=8, **changes), 0, 4).peak / GIB
 
     assert peak(recompute="full", expert=4) < peak(expert=4) - 10
+    rows, width = 16384 * 8, 768
+    assert peak(expert=4) - peak(recompute="activation", expert=4) == pytest.approx(8 * 2 * rows * width / GIB)
     assert peak(tensor=2, sequence_parallel=True, expert=4) < peak(expert=4)
     assert peak(context=2, expert=4) < peak(expert=4)
     assert peak(expert=4) < peak(expert=2) < peak()

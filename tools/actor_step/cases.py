@@ -10,6 +10,7 @@ from typing import Any, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.paper.make_shapes import SHAPES
+from megatron_dppo.planner.workload import Recompute
 
 QWEN3_30B_A3B: dict[str, Any] = SHAPES | {"max_position_embeddings": 40960}
 TINY = {
@@ -65,7 +66,7 @@ class Case:
     layers: int
     layout: dict[str, Any] = field(default_factory=dict)
     measure: Literal["time", "depth", "agreement", "experts"] = "time"
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     microbatches: int = 2
     cross_entropy: bool = True
     """Also plain cross-entropy training through Megatron-Core's own loss."""
@@ -133,6 +134,7 @@ def _depths(name: str, gpus: int, layers: tuple[int, int], **options: Any) -> li
 CASES = [
     Case("b2", 2, 8, _TP2_EP2, recompute="selective", wgrad_arm=True, trace=True),
     Case("a1", 1, 4, cross_entropy=False, optimizer_arm=True, recompute_logp=True, most_rounds=40, trace=True),
+    Case("a1-activation", 1, 4, recompute="activation", cross_entropy=False, predicted=True),
     Case("a1-wgrad", 1, 4, cross_entropy=False, wgrad_arm=True),
     Case("a1-small", 1, 2, offload=True),
     Case("a1-replay", 1, 4, cross_entropy=False, replay_rounds=80),

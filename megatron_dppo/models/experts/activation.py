@@ -69,5 +69,21 @@ class WeightedSwiGLU(torch.autograd.Function):
         return d_gate_up, d_probability
 
 
+def recompute_for_backward(output: Tensor, weighted: Tensor, gate_up: Tensor, probability: Tensor) -> None:
+    """Free `weighted = WeightedSwiGLU(gate_up, probability)`, of which `output` was made, until `output`'s gradient is
+    there: whoever keeps it for the backward keeps an empty storage, filled again before it is read."""
+    storage = weighted.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    gate_up, probability = gate_up.detach(), probability.detach()
+
+    def refill(grad: Tensor) -> None:
+        storage.resize_(size)
+        with torch.no_grad():
+            weighted.data.copy_(WeightedSwiGLU.apply(gate_up, probability))
+
+    output.register_hook(refill)
+
+
 def _exact(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)

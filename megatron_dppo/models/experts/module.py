@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
-from megatron_dppo.models.experts.activation import WeightedSwiGLU
+from megatron_dppo.models.experts.activation import WeightedSwiGLU, recompute_for_backward
 from megatron_dppo.models.experts.grouped import GroupedLinear, stacked, unusable
 
 
@@ -67,8 +67,8 @@ class OneLaunchExperts(TEGroupedMLP):
             return "probabilities on the input, or biases"
         if not self.config.gated_linear_unit or self.config.activation_func is not torch.nn.functional.silu:
             return "an activation that is not gated SiLU"
-        if self.activation_recompute or self.offload_expert_fc1 or self.offload_moe_act:
-            return "recomputed or offloaded activations"
+        if self.offload_expert_fc1 or self.offload_moe_act:
+            return "offloaded activations"
         for linear in (self.linear_fc1, self.linear_fc2):
             if linear.stack() is None:
                 return "weights that do not lie next to each other"
@@ -95,6 +95,8 @@ class OneLaunchExperts(TEGroupedMLP):
         gate_up, _ = self.linear_fc1(hidden, ends)
         weighted = WeightedSwiGLU.apply(gate_up, permuted_probs)
         output, _ = self.linear_fc2(weighted, ends)
+        if self.activation_recompute and output.requires_grad:
+            recompute_for_backward(output, weighted, gate_up, permuted_probs)
         return output, None
 
 
