@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 
 import torch
@@ -15,7 +14,7 @@ from megatron_dppo.checkpoint.weight_buckets import Source, WeightBuckets, by_ma
 from megatron_dppo.checkpoint.weight_layout import extent, unpack
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import Owned, owned_parameters
-from megatron_dppo.models.names import Block, Shape, is_expert
+from megatron_dppo.models.names import Block, Piece, Shape, is_expert
 
 BUCKET_BYTES = 128 * 2**20
 
@@ -31,6 +30,24 @@ class ExportedTensor:
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
+
+
+class _Local:
+    """A block that this rank sends. A view of a parameter is made once, and again when the parameter has other memory:
+    ten thousands of experts' matrices would take longer to cut out at every sync than to send."""
+
+    def __init__(self, owned: Owned, piece: Piece) -> None:
+        self._owned, self._piece = owned, piece
+        self._view: torch.Tensor | None = None
+
+    def __call__(self) -> torch.Tensor:
+        parameter = self._owned.parameter
+        view = self._view
+        if view is None or view.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
+            view = self._owned.block(self._piece)
+            if self._owned.adapter is None:
+                self._view = view
+        return view
 
 
 class ShardExporter:
@@ -64,7 +81,7 @@ class ShardExporter:
             replica = groups.expt_dp if is_expert(owned.name) else groups.dp_cp
             if replica.rank() == 0:
                 for piece in owned.pieces:
-                    self._local[piece.hf_name, piece.source] = partial(owned.block, piece)
+                    self._local[piece.hf_name, piece.source] = _Local(owned, piece)
                     dtypes[piece.hf_name] = owned.parameter.dtype
         published: list[tuple[list[tuple[str, Block]], dict[str, torch.dtype]]] = [([], {})] * dist.get_world_size()
         dist.all_gather_object(published, (list(self._local), dtypes))

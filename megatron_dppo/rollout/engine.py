@@ -81,7 +81,8 @@ class TransferTerms:
     source_rank: Mapping[int, int] = field(default_factory=dict)
     """Of each training rank that sends: its number in the communicator."""
     buffers: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    """Handles of two buffers that trade places, by the UUID of the GPU that they are on."""
+    """Handles of two buffers that trade places, and of the turns in which they are used, by the UUID of the GPU that
+    they are on."""
     close: bool = False
     """Leave the communicator and let go of shared buffers."""
 
@@ -93,7 +94,7 @@ class WorkerReport:
     load_s: float
     """Seconds to load, receiving included."""
     load_host_s: float | None = None
-    """Of these, the host's own work; None where buckets came one by one."""
+    """Of these, the host's own work; None where buckets came with calls."""
     finish_s: float
     """Seconds from the last bucket until the layers were whole."""
     gpu_used_gib: float | None = None
@@ -174,8 +175,8 @@ class RolloutEngine(Protocol):
         """Load a bucket that came with the call."""
         ...
 
-    def receive_shared(self, version: int, number: int) -> None:
-        """Load bucket `number` out of the shared buffers; they may be written again when this returns."""
+    def receive_shared(self, version: int) -> None:
+        """Load every bucket out of the shared buffers, as they come to be there; returns when all are loaded."""
         ...
 
     def receive_group(self, version: int) -> None:

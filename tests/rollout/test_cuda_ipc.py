@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from megatron_dppo.rollout.weight_transfer.cuda_ipc import take_back
+from megatron_dppo.rollout.weight_transfer.cuda_ipc import Shared, take_back
 
 COUNTERS = 10_000
 """References that torch counts in one file of shared memory (`CUDA_IPC_REF_COUNTER_FILE_SIZE`)."""
@@ -23,6 +22,6 @@ def test_the_sender_closes_what_no_reader_did() -> None:
     counters[5] = 0
     names = inspect.signature(rebuild_cuda_tensor).parameters
     handles = [{"ref_counter_handle": file, "ref_counter_offset": offset} for offset in (3, 5, 7)]
-    take_back(pickle.dumps([tuple(handle.get(name) for name in names) for handle in handles]))
+    take_back(Shared([tuple(handle.get(name) for name in names) for handle in handles], turns="", timeout_s=1.0))
     assert (counters == 0).nonzero().flatten().tolist() == [3, 5, 7]
     assert int(counters.sum()) == COUNTERS - 3

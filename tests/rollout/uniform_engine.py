@@ -79,7 +79,7 @@ class UniformEngine:
         for slot in bucket.slots:
             self._manifest.check(slot.name, slot.shape)
 
-    def receive_shared(self, version: int, number: int) -> None:
+    def receive_shared(self, version: int) -> None:
         raise NotImplementedError
 
     def receive_group(self, version: int) -> None:

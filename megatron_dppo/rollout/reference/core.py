@@ -168,7 +168,7 @@ class ReferenceCore:
 
         await self._between_steps(start)
 
-    async def load(self, version: int, what: Bucket | int | None) -> None:
+    async def load(self, version: int, what: Bucket | Literal["shared", "group"]) -> None:
         def load() -> None:
             start = time.perf_counter()
             if isinstance(what, Bucket):

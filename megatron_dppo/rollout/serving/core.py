@@ -94,9 +94,9 @@ class Core(Protocol):
         """Open an update."""
         ...
 
-    async def load(self, version: int, what: Bucket | int | None) -> None:
-        """Load a bucket that came with the call, the one of that number out of the shared buffers, or (None) all of
-        them from the communicator."""
+    async def load(self, version: int, what: Bucket | Literal["shared", "group"]) -> None:
+        """Load a bucket that came with the call, or all of the layouts: out of the shared buffers, or from the
+        communicator."""
         ...
 
     async def finish_update(self, version: int) -> list[WorkerSync]:

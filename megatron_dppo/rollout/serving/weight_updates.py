@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import Literal
 
 from megatron_dppo.checkpoint.weight_layout import Bucket, TensorSlot
 from megatron_dppo.rollout.engine import EngineClosed, TransferTerms, WorkerReport
 from megatron_dppo.rollout.event_loop import EventLoop
 from megatron_dppo.rollout.serving.core import Core
-from megatron_dppo.rollout.weight_transfer.manifest import ChecksumMismatch, IncompleteSync, Manifest
+from megatron_dppo.rollout.weight_transfer.manifest import ChecksumMismatch, Manifest
 
 
 class Gate:
@@ -81,8 +82,8 @@ class WeightUpdates[C: Core]:
         self.cut, self._timeout = cut, timeout_s
         self._buckets = 0
         """How many the layouts of `agree` have."""
-        self._came: set[int] = set()
-        """Those that came in the sync under way."""
+        self._came = False
+        """Whether they came in the sync under way."""
 
     @property
     def weight_version(self) -> int:
@@ -114,7 +115,7 @@ class WeightUpdates[C: Core]:
                 self._loop.run(self._gate.emptied())
                 self._loop.run(self._core.hold(cut=False))
             self._manifest.begin()
-            self._came.clear()
+            self._came = False
             self._loop.run(self._core.start_update(), timeout=self._timeout)
 
     def receive_bucket(self, version: int, bucket: Bucket) -> None:
@@ -123,17 +124,13 @@ class WeightUpdates[C: Core]:
             self._note(bucket.slots)
             self._loop.run(self._core.load(version, bucket), timeout=self._timeout)
 
-    def receive_shared(self, version: int, number: int) -> None:
-        """Let the core load bucket `number` of the layouts out of the shared buffers."""
-        with self._failure(version):
-            self._loop.run(self._core.load(version, number), timeout=self._timeout)
-            self._came.add(number)
+    def receive_shared(self, version: int) -> None:
+        """Let the core load every bucket of the layouts out of the shared buffers."""
+        self._receive(version, "shared")
 
     def receive_group(self, version: int) -> None:
         """Let the core receive every bucket of the layouts from the communicator."""
-        with self._failure(version):
-            self._loop.run(self._core.load(version, None), timeout=2 * self._timeout)
-            self._came.update(range(self._buckets))
+        self._receive(version, "group")
 
     def end_update(self, version: int, checksums: Mapping[int, int] | None = None) -> list[WorkerReport]:
         """Check that every tensor came, let the core finish, compare checksums and open the gate.
@@ -143,8 +140,6 @@ class WeightUpdates[C: Core]:
         with self._failure(version):
             if not self._came:
                 self._manifest.end()
-            elif len(self._came) != self._buckets:
-                raise IncompleteSync(f"{len(self._came)} of {self._buckets} buckets came")
             synced = self._loop.run(self._core.finish_update(version), timeout=self._timeout)
             for worker, one in enumerate(synced):
                 wrong = sorted(i for i, value in (checksums or {}).items() if one.checksums.get(i) != value)
@@ -166,6 +161,11 @@ class WeightUpdates[C: Core]:
         self._gate.syncing = False
         with suppress(Exception):  # the gate is shut whatever becomes of this; the first error is the one to report
             self._loop.run(self._core.abandon_update(version), timeout=self._timeout)
+
+    def _receive(self, version: int, way: Literal["shared", "group"]) -> None:
+        with self._failure(version):
+            self._loop.run(self._core.load(version, way), timeout=2 * self._timeout)
+            self._came = True
 
     @contextmanager
     def _failure(self, version: int) -> Iterator[None]:

@@ -92,7 +92,7 @@ class VllmCore:
         await self.engine.start_weight_update()
         self._receiving = True
 
-    async def load(self, version: int, what: Bucket | int | None) -> None:
+    async def load(self, version: int, what: Bucket | Literal["shared", "group"]) -> None:
         info: dict[str, Any] = {"version": version}
         with MemorySegment() if isinstance(what, Bucket) else nullcontext() as segment:
             if isinstance(what, Bucket):
@@ -100,7 +100,7 @@ class VllmCore:
                 segment.write(what.payload)
                 info |= {"segment": segment.path, "size": len(what.payload), "slots": pickle.dumps(what.slots)}
             else:
-                info |= {"group": True} if what is None else {"shared": what}
+                info["way"] = what
             await self._update(info)
 
     async def finish_update(self, version: int) -> list[WorkerSync]:

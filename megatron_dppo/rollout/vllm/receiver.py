@@ -2,18 +2,19 @@
 a communicator.
 
 Runs in the engine-core process (or its workers), where vLLM calls it through its weight-transfer API:
-`start_weight_update`, then `update_weights` per bucket (once for a whole broadcast), then `finish_weight_update`.
-vLLM's layerwise reloading does the rest: tensors by Hugging Face name are buffered until their layer is complete, then
-processed into kernel format and copied into the storage the kernels already use.
+`start_weight_update`, then `update_weights` per bucket (once for all buckets of known layouts), then
+`finish_weight_update`. Of known layouts most tensors are copied straight into the parameters that kernels use
+(`views.py`). The rest is left to vLLM's layerwise reloading: tensors by Hugging Face name are buffered until their
+layer is complete, then processed into kernel format and copied into the storage the kernels already use.
 """
 
 from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -25,10 +26,11 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from megatron_dppo.checkpoint.weight_layout import EXPERT, TensorSlot, unpack
+from megatron_dppo.checkpoint.weight_layout import EXPERT, BucketLayout, TensorSlot, unpack
 from megatron_dppo.compat.vllm_cpu import repack_tied_head
 from megatron_dppo.rollout.engine import Rendezvous, TransferTerms
 from megatron_dppo.rollout.vllm.layers import KeptKernels, incomplete_layers, wrongly_quantised
+from megatron_dppo.rollout.vllm.views import TrialLoad, ViewLoader
 from megatron_dppo.rollout.weight_transfer.incoming import Incoming, let_go
 from megatron_dppo.rollout.weight_transfer.segment import read_segment
 
@@ -54,11 +56,14 @@ class BucketLoader:
         """Where each expert of a layer is among this worker's; -1 for another worker's."""
         self._stacks: dict[str, torch.Tensor] = {}
         self._missing: dict[str, int] = {}
+        self.views: ViewLoader | None = None
+        """Takes what it can of the buckets of the update under way."""
 
-    def load(self, slots: Iterable[TensorSlot], payload: torch.Tensor) -> None:
+    def load(self, slots: Sequence[TensorSlot], payload: torch.Tensor) -> None:
         """Load a bucket. `payload`: uint8, on any device; on a GPU asynchronous, in the current stream's order."""
+        left = slots if self.views is None else self.views.load(slots, payload)
         dense: list[tuple[str, torch.Tensor]] = []
-        for slot, tensor in unpack(slots, payload):
+        for slot, tensor in unpack(left, payload):
             if slot.experts is None:
                 dense.append((slot.name, self._keep(tensor)))
             elif (layer := self._layer_of(slot)) is None:
@@ -85,32 +90,58 @@ class BucketLoader:
         redundant = layer.moe_config.num_experts - layer.moe_config.num_logical_experts
         return None if redundant else layer
 
-    def _collect(self, layer: RoutedExperts, slot: TensorSlot, tensor: torch.Tensor) -> None:
+    def own_experts(self, slot: TensorSlot) -> int | None:
+        """How many experts of a stack are this worker's; None where its layer needs them one by one."""
+        layer = self._layer_of(slot)
+        return None if layer is None else sum(place >= 0 for place in self._places[layer.layer_name])
+
+    def runs(self, slot: TensorSlot) -> list[tuple[int, int, int]]:
+        """(source, target, count) of the slot's consecutive experts that are this worker's: number in the slot, place
+        among this worker's."""
+        layer = self._layer_of(slot)
+        assert layer is not None
         assert slot.experts is not None
-        places, local = self._places[layer.layer_name], layer.local_num_experts
-        first, stop = slot.experts
-        rows = [(number - first, places[number]) for number in range(first, stop) if places[number] >= 0]
-        if not rows:
+        runs: list[tuple[int, int, int]] = []
+        for source, number in enumerate(range(*slot.experts)):
+            target = self._places[layer.layer_name][number]
+            if target < 0:
+                continue
+            if runs and (source - runs[-1][0], target - runs[-1][1]) == (runs[-1][2], runs[-1][2]):
+                runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+            else:
+                runs.append((source, target, 1))
+        return runs
+
+    def hand_over(self, slot: TensorSlot, stack: torch.Tensor) -> None:
+        """Let vLLM load all of this worker's experts of a slot's layer and matrix, `[experts, *slot.shape]`."""
+        layer = self._layer_of(slot)
+        assert layer is not None
+        name, shard = _matrices(layer)[slot.name.partition(f".{EXPERT}.")[2]]
+        places = self._places[layer.layer_name]
+        parameter = getattr(layer, name)
+        parameter.weight_loader(
+            param=parameter,
+            loaded_weight=stack,
+            weight_name=f"{layer.layer_name}.{name}",
+            shard_id=shard,
+            expert_id=next(number for number, place in enumerate(places) if place >= 0),  # others are ignored
+            return_success=True,
+        )
+
+    def _collect(self, layer: RoutedExperts, slot: TensorSlot, tensor: torch.Tensor) -> None:
+        runs, local = self.runs(slot), layer.local_num_experts
+        if not runs:
             return
         stack = self._stacks.get(slot.name)
         if stack is None:
             stack = torch.empty((local, *slot.shape), dtype=tensor.dtype, device=self._device)
             self._stacks[slot.name], self._missing[slot.name] = stack, local
-        for source, target, count in _runs(rows):
+        for source, target, count in runs:
             stack[target : target + count].copy_(tensor[source : source + count], non_blocking=True)
-        self._missing[slot.name] -= len(rows)
+            self._missing[slot.name] -= count
         if self._missing[slot.name] == 0:
             del self._missing[slot.name]
-            name, shard = _matrices(layer)[slot.name.partition(f".{EXPERT}.")[2]]
-            parameter = getattr(layer, name)
-            parameter.weight_loader(
-                param=parameter,
-                loaded_weight=self._stacks.pop(slot.name),
-                weight_name=f"{layer.layer_name}.{name}",
-                shard_id=shard,
-                expert_id=next(number for number, place in enumerate(places) if place >= 0),  # others are ignored
-                return_success=True,
-            )
+            self.hand_over(slot, self._stacks.pop(slot.name))
 
 
 def _matrices(layer: RoutedExperts) -> dict[str, tuple[str, str]]:
@@ -125,17 +156,6 @@ def _matrices(layer: RoutedExperts) -> dict[str, tuple[str, str]]:
 def _places(layer: RoutedExperts) -> list[int]:
     manager = layer.expert_map_manager
     return [int(manager.map_global_to_local(number)) for number in range(layer.moe_config.num_experts)]
-
-
-def _runs(rows: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """(source, target, count) of consecutive rows."""
-    runs: list[tuple[int, int, int]] = []
-    for source, target in rows:
-        if runs and (source - runs[-1][0], target - runs[-1][1]) == (runs[-1][2], runs[-1][2]):
-            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
-        else:
-            runs.append((source, target, 1))
-    return runs
 
 
 @dataclass
@@ -168,10 +188,8 @@ class BucketUpdate(WeightTransferUpdateInfo):
     """Bytes of that payload."""
     slots: bytes = b""
     """Pickled `TensorSlot`s of that bucket."""
-    shared: int | None = None
-    """Number of a bucket that lies in the shared buffers."""
-    group: bool = False
-    """True receives every bucket from the communicator."""
+    way: Literal["", "shared", "group"] = ""
+    """How every bucket of the layouts comes."""
     abandon: bool = False
     """True drops what came since `start_weight_update`; the model is then a mixture and must not be used."""
 
@@ -195,15 +213,20 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
         self.incomplete: list[str] = []
         """Of the last sync: see `incomplete_layers`."""
         self._kernels: KeptKernels | None = None
+        self._views: ViewLoader | None = None
+        """For buckets of the layouts that were agreed on."""
         self._incoming: int | None = None
         self._buckets = Incoming(self.device)
         self._loader = BucketLoader(self.model, self.device)
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
         parallel = self.parallel_config
+        layouts: list[BucketLayout] | None = None if init_info.layouts is None else pickle.loads(init_info.layouts)
+        if layouts is not None:
+            self._learn(layouts)
         self._buckets.agree(
             TransferTerms(
-                layouts=None if init_info.layouts is None else pickle.loads(init_info.layouts),
+                layouts=layouts,
                 group=None if init_info.group is None else Rendezvous(**init_info.group),
                 first_rank=init_info.first_rank,
                 source_rank=dict(init_info.source_rank),
@@ -218,12 +241,8 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
         self.version = None
         self._buckets.begin()
         self.checksums, self.measured = {}, {}
-        for parameter in self.model.parameters():  # it asks loaders for their names, and MiniMax has partial functions
-            loader = getattr(parameter, "weight_loader", None)
-            if loader is not None and not hasattr(loader, "__name__"):
-                loader.__name__ = type(loader).__name__
-        self._kernels = self._kernels or KeptKernels(self.model)
-        initialize_layerwise_reload(self.model)
+        self._loader.views = self._views
+        self._open()
 
     def receive_weights(self, update_info: BucketUpdate) -> None:
         if update_info.abandon:
@@ -231,9 +250,12 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
             return
         self._incoming = update_info.version
         start = time.perf_counter()
-        if update_info.group or update_info.shared is not None:
-            self._buckets.take(None if update_info.group else update_info.shared, self._load)
+        if update_info.way:
+            self._buckets.take(update_info.way, self._load)
         else:
+            if self._loader.views is not None:  # these buckets are others
+                self._loader.views = None
+                self._open()
             slots: list[TensorSlot] = pickle.loads(update_info.slots)
             self._loader.load(slots, read_segment(update_info.segment, update_info.size))
         if self.device.type == "cuda":
@@ -243,10 +265,7 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
     def finish_weight_update(self) -> None:
         start = time.perf_counter()
         self.incomplete = [] if self._incoming is None else incomplete_layers(self.model)
-        finalize_layerwise_reload(self.model, self.model_config)
-        if self._kernels is not None:
-            self._kernels.put_back()
-        repack_tied_head(self.model)
+        self._close()
         self.checksums = self._buckets.checksums()
         self.version, self._incoming = None if self.incomplete else self._incoming, None
         let_go(self.device)
@@ -261,6 +280,41 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         raise NotImplementedError("weights are sent by megatron_dppo.trainer.weight_sync")
+
+    def _learn(self, layouts: list[BucketLayout]) -> None:
+        """Find out by a trial load which tensors of `layouts` can be copied to their places. To be called during an
+        update, before anything has come: the weights are random afterwards."""
+        self._abandon()
+        self._views = self._loader.views = self.version = None
+        self._open()
+        trial = TrialLoad(self.model, layouts, self.device, self._loader.own_experts)
+        recorder = trial.load(self._loader.hand_over)
+        whole = not incomplete_layers(self.model)
+        self._close()
+        if whole:
+            self._views = ViewLoader(self.model, layouts, trial.views(recorder), self._loader.runs)
+        self._loader.views = self._views
+        self._open()
+
+    def _open(self) -> None:
+        """Let vLLM expect weights, in those layers that are not loaded by views."""
+        for parameter in self.model.parameters():  # it asks loaders for their names, and MiniMax has partial functions
+            loader = getattr(parameter, "weight_loader", None)
+            if loader is not None and not hasattr(loader, "__name__"):
+                loader.__name__ = type(loader).__name__
+        self._kernels = self._kernels or KeptKernels(self.model)
+        initialize_layerwise_reload(self._reloaded)
+
+    def _close(self) -> None:
+        """Let vLLM finish what came."""
+        finalize_layerwise_reload(self._reloaded, self.model_config)
+        if self._kernels is not None:
+            self._kernels.put_back()
+        repack_tied_head(self.model)
+
+    @property
+    def _reloaded(self) -> Any:
+        return self.model if self._loader.views is None else self._loader.views.layers
 
     def _load(self, slots: Sequence[TensorSlot], payload: torch.Tensor) -> None:
         start = time.perf_counter()

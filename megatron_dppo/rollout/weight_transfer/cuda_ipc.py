@@ -6,6 +6,7 @@ import inspect
 import os
 import pickle
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.weight_transfer.turns import Emptying
 
 
 def check_allocator() -> None:
@@ -32,19 +34,31 @@ def gpu_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def share(buffers: list[torch.Tensor]) -> bytes:
-    """What another process needs to open these CUDA tensors (`open_shared`). They must outlive its use of them."""
-    return pickle.dumps([reduce_tensor(buffer)[1] for buffer in buffers])
+@dataclass(frozen=True)
+class Shared:
+    """What another process needs to open buffers of this one (`open_shared`), which must outlive its use of them."""
+
+    buffers: list[Any]
+    """Arguments of torch's `rebuild_cuda_tensor`."""
+    turns: str
+    """Path of the turns in which they are used."""
+    timeout_s: float
+    """For each turn."""
 
 
-def take_back(shared: bytes) -> None:
+def share(buffers: list[torch.Tensor], turns: str, timeout_s: float) -> Shared:
+    """CUDA tensors for a process on the same GPU."""
+    return Shared([reduce_tensor(buffer)[1] for buffer in buffers], turns, timeout_s)
+
+
+def take_back(shared: Shared) -> None:
     """Let go of what `share` returned, once nobody opens it any more. To be called by the process that shared.
 
     torch frees shared memory when a process has closed it, and cannot be told that none will come: an engine that is
     down, or is not among those of this sync, would cost the GPU its buffers for good. So this process closes what
     nobody did. Not what was closed: the count has no sign, and one below zero would keep the memory as well.
     """
-    for arguments in pickle.loads(shared):
+    for arguments in shared.buffers:
         named = inspect.signature(rebuild_cuda_tensor).bind(*arguments).arguments
         counter = named["ref_counter_handle"], named["ref_counter_offset"]
         if _open(*counter):
@@ -59,14 +73,17 @@ def _open(handle: bytes, offset: int) -> bool:
         return int.from_bytes(file.read(8), sys.byteorder, signed=True) > 0
 
 
-def open_shared(handles: dict[str, bytes], device: torch.device) -> list[torch.Tensor]:
-    """The buffers that the process on `device`'s own GPU shared; handles are by GPU."""
+def open_shared(handles: dict[str, bytes], device: torch.device) -> tuple[list[torch.Tensor], Emptying]:
+    """The buffers that the process on `device`'s own GPU shared, and this end of the turns; handles are pickled
+    `Shared`s by GPU."""
     mine = handles.get(gpu_uuid(device))
     if mine is None:
         raise RuntimeError(f"no trainer rank shares buffers on this worker's GPU, {gpu_uuid(device)}: {list(handles)}")
+    shared: Shared = pickle.loads(mine)
+    turns = Emptying(shared.turns, shared.timeout_s)
     opened = []
-    for arguments in pickle.loads(mine):
+    for arguments in shared.buffers:
         rebuilt: list[Any] = list(arguments)
         rebuilt[6] = device.index  # the sender's number of the GPU need not be ours
         opened.append(rebuild_cuda_tensor(*rebuilt))
-    return opened
+    return opened, turns

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -12,7 +12,8 @@ from megatron_dppo.checkpoint.weight_layout import BucketLayout, TensorSlot
 from megatron_dppo.rollout.engine import TransferTerms
 from megatron_dppo.rollout.weight_transfer.cuda_ipc import open_shared
 from megatron_dppo.rollout.weight_transfer.group import WeightGroup
-from megatron_dppo.rollout.weight_transfer.manifest import checksum, sampled
+from megatron_dppo.rollout.weight_transfer.manifest import checksum, sampled, values_of
+from megatron_dppo.rollout.weight_transfer.turns import Emptying
 
 Load = Callable[[Sequence[TensorSlot], torch.Tensor], None]
 """Takes the tensors of a bucket's slots out of its payload, which is written again when this returns; on a GPU
@@ -28,6 +29,7 @@ class Incoming:
         self._group: WeightGroup | None = None
         self._source_rank: dict[int, int] = {}
         self._buffers: list[torch.Tensor] = []
+        self._turns: Emptying | None = None
         self._sums: dict[int, torch.Tensor] = {}
 
     def agree(self, terms: TransferTerms, worker: int = 0) -> None:
@@ -40,21 +42,39 @@ class Incoming:
             self._source_rank = dict(terms.source_rank)
             self._group = WeightGroup(terms.group, terms.first_rank + worker, self._device)
         if terms.buffers or terms.close:
-            self._buffers = []
+            self._let_go_of_buffers()
             let_go(self._device)
         if terms.buffers:
-            self._buffers = open_shared(dict(terms.buffers), self._device)
+            self._buffers, self._turns = open_shared(dict(terms.buffers), self._device)
 
     def begin(self) -> None:
         """Another sync begins."""
         self._sums = {}
 
-    def take(self, number: int | None, load: Load) -> None:
-        """Load the bucket of that number out of the shared buffers, or (None) every one from the communicator: one is
-        on its way while the one before it is loaded."""
-        if number is not None:
-            self._load(number, self._buffers[number % len(self._buffers)], load)
-            return
+    def take(self, way: Literal["shared", "group"], load: Load) -> None:
+        """Load every bucket, out of the shared buffers or from the communicator: one is on its way while the one before
+        it is loaded."""
+        if way == "shared":
+            self._take_turns(load)
+        else:
+            self._take_part(load)
+
+    def _take_turns(self, load: Load) -> None:
+        turns = self._turns
+        if turns is None:
+            raise RuntimeError("no buffers are shared with this worker; `agree` names some")
+        try:
+            for index in range(len(self._layouts)):
+                turns.begin(index)
+                self._load(index, self._buffers[index % len(self._buffers)], load)
+                if self._device.type == "cuda":
+                    torch.cuda.current_stream(self._device).synchronize()
+                turns.end(index)
+        except BaseException:
+            turns.close()  # the rank that fills them need not wait
+            raise
+
+    def _take_part(self, load: Load) -> None:
         group = self._group
         if group is None:
             raise RuntimeError("this worker is in no communicator; `agree` names one")
@@ -78,7 +98,7 @@ class Incoming:
 
     def checksums(self) -> dict[int, int]:
         """Of the buckets since `begin`, by number, see `checksum`. Waits for the device."""
-        return {index: int(value) for index, value in self._sums.items()}
+        return values_of(self._sums)
 
     def leave(self) -> None:
         """Leave the communicator."""
@@ -88,7 +108,13 @@ class Incoming:
 
     def close(self) -> None:
         self.leave()
+        self._let_go_of_buffers()
+
+    def _let_go_of_buffers(self) -> None:
         self._buffers = []
+        if self._turns is not None:
+            self._turns.close()
+            self._turns = None
 
     def _load(self, index: int, payload: torch.Tensor, load: Load) -> None:
         layout = self._layouts[index]

@@ -97,6 +97,11 @@ def checksum(payload: torch.Tensor, part: Segment) -> torch.Tensor:
     return (values * torch.arange(1, len(values) + 1, device=values.device)).sum()
 
 
+def values_of(sums: Mapping[int, torch.Tensor]) -> dict[int, int]:
+    """Checksums as numbers. Waits for the device, once."""
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
+
+
 class Packed:
     """Checksums of what this rank packed for the sync under way."""
 
@@ -113,6 +118,6 @@ class Packed:
     def collect(self) -> dict[int, int]:
         """Of every bucket, on every rank; forgets them. Collective."""
         found: list[dict[int, int]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(found, {index: int(value) for index, value in self._sums.items()})
+        dist.all_gather_object(found, values_of(self._sums))
         self._sums = {}
         return {index: value for sums in found for index, value in sums.items()}

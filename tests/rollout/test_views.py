@@ -1,0 +1,68 @@
+"""Weights that are copied straight into vLLM's parameters: to the bit those of a fresh load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import run_ranks
+from tests.rollout.view_ranks import packed, synced
+from tests.tiny import tiny_model
+
+TIED: dict[str, Any] = {"mlp_only_layers": [0, 2], "tie_word_embeddings": True}
+Models = list[tuple[str, dict[str, Any]]]
+MODELS: Models = [
+    ("qwen3_moe", {}),
+    ("qwen3_moe", TIED),
+    ("mixtral", {}),
+    ("glm4_moe", {}),
+    ("minimax_m2", {}),
+    ("deepseek_v3", {}),
+    ("qwen2", {}),
+]
+
+
+def folders_of(path: Path, family: str, **overrides: Any) -> tuple[Path, ...]:
+    paths = tuple(path / str(number) for number in range(3))
+    for seed, folder in enumerate(paths):
+        tiny_model(family, folder, seed, **overrides)
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("workers", "divided", "models"),
+    [
+        pytest.param(1, False, [("qwen3_moe", TIED), ("deepseek_v3", {})], id="TP1"),
+        pytest.param(2, False, [("qwen3_moe", {}), ("minimax_m2", {})], id="TP2"),
+        pytest.param(2, True, [("mixtral", {})], id="TP2, EP2"),
+        pytest.param(1, False, MODELS, id="TP1, all", marks=pytest.mark.full),
+        pytest.param(2, False, MODELS, id="TP2, all", marks=pytest.mark.full),
+        pytest.param(2, True, MODELS[:-1], id="TP2, EP2, all", marks=pytest.mark.full),
+    ],
+)
+def test_after_syncs_every_parameter_is_that_of_a_fresh_load(
+    tmp_path: Path, workers: int, divided: bool, models: Models
+) -> None:
+    folders = [folders_of(tmp_path / str(i), family, **overrides) for i, (family, overrides) in enumerate(models)]
+    for rank in run_ranks(synced, workers, folders, workers, divided):
+        for model, outcome in zip(models, rank, strict=True):
+            assert outcome.wrong == [], model
+            assert outcome.reloaded == set(), model  # every layer is loaded by views
+
+
+def test_a_layer_whose_weights_vllm_permutes_is_left_to_it(tmp_path: Path) -> None:
+    folders = [folders_of(tmp_path, "qwen3_moe")]
+    (((outcome,)),) = run_ranks(synced, 1, folders, 1, False, True)
+    assert outcome.wrong == []
+    assert outcome.reloaded == {"model.layers.1.mlp.experts.routed_experts"}
+
+
+def test_a_layer_that_computes_with_a_packed_copy_is_left_to_vllm(tmp_path: Path) -> None:
+    """On a CPU these are all but norms and the embedding."""
+    start, folder, _ = folders_of(tmp_path, "qwen3_moe", **TIED)
+    (outcome,) = run_ranks(packed, 1, start, folder)
+    assert outcome.wrong == []
+    assert "model.layers.1.self_attn.qkv_proj" in outcome.reloaded
+    assert not any("norm" in name for name in outcome.reloaded)
