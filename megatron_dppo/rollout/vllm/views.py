@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -28,6 +28,8 @@ from megatron_dppo.checkpoint.weight_layout import BucketLayout, TensorSlot, unp
 
 _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
 _DRAWN = (torch.float32, torch.bfloat16, torch.float16)
+_SHIFT = 64
+"""Expert e of a stack starts so many random numbers after expert e - 1: no two are alike, and they share memory."""
 _PACKED = ("cpu_linear", "cpu_fused_moe")
 """What a CPU computes with in the weight's place: a packed copy that only vLLM's own loading makes anew."""
 
@@ -92,7 +94,8 @@ def _span(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
 
 
 class TrialLoad:
-    """Random numbers for every tensor of the layouts, the same ones whenever they are asked for."""
+    """Random numbers for every tensor of the layouts, the same ones whenever they are asked for. Memory: one layer,
+    which vLLM makes anew, and the dense tensors of a bucket; a stack of experts takes that of one expert (`_SHIFT`)."""
 
     def __init__(
         self,
@@ -111,6 +114,7 @@ class TrialLoad:
         self._tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._experts: list[list[TensorSlot]] = [[] for _ in layouts]
         """Stacks that go one by one."""
+        self._stacked: set[str] = set()
         for index, layout in enumerate(layouts):
             for slot in layout.slots:
                 count = stack(slot) if slot.experts else None
@@ -124,6 +128,7 @@ class TrialLoad:
                 if count is None:
                     self._dense[index].append(slot)
                 else:
+                    self._stacked.add(slot.name)
                     self._stacks[index][slot.name] = count, slot
 
     def load(self, hand_over: Callable[[TensorSlot, torch.Tensor], None]) -> _Recorder:
@@ -157,9 +162,10 @@ class TrialLoad:
         found: dict[str, list[View]] = {}
         for name, copies in recorder.seen.items():
             if slow.isdisjoint(copy.module for copy in copies):
-                found[name] = [View(*copy.source, _live(copy)) for copy in copies]
-                if not self._arrived(name, found[name]):
+                views = [View(*copy.source, _live(copy)) for copy in copies]
+                if not self._arrived(name, views):
                     slow |= {copy.module for copy in copies}
+                found[name] = [self._contiguous(name, view) for view in views]
         while spoiled := [name for name in found if not slow.isdisjoint(c.module for c in recorder.seen[name])]:
             for name in spoiled:  # a layer is loaded in one way, and so is a tensor
                 del found[name]
@@ -170,7 +176,20 @@ class TrialLoad:
         dtype, shape = self._tensors[name]
         generator = torch.Generator(device=self._device).manual_seed(zlib.crc32(name.encode()))
         drawn = dtype if dtype in _DRAWN else torch.float32
-        return torch.empty(shape, dtype=drawn, device=self._device).normal_(generator=generator).to(dtype)
+        if name not in self._stacked:
+            return torch.empty(shape, dtype=drawn, device=self._device).normal_(generator=generator).to(dtype)
+        count = prod(shape[1:]) + _SHIFT * (shape[0] - 1)
+        numbers = torch.empty(count, dtype=drawn, device=self._device).normal_(generator=generator).to(dtype)
+        return numbers.as_strided(shape, (_SHIFT, *torch.empty(shape[1:], device="meta").stride()))
+
+    def _contiguous(self, name: str, view: View) -> View:
+        """A view of the numbers above as one of a stack whose experts lie one after another."""
+        if name not in self._stacked:
+            return view
+        expert = prod(self._tensors[name][1][1:])
+        if view.stride[0] != _SHIFT or view.offset >= expert:
+            raise RuntimeError(f"{name}: experts are loaded in another way than as a stack")
+        return replace(view, stride=(expert, *view.stride[1:]))
 
     def _arrived(self, name: str, views: list[View]) -> bool:
         tensor = self._numbers(name)
