@@ -9,9 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_dppo.errors import UserError
 from megatron_dppo.models.experts.activation import WeightedSwiGLU, recompute_for_backward
 from megatron_dppo.models.experts.grouped import GroupedLinear, stacked, unusable
 from megatron_dppo.models.experts.module import _line_up, _one_launch
+from megatron_dppo.models.hf_config import resolve_hf_config
+from megatron_dppo.models.megatron_config import transformer_config
+from megatron_dppo.models.parallel import ParallelConfig
+from tests.models.public_configs import CONFIGS
 
 COUNTS = [[3, 0, 5, 1], [0, 0, 9, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
 
@@ -170,3 +175,12 @@ def test_weights_that_move_are_found_again(frozen: bool) -> None:
     check()
     linear.weight0.data = torch.randn(4, 8)
     assert linear.stack() is None
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen3-30B-A3B"])
+def test_the_activation_of_no_experts_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dense model, and experts on a CPU, where each computes by itself."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model, parallel = resolve_hf_config(dict(CONFIGS[name])), ParallelConfig()
+    with pytest.raises(UserError, match="actor.recompute=activation is for experts on GPUs"):
+        transformer_config(model, parallel, params_dtype=torch.bfloat16, recompute="activation")
