@@ -182,5 +182,5 @@ def test_the_activation_of_no_experts_is_refused(name: str, monkeypatch: pytest.
     """A dense model, and experts on a CPU, where each computes by itself."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     model, parallel = resolve_hf_config(dict(CONFIGS[name])), ParallelConfig()
-    with pytest.raises(UserError, match="actor.recompute=activation is for experts on GPUs"):
+    with pytest.raises(UserError, match=r"actor\.recompute=activation is for experts on GPUs"):
         transformer_config(model, parallel, params_dtype=torch.bfloat16, recompute="activation")
