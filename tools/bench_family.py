@@ -44,21 +44,14 @@ from megatron_dppo.planner.gpus import GIB, find_gpu
 from megatron_dppo.planner.memory import stage_memory
 from megatron_dppo.planner.workload import Layout
 from tests.models.public_configs import CONFIGS
+from tools.actor_step.cases import cut
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def cut(name: str, moe_layers: int) -> dict[str, Any]:
-    """The published configuration with one of its dense layers, if any, and so many of experts, and none that predict
-    further. Where the stop tokens are published in another file than config.json, the tokenizer's is taken."""
-    config = {"eos_token_id": byte_tokenizer().eos_token_id} | CONFIGS[name]
-    further = {field: 0 for field in ("num_nextn_predict_layers", "num_mtp_modules") if field in config}
-    dense = min(1, config.get("first_k_dense_replace", 0))
-    further |= {"first_k_dense_replace": dense} if dense else {}
-    layers = dense + moe_layers
-    if "full_attention_interval" in config:  # one of each kind in turn
-        further |= {"layer_types": [("linear_attention", "full_attention")[layer % 2] for layer in range(layers)]}
-    return config | further | {"num_hidden_layers": layers}
+def ending(name: str, moe_layers: int) -> dict[str, Any]:
+    """`cut`, with the tokenizer's stop token where stop tokens are published in another file than config.json."""
+    return {"eos_token_id": byte_tokenizer().eos_token_id} | cut(name, moe_layers)
 
 
 def run(folder: Path, output: Path, overrides: list[str]) -> list[dict[str, float]]:
@@ -111,7 +104,7 @@ def main() -> int:
     print("|---|---|---|---|---|")
     for count in moe_layers:
         output = ROOT / f"runs/bench_family/{name}-{count}"
-        config, folder = cut(name, count), output / "model"
+        config, folder = ending(name, count), output / "model"
         if not folder.exists():
             write_folder(folder, config, byte_tokenizer())
         steps = run(folder, output / "run", overrides)

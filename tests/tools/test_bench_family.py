@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.models.public_configs import CONFIGS
-from tools.bench_family import cut, read_arguments
+from tools.bench_family import ending, read_arguments
 
 FIT = ["rollout.placement=fleet", "optimizer.cpu_offload_fraction=0.5"]
 
@@ -29,4 +29,4 @@ def test_two_layers_of_experts_unless_said(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_answers_can_end(name: str) -> None:
     """MiniMax-M2 publishes its stop tokens beside config.json, and an engine refuses a model that names none."""
-    assert cut(name, 2)["eos_token_id"] is not None
+    assert ending(name, 2)["eos_token_id"] is not None

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.paper.make_shapes import SHAPES
 from megatron_dppo.planner.workload import Recompute
+from tests.models.public_configs import CONFIGS
 
 QWEN3_30B_A3B: dict[str, Any] = SHAPES | {"max_position_embeddings": 40960}
 TINY = {
@@ -25,13 +26,42 @@ TINY = {
     "vocab_size": 300,
     "max_position_embeddings": 512,
 }
-"""The same architecture for a CPU, in seconds."""
+TINY_OTHERWISE = TINY | {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_local_experts": 8,
+    "rotary_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "shared_expert_intermediate_size": 32,
+}
+"""The same architectures for a CPU, in seconds."""
 
 TOPK = 20
 LEARNING_RATE = 1e-6
 SEQUENCES_PER_PACK = 8
 REPEATS = 4
 """Forwards and backwards of a layer of experts that are timed as one."""
+
+
+def cut(name: str, moe_layers: int) -> dict[str, Any]:
+    """A family's published configuration with one of its dense layers, if any, and so many of experts, and none that
+    predict further."""
+    config = CONFIGS[name]
+    further: dict[str, Any] = {f: 0 for f in ("num_nextn_predict_layers", "num_mtp_modules") if f in config}
+    dense = min(1, config.get("first_k_dense_replace", 0))
+    further |= {"first_k_dense_replace": dense} if dense else {}
+    layers = dense + moe_layers
+    if "full_attention_interval" in config:  # one of each kind in turn
+        further |= {"layer_types": [("linear_attention", "full_attention")[layer % 2] for layer in range(layers)]}
+    return config | further | {"num_hidden_layers": layers}
 
 
 @dataclass(frozen=True)
@@ -85,6 +115,8 @@ class Case:
     """Tokens of a sequence; a pack holds eight."""
     shapes: dict[str, Any] = field(default_factory=dict)
     """What differs from Qwen3-30B-A3B's config."""
+    family: str = ""
+    """A model of `tests/models/public_configs.py` in its place (`cut`); `layers` are those with experts."""
     replay_rounds: int = 0
     """Also this many turns of a step with and one without replay, next to each other."""
     predicted: bool = False
@@ -101,6 +133,8 @@ class Case:
     @property
     def config(self) -> dict[str, Any]:
         """The model's Hugging Face config."""
+        if self.family:
+            return cut(self.family, self.layers)
         return QWEN3_30B_A3B | self.shapes | {"num_hidden_layers": self.layers}
 
     @property
@@ -172,6 +206,11 @@ CASES = [
     Case("experts-235b", 1, 1, measure="experts", most_rounds=40, shapes=_QWEN3_235B_A22B),
     *_depths("full-1", 1, (2, 4)),
     *_depths("full-1-235b", 1, (1, 2), shapes=_QWEN3_235B_A22B, whole=94),
+    *_depths("full-1-glm", 1, (1, 2), family="GLM-4.5-Air", whole=45),
+    *_depths("full-1-moonlight", 1, (2, 4), family="Moonlight-16B-A3B", whole=26),
+    *_depths("full-1-flash", 1, (2, 4), family="GLM-4.7-Flash", whole=46),
+    *_depths("full-1-next", 1, (2, 4), family="Qwen3-Next-80B-A3B", recompute="full", whole=48),
+    *_depths("full-ep2-minimax", 2, (1, 2), family="MiniMax-M2", layout={"expert": 2}, whole=62),
     *_depths("full-ep2", 2, (2, 4), layout={"expert": 2}),
     *_depths("full-ep2-overlap", 2, (2, 4), layout={"expert": 2}, overlap=True),
     *_depths("full-tp2-ep2", 2, (2, 4), layout=_TP2_EP2),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from actor_step.cases import SEQUENCES_PER_PACK, TINY, TOPK, Case, Sizes
+from actor_step.cases import SEQUENCES_PER_PACK, TINY, TINY_OTHERWISE, TOPK, Case, Sizes
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.models.build import build_model
@@ -22,7 +22,12 @@ from megatron_dppo.router_replay.routes import Routes, route_dtype
 
 def describe(case: Case, *, tiny: bool) -> HFConfig:
     """The model of a case."""
-    return resolve_hf_config(case.config | (TINY | {"num_hidden_layers": 2} if tiny else {}))
+    config = case.config
+    if tiny and case.family:
+        config |= {name: size for name, size in TINY_OTHERWISE.items() if config.get(name) is not None}
+    elif tiny:
+        config |= TINY | {"num_hidden_layers": 2}
+    return resolve_hf_config(config)
 
 
 def build(case: Case, model: HFConfig, runtime: Runtime, dtype: torch.dtype) -> list[torch.nn.Module]:
