@@ -115,7 +115,9 @@ class MegatronActor:
         release_dispatched(self.model)
         self.optimizer, self.scheduler = build_optimizer(optimizer, self.chunks, self._dtype)
         self._aux_losses = AuxiliaryLosses(config, model_config)
-        self._offloader = Offloader(self.chunks, self.optimizer, runtime.device)
+        kept = int(optimizer.keep_on_gpu_gib * 2**30)
+        self.offloader = Offloader(self.chunks, self.optimizer, runtime.device, keep=kept)
+        """For more than `offload` and `onload`."""
         self.trainee = Trainee(
             model=hf_config,
             models=self.chunks,
@@ -124,7 +126,7 @@ class MegatronActor:
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             lora=lora,
-            require_present=lambda: self._require("weights", "optimizer"),
+            require_present=self._require_state,
         )
         """What a training state holds of this actor."""
 
@@ -240,6 +242,7 @@ class MegatronActor:
                     blocked.add(reports)
             with self.phases("optimizer"):
                 finite = bool(np.isfinite(loss))
+                self.offloader.arrive()
                 with progress.inside():
                     outcome = guarded_step(self.optimizer, self.scheduler, loss_is_finite=finite)
                 self.optimizer.zero_grad()  # parameter by parameter, while the device steps
@@ -351,16 +354,21 @@ class MegatronActor:
 
     def offload(self, parts: Iterable[Part] = PARTS) -> int:
         """Move these to host memory, so that the engine can have the GPU (see `Offloader`); the bytes freed here."""
-        return self._offloader.offload(parts)
+        return self.offloader.offload(parts)
 
     def onload(self, parts: Iterable[Part] = PARTS) -> None:
-        """Bring them back, bit for bit. Training needs all parts, `parity` and `export_weights` the weights."""
-        self._offloader.onload(parts)
+        """Bring them back, bit for bit, in the order in which a step needs them: optimizer state comes while gradients
+        are computed. Training needs all parts, `parity` and `export_weights` the weights."""
+        self.offloader.onload(parts)
 
     def _require(self, *parts: Part) -> None:
-        missing = [part for part in parts if part in self._offloader.away]
+        missing = [part for part in parts if part in self.offloader.away]
         if missing:
             raise RuntimeError(f"{', '.join(missing)} are offloaded to the host; call onload() first")
+
+    def _require_state(self) -> None:
+        self._require("weights", "optimizer")
+        self.offloader.arrive()
 
     def _watch_finite(self, finite: bool, reports: list[MicrobatchReport]) -> None:
         """Say which tokens were not finite; stop after too many skipped steps in a row."""

@@ -72,6 +72,10 @@ class OptimizerConfig(ConfigModel):
     """Fraction of the parameters whose master weights and moments live on the host for good, where AdamW updates them
     (Megatron-Core's HybridDeviceOptimizer): 12 bytes a parameter less on the GPU, and a slower step. Needs a CUDA
     device and `actor.dtype=bfloat16`. 0 keeps all on the device."""
+    keep_on_gpu_gib: float = Field(default=0.0, ge=0.0)
+    """Where engines take turns with the trainer on its GPUs (`rollout.enable_sleep`): GiB of optimizer state that stay
+    on each of them while the engine has it, and need not go to the host and back in every step. The engine has to leave
+    them room: `rollout.gpu_memory_utilization`, or `rollout.kv_cache_mib`."""
     initial_loss_scale: float = Field(default=65536.0, gt=0.0)
     """float16 only: factor of the loss in the first backward, so that small gradients do not vanish. A step whose
     gradients overflow is skipped."""

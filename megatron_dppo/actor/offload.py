@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +14,12 @@ from megatron_dppo.checkpoint.optimizer_state import distributed_parts
 
 Part = Literal["weights", "optimizer", "gradients"]
 PARTS: tuple[Part, ...] = ("weights", "optimizer", "gradients")
+_FIRST: tuple[Part, ...] = ("weights", "gradients", "optimizer")
+"""What a step needs first comes back first."""
+_FREE: tuple[Part, ...] = ("gradients", "optimizer", "weights")
+"""What is free first leaves first."""
+_BLOCK, _ROUNDED = 1 << 30, 512
+"""Bytes of device memory that storages share, at least, and what torch's allocator rounds each of them up to."""
 _PIECE, _ALIGNMENT = 1 << 28, 256
 """Bytes of one host buffer (torch rounds page-locked ones up to powers of two: one large buffer could waste as much as
 it holds), and what the parts cut out of it start at a multiple of."""
@@ -30,8 +38,10 @@ class _Storage:
         for source, target in zip(self._pieces(), self.host or (), strict=self.host is not None):
             target.copy_(source, non_blocking=True)
 
-    def fetch(self) -> None:
+    def allocate(self) -> None:
         self.storage.resize_(self.size)
+
+    def fetch(self) -> None:
         for index, target in enumerate(self._pieces()):
             if self.host is None:
                 target.zero_()
@@ -50,52 +60,171 @@ class Offloader:
     buffers, `main_grad`, shards of master weights) is valid again afterwards, and nothing holds a stale pointer.
     Host buffers are page-locked and kept for the next time: host memory of weights (2 bytes a parameter in bfloat16)
     and of this rank's optimizer state (12 bytes a parameter over the data-parallel size). No collectives.
+
+    On a GPU copies run in a stream of their own, beside what else the device does:
+
+    ```
+    host      make_room ─ there is enough ─ engines load weights ─ offload     onload ─ gradients ─ arrive ─ step
+    copies    some optimizer state ──┘  the rest ──────────────┘ weights ┘     weights ─┘ optimizer state ─┘
+    ```
     """
 
-    def __init__(self, chunks: Sequence[Any], optimizer: Any, device: torch.device) -> None:
-        self._chunks, self._optimizer, self._device = chunks, optimizer, device
+    def __init__(self, chunks: Sequence[Any], optimizer: Any, device: torch.device, *, keep: int = 0) -> None:
+        """
+        keep  bytes of optimizer state that stay where they are
+        """
+        self._chunks, self._optimizer, self._device, self._keep = chunks, optimizer, device, keep
         self._spare: dict[int, list[list[torch.Tensor]]] = {}
         """Host buffers of earlier times, by the bytes they hold."""
         self._slab = torch.empty(0, dtype=torch.uint8)
+        self._slabs: list[torch.Tensor] = []
+        """Page-locked, and not used yet."""
+        self._locking: Future[list[torch.Tensor]] | None = None
         self._away: dict[Part, list[_Storage]] = {}
+        self._leaving: list[_Storage] = []
+        """On their way to the host; they still have their memory here."""
+        self._coming: torch.cuda.Event | None = None
+        """When optimizer state is back."""
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
     def away(self) -> frozenset[Part]:
-        """The parts that are in host memory now."""
+        """The parts that are in host memory now, or on their way there."""
         return frozenset(self._away)
 
     def offload(self, parts: Iterable[Part] = PARTS) -> int:
         """Free the device memory of `parts`; what is away already stays away. Returns the bytes freed on this rank."""
-        leaving = {part: list(self._storages(part)) for part in PARTS if part in set(parts) - self.away}
-        moving = [storage for storages in leaving.values() for storage in storages]
-        _wait(self._device)  # a kernel may still write to them
-        for storage in moving:
-            storage.send()
-        _wait(self._device)
-        for storage in moving:
-            storage.storage.resize_(0)
-        self._away |= leaving
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        return sum(storage.size for storage in moving)
+        leaving = self._named(parts)
+        self._send(leaving)
+        self._free()
+        return sum(storage.size for storage in leaving)
+
+    def make_room(self, parts: Iterable[Part], missing: Callable[[], int]) -> int:
+        """`offload` that returns as soon as `missing`, the bytes that somebody else needs here, is 0 or less: the rest
+        is then under way, and has its memory until the next call of this object. Returns the bytes that are copied.
+
+        As little as is missing is copied before it is looked again, since a driver that takes memory back waits for all
+        copies.
+        """
+        leaving = self._named(parts)
+        first = 0
+        while first < len(leaving) and (needed := missing()) > 0:
+            last = first
+            while last < len(leaving) and needed > 0:
+                needed -= leaving[last].size
+                last += 1
+            self._send(leaving[first:last])
+            self._free()
+            first = last
+        self._send(leaving[first:])
+        return sum(storage.size for storage in leaving if storage.host is not None)
 
     def onload(self, parts: Iterable[Part] = PARTS) -> None:
-        """Bring `parts` back; gradient buffers come back as zeros."""
-        coming = [part for part in PARTS if part in set(parts) & self.away]
-        returning = [storage for part in coming for storage in self._away[part]]
-        for storage in returning:  # the content stays here until all is there: the device may have no room yet
-            storage.fetch()
-        _wait(self._device)  # before a host buffer serves for something else
-        for part in coming:
-            del self._away[part]
-        for storage in returning:
-            if storage.host is not None:
-                self._spare.setdefault(storage.size, []).append(storage.host)
+        """Bring `parts` back; gradient buffers come back as zeros. On a GPU they may be under way when this returns:
+        what the device is given afterwards waits for weights and gradients, and for optimizer state after `arrive`."""
+        self._free()
+        coming = [part for part in _FIRST if part in set(parts) & self.away]
+        try:
+            for part in coming:
+                self._allocate(self._away[part])
+                with self._copying():
+                    for storage in self._away[part]:
+                        storage.fetch()
+                    there = None if self._stream is None else self._stream.record_event()
+                if part == "optimizer":
+                    self._coming = there
+                elif there is not None:
+                    torch.cuda.current_stream(self._device).wait_event(there)
+        except BaseException:
+            if self._stream is not None:
+                self._stream.synchronize()
+            raise
+        for part in coming:  # the content stayed there until all had room: the device might not have had it
+            for storage in self._away.pop(part):
+                if storage.host is not None:
+                    self._spare.setdefault(storage.size, []).append(storage.host)
+
+    def arrive(self) -> None:
+        """What the device is given next waits until optimizer state is back."""
+        if self._coming is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._coming)
+            self._coming = None
+
+    def prepare(self) -> None:
+        """Page-lock the host memory that the moments will need which Adam makes at its first step: in a thread, since
+        it takes seconds."""
+        if self._stream is None or self._locking is not None:
+            return
+        missing = -self._keep - sum(len(slab) for slab in self._slabs)
+        for part in distributed_parts(self._optimizer):
+            inner = part.optimizer
+            for group in inner.param_groups:
+                missing += sum(8 * p.numel() for p in group["params"] if p.is_cuda and not inner.state.get(p))
+        if missing > 0:
+            threads = ThreadPoolExecutor(1)
+            self._locking = threads.submit(_page_locked, -(-missing // _PIECE) + 1, self._device)
+            threads.shutdown(wait=False)
+
+    def _named(self, parts: Iterable[Part]) -> list[_Storage]:
+        """The storages of parts that are not away yet, which they are from here on, in the order in which they leave:
+        gradients are not copied, so their memory is free at once."""
+        self._free()
+        if self._locking is not None:
+            self._slabs += self._locking.result()
+            self._locking = None
+        leaving = {part: list(self._storages(part)) for part in PARTS if part in set(parts) - self.away}
+        self._away |= leaving
+        return [storage for part in sorted(leaving, key=_FREE.index) for storage in leaving[part]]
+
+    def _send(self, storages: Sequence[_Storage]) -> None:
+        with self._copying():
+            for storage in storages:
+                storage.send()
+        self._leaving += storages
+
+    def _free(self) -> None:
+        """Let go of the memory of what was sent, and give it to the driver, for other processes."""
+        if not self._leaving:
+            return
+        if self._stream is not None:
+            self._stream.synchronize()
+        for storage in self._leaving:
+            storage.storage.resize_(0)
+        self._leaving = []
+        if self._stream is not None:
+            torch.cuda.empty_cache()
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Inside, copies go to their own stream, behind what the device was given before."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _allocate(self, storages: Sequence[_Storage]) -> None:
+        """Give storages their memory. The driver takes as long to make thousands of them one by one as copying them
+        takes; torch's allocator gets its memory in large blocks, and cuts them."""
+        block: list[_Storage] = []
+        size = 0
+        for storage in storages:
+            block.append(storage)
+            size += -(-storage.size // _ROUNDED) * _ROUNDED
+            if size >= _BLOCK or storage is storages[-1]:
+                if self._stream is not None and len(block) > 1:
+                    with suppress(torch.cuda.OutOfMemoryError):
+                        torch.empty(size, dtype=torch.uint8, device=self._device)  # and freed: it stays in the cache
+                for one in block:
+                    one.allocate()
+                block, size = [], 0
 
     def _storages(self, part: Part) -> Iterator[_Storage]:
         """The device storages of a part, each once; what another part owns is left to it."""
         weights = {t.untyped_storage().data_ptr() for t in self._tensors("weights")} if part == "optimizer" else set()
         seen: set[int] = set()
+        room = self._keep if part == "optimizer" else 0
         for tensor in self._tensors(part):
             storage = tensor.untyped_storage()
             where = storage.data_ptr()
@@ -104,6 +233,9 @@ class Offloader:
                 continue
             seen.add(where)
             size = storage.nbytes()
+            if size <= room:
+                room -= size
+                continue
             yield _Storage(storage, size, None if part == "gradients" else self._host_buffer(size))
 
     def _host_buffer(self, size: int) -> list[torch.Tensor]:
@@ -113,6 +245,8 @@ class Offloader:
 
     def _carve(self, size: int) -> torch.Tensor:
         """Part of a large page-locked buffer: locking pages tensor by tensor would take longer than copying them."""
+        if len(self._slab) < size and self._slabs:
+            self._slab = self._slabs.pop()
         if len(self._slab) < size:
             pinned = self._device.type == "cuda"
             self._slab = torch.empty(max(size, _PIECE if pinned else size), dtype=torch.uint8, pin_memory=pinned)
@@ -143,6 +277,6 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
                 yield from (v for v in inner.state.get(parameter, {}).values() if torch.is_tensor(v))
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _page_locked(count: int, device: torch.device) -> list[torch.Tensor]:
+    torch.cuda.set_device(device)
+    return [torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(count)]

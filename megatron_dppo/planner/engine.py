@@ -41,6 +41,9 @@ class EngineSettings:
     """Bytes of weights under way at once in a sync (`rollout.weight_sync_bucket_mib`)."""
     sleeps: bool = True
     """Whether an engine on the trainer's GPUs gives its memory back while they train (`rollout.enable_sleep`)."""
+    kept: int = 0
+    """Bytes of optimizer state that stay on a GPU while a sleeping trainer's engine has it
+    (`optimizer.keep_on_gpu_gib`)."""
 
     def bytes_of(self, weights: Parameters) -> float:
         """What an engine keeps of them: a float32 scale for each block of 128 x 128 that is quantised."""

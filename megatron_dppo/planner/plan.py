@@ -117,11 +117,12 @@ class Plan:
         if not self.settings.sleeps:
             return {"training beside the engine": self.on_gpu}
         trainer = max(stage.weights + stage.adapter_weights for stage in self.stages)
+        kept = OUTSIDE_ALLOCATOR + LENT + min(self.settings.kept, max(stage.optimizer for stage in self.stages))
         buckets = SYNC_BUCKETS * self.settings.bucket
         return {
             "training": self.on_gpu,
-            "weight sync": trainer + OUTSIDE_ALLOCATOR + LENT + buckets + self.engine.weights + SLEEPING_ENGINE,
-            GENERATION[0]: self.engine.on_gpu + ENGINE_OUTSIDE + OUTSIDE_ALLOCATOR + LENT,
+            "weight sync": trainer + kept + buckets + self.engine.weights + SLEEPING_ENGINE,
+            GENERATION[0]: self.engine.on_gpu + ENGINE_OUTSIDE + kept,
         }
 
     @property
@@ -142,7 +143,10 @@ class Plan:
         ranks = min(self.layout.gpus, self.layout.gpu.gpus_per_node)
         lent = 0
         if not self.rollout_gpus and self.settings.sleeps:
-            lent = max(stage.weights + stage.adapter_weights + stage.optimizer for stage in self.stages)
+            lent = max(
+                stage.weights + stage.adapter_weights + max(0, stage.optimizer - self.settings.kept)
+                for stage in self.stages
+            )
         return ranks * (lent + max(stage.host_optimizer for stage in self.stages))
 
     @property

@@ -114,6 +114,7 @@ def planned_run(
         cache_element=1 if rollout.kv_cache_dtype == "fp8" else None,
         bucket=rollout.weight_sync_bucket_mib << 20,
         sleeps=rollout.enable_sleep,
+        kept=int(config.optimizer.keep_on_gpu_gib * GIB),
     )
     return Run(layout, workload, settings, engines)
 

@@ -226,8 +226,12 @@ def _engine(config: Config) -> Finding | None:
 
 
 def _unused(config: Config) -> Finding | None:
-    """Settings of vLLM's memory and speed, beside an engine that has neither its cache nor its graphs."""
-    rollout = config.rollout
+    """Settings of vLLM's memory and speed, beside an engine that has neither its cache nor its graphs; and of what a
+    trainer keeps of GPUs that it does not lend."""
+    rollout, kept = config.rollout, config.optimizer.keep_on_gpu_gib
+    if kept and not rollout.takes_turns:
+        problem = f"optimizer.keep_on_gpu_gib={kept:g}, but no GPU changes hands, so all optimizer state stays"
+        return warning("engines", problem, "remove it, or set rollout.placement=colocated and enable_sleep=true")
     given = [
         f"rollout.{name}" for name in VLLM_ONLY if getattr(rollout, name) != type(rollout).model_fields[name].default
     ]

@@ -13,10 +13,14 @@ import torch
 
 from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.actor.runtime import Runtime
+from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.config.schema import Config
 from megatron_dppo.rollout.engine import EngineClient, WorkerReport
 from megatron_dppo.rollout.start import WeightSender, weight_sender
 from megatron_dppo.rollout.weight_transfer.recipients import Recipients
+
+_LOADING = 4 << 30
+"""Bytes for layers that an engine loads, and for its allocator."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class WeightSync:
             to = Recipients(members, timeout_s=self._rollout.sync_timeout_s)
         if self.takes_turns:
             with clock("lend"):
-                self._lend(to)
+                clock.metrics["sync/lent_bytes"] = float(self._lend(to))
         try:
             self._transfer(version, to, clock)
         except BaseException as error:
@@ -81,11 +85,12 @@ class WeightSync:
             raise
         if self.takes_turns:
             with clock("lend"):
-                self._actor.offload(("weights",))
+                clock.metrics["sync/lent_bytes"] += self._actor.offload(("weights",))
                 self._runtime.barrier()  # every rank's part of a GPU is free before an engine takes it
                 if to is not None:
                     to.wait(to.ask(lambda engine: engine.wake("kv_cache")))
                 self._awake = True
+                self._actor.offloader.prepare()
         if to is None:
             return SyncReport()
         return SyncReport(to.errors, clock.metrics | _memory(self._runtime.device))
@@ -95,18 +100,33 @@ class WeightSync:
         if self._sender is not None:
             self._sender.close()
 
-    def _lend(self, to: Recipients | None) -> None:
-        """Make room for the engines' weights, and let them have it."""
+    def _lend(self, to: Recipients | None) -> int:
+        """Make room for the engines' weights, and let them have it: optimizer state goes to the host while they are
+        sent. Returns the bytes that leave this GPU."""
+        lent = 0
         if self._awake:  # engines that were started again get weights while the others have theirs
             self._actor.onload(("weights",))
         else:
-            self._actor.offload(("optimizer", "gradients"))
+            lent = self._actor.offloader.make_room(("optimizer", "gradients"), self._missing)
         self._runtime.barrier()
         if to is not None:
             to.wait(to.ask(lambda engine: engine.wake("weights")))
+        return lent
+
+    def _missing(self) -> int:
+        """Bytes that this GPU lacks for an engine's weights, the buckets, and what its loaders need besides."""
+        device = self._runtime.device
+        if device.type != "cuda":
+            return 0
+        buckets, rollout = self._buckets(), self._rollout
+        held = buckets.nbytes * (2 if rollout.dtype == "float32" else 1) // rollout.tensor_parallel
+        return held + held // 4 + 2 * buckets.largest + _LOADING - torch.cuda.mem_get_info(device)[0]
+
+    def _buckets(self) -> WeightBuckets:
+        return self._actor.weight_buckets(self._rollout.weight_sync_bucket_mib << 20)
 
     def _transfer(self, version: int, to: Recipients | None, clock: _Clock) -> None:
-        buckets = self._actor.weight_buckets(self._rollout.weight_sync_bucket_mib << 20)
+        buckets = self._buckets()
         if self._sender is None:
             noise = self._config.trainer.engine_weight_noise
             change = _noisy(noise, self._config.run.seed) if noise else None

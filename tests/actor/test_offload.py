@@ -42,15 +42,15 @@ def no_room(rank: int, path: str) -> tuple[bool, bool, bool]:
     actor = build_actor(path, {}, Case())
     before = {name: tensor.numpy().copy() for name, tensor in actor.export_weights() if tensor is not None}
     actor.offload()
-    fetch, calls = offload._Storage.fetch, []
+    allocate, calls = offload._Storage.allocate, []
 
     def fails(storage: Any) -> None:
         calls.append(1)
         if len(calls) == 2:
             raise RuntimeError("out of memory")
-        fetch(storage)
+        allocate(storage)
 
-    offload._Storage.fetch = fails  # type: ignore[method-assign]
+    offload._Storage.allocate = fails  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="out of memory"):
         actor.onload()
     refused = False
@@ -67,6 +67,63 @@ def test_what_did_not_come_back_whole_is_not_taken_for_it_and_can_come_again(tmp
     tiny_qwen3_moe(tmp_path, seed=3, num_hidden_layers=1)
     (found,) = run_ranks(no_room, 1, str(tmp_path))
     assert found == (True, True, True)
+
+
+def in_parts(rank: int, path: str, batch: Any) -> dict[str, Any]:
+    """Two updates. Between them optimizer state goes away until there is enough room, some of it never."""
+    from megatron_dppo.actor.actor import TrainingSignal
+    from megatron_dppo.batch import InMemorySource
+
+    kept = 40_000
+    actor = build_actor(path, {}, Case(), dtype="bfloat16", keep_on_gpu_gib=kept / 2**30)
+    source = InMemorySource.of(batch)
+    signal = TrainingSignal(advantages(), advantages(), [np.arange(len(advantages()))])
+    first = actor.update(source, signal).metrics
+    there = [s.storage for s in actor.offloader._storages("optimizer")]
+    everything = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in actor.offloader._tensors("optimizer")}
+    stays = sum(s.nbytes() for s in everything.values()) - sum(s.nbytes() for s in there)
+    sizes = [storage.nbytes() for storage in there]
+    lacks = iter([1, 20_000, 300, 0])  # the first of them is in the gradients
+    copied = actor.offloader.make_room(("optimizer", "gradients"), lambda: next(lacks))
+    left = [storage.nbytes() for storage in there]
+    exported = sum(tensor is not None for _, tensor in actor.export_weights())
+    with pytest.raises(RuntimeError, match="optimizer, gradients are offloaded"):
+        actor.update(source, signal)
+    actor.offload(("weights",))
+    gone = sum(storage.nbytes() for storage in there)
+    actor.onload()
+    weights = {n: t.float().numpy() for n, t in actor.export_weights() if t is not None}
+    return {
+        "stays": (0 < stays <= kept, gone),
+        "copied": copied == sum(sizes),
+        "left": 20_300 <= sum(sizes) - sum(left) < 20_300 + 2 * max(sizes) and exported > 0,
+        "trained": ([first, actor.update(source, signal).metrics], weights),
+    }
+
+
+def stays_where_it_is(rank: int, path: str, batch: Any) -> tuple[Any, Any]:
+    from megatron_dppo.actor.actor import TrainingSignal
+    from megatron_dppo.batch import InMemorySource
+
+    actor, source = build_actor(path, {}, Case(), dtype="bfloat16"), InMemorySource.of(batch)
+    signal = TrainingSignal(advantages(), advantages(), [np.arange(len(advantages()))])
+    first = actor.update(source, signal).metrics
+    weights = {n: t.float().numpy() for n, t in actor.export_weights() if t is not None}
+    return [first, actor.update(source, signal).metrics], weights
+
+
+def test_a_part_stays_and_the_rest_leaves_as_room_is_needed(tmp_path: Path) -> None:
+    from tests.actor.reference import make_rollout
+
+    batch = make_rollout(tiny_qwen3_moe(tmp_path, seed=3), seed=4, temperature=TEMPERATURE, **SHAPE)
+    (found,) = run_ranks(in_parts, 1, str(tmp_path), batch)
+    ((metrics, weights),) = run_ranks(stays_where_it_is, 1, str(tmp_path), batch)
+    assert found["stays"] == (True, 0)
+    assert found["copied"]
+    assert found["left"]
+    assert found["trained"][0] == metrics
+    for name, tensor in weights.items():
+        np.testing.assert_array_equal(found["trained"][1][name], tensor, err_msg=name)
 
 
 def move(actor: Any, source: Any, signal: Any) -> dict[str, Any]:
@@ -105,14 +162,14 @@ def move(actor: Any, source: Any, signal: Any) -> dict[str, Any]:
     for buffer in buffers:
         assert torch.count_nonzero(buffer.grad_data) == 0
     # Once more, into the host buffers of the first time.
-    held = len(actor._offloader._spare)
+    held = len(actor.offloader._spare)
     actor.offload()
     actor.onload()
     return {
         "bytes": (bytes_before, freed, left, again, sum(s.nbytes() for s in storages.values())),
         "weights_stay": weights_stay,
         "exported": exported,
-        "same_host_buffers": len(actor._offloader._spare) == held,
+        "same_host_buffers": len(actor.offloader._spare) == held,
     }
 
 

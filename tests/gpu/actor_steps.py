@@ -153,6 +153,7 @@ def offload(bench: Bench) -> dict[str, Any]:
             freed = actor.offload()
             found["bytes"] = [held, freed, torch.cuda.memory_allocated()]
             actor.onload()
+            actor.offloader.arrive()
             found["parameters"] = sum(p.numel() for chunk in actor.model for p in chunk.parameters())
             found["kept"] = same(state(actor), before)
         given_step(actor, 1)

@@ -184,6 +184,11 @@ def test_gpus_change_hands(run_of: Callable[..., Run]) -> None:
     assert weights == pytest.approx(0.8 * H100.memory, abs=8)
     stage = shared.stages[0]
     assert shared.host_per_node == 8 * (stage.weights + stage.optimizer)
+    kept = run_of("optimizer.keep_on_gpu_gib=2").plan()
+    assert kept.host_per_node == shared.host_per_node - 8 * 2 * GIB
+    for moment in ("weight sync", "generation"):
+        assert kept.moments[moment] == shared.moments[moment] + 2 * GIB
+    assert kept.on_gpu == shared.on_gpu
     fleet = run_of("rollout.placement=fleet", "rollout.engines=4", "rollout.kv_cache_mib=1024", gpus=48).plan()
     assert (fleet.layout.gpus, fleet.rollout_gpus, fleet.engine.engines) == (32, 16, 4)
     assert fleet.engine.kv_cache == GIB

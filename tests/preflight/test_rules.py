@@ -323,6 +323,12 @@ def test_what_is_right_is_not_complained_of(config: Path, model: Path, tmp_path:
         "warning: engines: rollout.engine=reference makes no use of rollout.enforce_eager, rollout.kv_cache_mib: keys "
         "and values take what rollout.max_num_seqs sequences need, and nothing is compiled; remove them"
     )
+    stays = load_config(config, ["optimizer.keep_on_gpu_gib=8"])
+    (found,) = check_sections(stays)
+    assert str(found) == (
+        "warning: engines: optimizer.keep_on_gpu_gib=8, but no GPU changes hands, so all optimizer state stays; remove "
+        "it, or set rollout.placement=colocated and enable_sleep=true"
+    )
     waits = load_config(config, ["run.hang_minutes=200"])
     (found,) = check_sections(waits)
     assert str(found) == (

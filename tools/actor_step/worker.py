@@ -225,6 +225,8 @@ class Bench:
             found["left_gib"] = self._allocated()
             start = time.perf_counter()
             self.actor.onload()
+            self.actor.offloader.arrive()
+            torch.cuda.synchronize()
             found["onload_s"] = time.perf_counter() - start
             found["same_bits"] = self._checksum() == before
         found["step_after_s"] = self._step(arm)
