@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -16,9 +18,10 @@ from transformers import PreTrainedModel
 if TYPE_CHECKING:
     from peft import PeftModel
 
+WEIGHTS, _TEXT = "adapter_model.safetensors", "language_model."
 RANK, ALPHA = 4, 10.0
 LORA = {"rank": RANK, "alpha": ALPHA}
-_ATTENTION = r"self_attn\.([qkvo]|(q|kv)_[ab])_proj(_with_mqa)?|linear_attn\.(in_proj_qkvz|in_proj_ba|out_proj)"
+_ATTENTION = r"self_attn\.([qkvo]|(q|kv)_[ab])_proj(_with_mqa)?|linear_attn\.(in_proj_\w+|out_proj)"
 _LINEAR = re.compile(rf"model\.layers\.\d+\.({_ATTENTION}|mlp\.(shared_experts?\.)?(gate|up|down)_proj)")
 
 
@@ -26,8 +29,10 @@ def write_adapter(folder: Path, model: PreTrainedModel, *, dtype: torch.dtype = 
     """A random adapter (B too) on every projection of attention, MLPs and experts, by the layout vLLM loads."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
+    in_the_whole = f"model.{_TEXT}" if model.config.model_type.endswith("_text") else "model."
 
     def add(name: str, rows: int, cols: int) -> None:
+        name = name.replace("model.", in_the_whole, 1)
         for matrix, shape in (("A", (RANK, cols)), ("B", (rows, RANK))):
             noise = torch.randn(shape, generator=generator) * 0.3 / shape[1] ** 0.5
             tensors[f"base_model.model.{name}.lora_{matrix}.weight"] = noise.to(dtype)
@@ -45,7 +50,7 @@ def write_adapter(folder: Path, model: PreTrainedModel, *, dtype: torch.dtype = 
                     add(f"{name}.{expert}.{kind}", both // 2, cols)
                 add(f"{name}.{expert}.{names[2]}", *module.down_proj.shape[1:])
     folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
+    save_file(tensors, folder / WEIGHTS)
     modules = sorted({tensor.split(".lora_")[0].rpartition(".")[2] for tensor in tensors})
     described = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": modules, "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(described | {"task_type": "CAUSAL_LM"}))
@@ -64,8 +69,14 @@ def with_peft(
     base = copy.deepcopy(model).to(dtype)
     if getattr(base.config, "num_experts", 0) or getattr(base.config, "num_local_experts", 0):
         base.set_experts_implementation("eager")  # the grouped product has no float64
+    stored = load_file(folder / WEIGHTS)
+    if base.config.model_type.endswith("_text"):  # the adapter is one of the model around it
+        folder = Path(shutil.copytree(folder, folder.with_name(f"{folder.name}-{uuid4()}")))
+        stored = {name.replace(f".{_TEXT}", ".", 1): tensor for name, tensor in stored.items()}
+        save_file(stored, folder / WEIGHTS)
+        base.config.model_type = "qwen3_next"  # of the same experts, which PEFT knows to be stacked
     adapted = PeftModel.from_pretrained(base, folder, is_trainable=trainable, autocast_adapter_dtype=False)
-    _add_left_out(adapted, folder, trainable)
+    _add_left_out(adapted, stored, trainable)
     if trainable:
         for name, parameter in adapted.named_parameters():
             if name.endswith(".experts.base_layer.lora_B.default.weight"):
@@ -73,12 +84,12 @@ def with_peft(
     return adapted
 
 
-def _add_left_out(adapted: PeftModel, folder: Path, trainable: bool) -> None:
+def _add_left_out(adapted: PeftModel, stored: dict[str, torch.Tensor], trainable: bool) -> None:
     """Where a model has experts too, PEFT with transformers 5 takes the names of a dense MLP's projections for those of
     experts and leaves out the adapters of dense layers and shared experts."""
     from peft.tuners.lora.layer import Linear
 
-    stored, base = load_file(folder / "adapter_model.safetensors"), adapted.get_base_model()
+    base = adapted.get_base_model()
     for name, module in list(base.named_modules()):
         if _LINEAR.fullmatch(name) and not hasattr(module, "lora_A"):
             layer = Linear(module, "default", config=adapted.peft_config["default"], r=RANK, lora_alpha=ALPHA)
@@ -96,7 +107,7 @@ def _block_diagonal(gradient: torch.Tensor) -> torch.Tensor:
 
 def by_projection(state: dict[str, np.ndarray], name: str) -> np.ndarray:
     """The entry behind a folder's tensor name in a PEFT model's state, which has all experts of a layer in one."""
-    name = name.removeprefix("base_model.model.")
+    name = name.removeprefix("base_model.model.").replace(_TEXT, "", 1)
     name = name.replace(".block_sparse_moe.", ".mlp.")
     for stored, kind in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
         name = name.replace(f".{stored}.lora_", f".{kind}.lora_")

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 VOCAB_SIZE = 300
 
@@ -41,6 +48,37 @@ _LATENT: dict[str, Any] = _SIGMOID | {
     "qk_rope_head_dim": 16,
     "v_head_dim": 24,
 }
+
+_HYBRID: dict[str, Any] = {
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+SEEING: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe": {
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 16,
+            "patch_size": 4,
+        },
+        "image_token_id": VOCAB_SIZE - 4,
+        "video_token_id": VOCAB_SIZE - 3,
+        "vision_start_token_id": VOCAB_SIZE - 2,
+        "vision_end_token_id": VOCAB_SIZE - 1,
+    }
+}
+"""What stands beside `text_config` of models that see images too."""
 
 _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
@@ -78,17 +116,16 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",
         "use_routing_bias": True,
     },
-    "qwen3_next": {
-        "head_dim": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-        "full_attention_interval": 2,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 8,
+    "qwen3_next": _HYBRID,
+    "qwen3_5_moe": _HYBRID
+    | {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True,
+            "mrope_section": [2, 1, 1],
+        },
     },
     "deepseek_v3": _LATENT
     | {
@@ -114,15 +151,16 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tiny_model(family: str, path: Path | str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """Write a random fp32 model of `family` (a model type of transformers) with a tokenizer to `path`; return it.
+    """Write a random fp32 model of `family` (a model type of transformers) with a tokenizer to `path`; return it, or
+    the text part of a model that sees images too.
 
     `overrides` are fields of the family's Hugging Face configuration, and `dtype` and `max_shard_size` of the file.
     """
     dtype = overrides.pop("dtype", torch.float32)
     max_shard_size = overrides.pop("max_shard_size", "50GB")
-    config = AutoConfig.for_model(family, **{**_COMMON, **_FAMILIES.get(family, {}), **overrides})
+    config = make_config(family, **{**_COMMON, **_FAMILIES.get(family, {}), **overrides})
     config._attn_implementation = "sdpa"
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto_class(config).from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -143,7 +181,21 @@ def tiny_model(family: str, path: Path | str, seed: int = 0, **overrides: Any) -
         bias.data = value
     model.save_pretrained(path, max_shard_size=max_shard_size)
     tiny_tokenizer().save_pretrained(path)
-    return model
+    return AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval() if family in SEEING else model
+
+
+def make_config(family: str, **fields: Any) -> PreTrainedConfig:
+    """Of a model type of transformers; `fields` are its decoder's."""
+    if family not in SEEING:
+        return AutoConfig.for_model(family, **fields)
+    fields.pop("intermediate_size", None)  # it has no dense layer
+    tied = fields.get("tie_word_embeddings", False)
+    return AutoConfig.for_model(family, text_config=fields, tie_word_embeddings=tied, **SEEING[family])
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The class of transformers that makes and saves such a model whole."""
+    return AutoModelForImageTextToText if config.get_text_config() is not config else AutoModelForCausalLM
 
 
 def correction_biases(model: PreTrainedModel) -> list[torch.Tensor]:

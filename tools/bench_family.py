@@ -38,6 +38,7 @@ from examples.paper.make_shapes import write_folder
 from examples.tiny_moe_dppo.model import byte_tokenizer
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
+from megatron_dppo.models.family import text_fields
 from megatron_dppo.models.flops import peak_flops, training_flops
 from megatron_dppo.models.hf_config import HFConfig, resolve_hf_config
 from megatron_dppo.planner.gpus import GIB, find_gpu
@@ -51,7 +52,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def ending(name: str, moe_layers: int) -> dict[str, Any]:
     """`cut`, with the tokenizer's stop token where stop tokens are published in another file than config.json."""
-    return {"eos_token_id": byte_tokenizer().eos_token_id} | cut(name, moe_layers)
+    whole = cut(name, moe_layers)
+    decoder = {"eos_token_id": byte_tokenizer().eos_token_id} | text_fields(whole)
+    return decoder if text_fields(whole) is whole else whole | {"text_config": decoder}
 
 
 def run(folder: Path, output: Path, overrides: list[str]) -> list[dict[str, float]]:
@@ -116,12 +119,12 @@ def main() -> int:
         rollout = statistics.median(step["data/tokens"] / step["time/rollout_s"] for step in later)
         gaps = [first[f"{group}/max_abs_logp_gap"] for group in ("parity", "parity_without_replay")]
         print(
-            f"| {config['num_hidden_layers']} | {gaps[0]:.3f} / {gaps[1]:.3f} | {rollout:,.0f}, "
+            f"| {model.layers} | {gaps[0]:.3f} / {gaps[1]:.3f} | {rollout:,.0f}, "
             f"{tokens / seconds:,.0f} | {flops(model, tokens, sequences) / seconds / peak / gpus:.1%} | "
             f"{later[-1]['memory/rank_peak_gib']:.2f}, "
             f"{planned_gib(settings, model, gpus, tokens, sequences):.2f} |"
         )
-        depths.append((config["num_hidden_layers"], seconds))
+        depths.append((model.layers, seconds))
     if len(depths) > 1:
         (low, short), (high, long) = depths[0], depths[-1]
         whole = resolve_hf_config(dict(CONFIGS[name]))

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -54,6 +55,16 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "head_dim": 32}
+_HYBRID = _EXPERTS | {
+    "num_experts": 8,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _EXPERTS
     | {"num_experts": 8, "moe_intermediate_size": 64, "intermediate_size": 256, "norm_topk_prob": True},
@@ -97,21 +108,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 16,
         "v_head_dim": 32,
     },
-    "qwen3_next": _EXPERTS
-    | {
-        "num_experts": 8,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
-        "intermediate_size": 256,
-        "full_attention_interval": 2,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-    },
+    "qwen3_next": _HYBRID | {"intermediate_size": 256},
+    "qwen3_5_moe": _HYBRID,
     "olmoe": _EXPERTS | {"num_experts": 8, "intermediate_size": 64, "norm_topk_prob": False, "rms_norm_eps": 1e-5},
 }
 """What each model type's configuration says of its experts."""
+_SIGHT = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
+"""What it says of the part that sees images, where there is one; the demo shows it none."""
 
 
 def tiny_config(tokenizer: PreTrainedTokenizerBase, family: str) -> PreTrainedConfig:
@@ -121,21 +124,24 @@ def tiny_config(tokenizer: PreTrainedTokenizerBase, family: str) -> PreTrainedCo
     The vocabulary is the tokenizer's own size, which no tensor-parallel size divides: like the large models' it has to
     be padded for training.
     """
-    return AutoConfig.for_model(
-        family,
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        tie_word_embeddings=False,
-        max_position_embeddings=1024,
-        initializer_range=0.02,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-        **{"num_key_value_heads": 2} | FAMILIES[family],
-    )
+    fields = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 1024,
+        "initializer_range": 0.02,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+        **FAMILIES[family],
+    }
+    if "vision_config" not in type(AutoConfig.for_model(family)).sub_configs:
+        return AutoConfig.for_model(family, **fields)
+    return AutoConfig.for_model(family, text_config=fields, vision_config=_SIGHT, tie_word_embeddings=False)
 
 
 def random_tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int, family: str) -> PreTrainedModel:
@@ -143,7 +149,10 @@ def random_tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int, family: str
     drawn too: transformers begins with zeros, with which nobody would see them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_config(tokenizer, family), dtype=torch.float32)
+        config = tiny_config(tokenizer, family)
+        sees = config.get_text_config() is not config
+        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        model: PreTrainedModel = kind.from_config(config, dtype=torch.float32)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.02)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_dppo.checkpoint.weight_buckets import Source, WeightBuckets, by_matrix
+from megatron_dppo.checkpoint.weight_buckets import Source, WeightBuckets, by_matrix, by_whole
 from megatron_dppo.checkpoint.weight_layout import extent, unpack
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import Owned, owned_parameters
@@ -65,10 +65,13 @@ class ShardExporter:
         groups: ProcessGroupCollection,
         *,
         destination: int = 0,
+        written_in: Mapping[str, str] | None = None,
     ) -> None:
         """
-        shards  this rank's
-        shapes  of all tensors, in the model's order
+        shards      this rank's
+        shapes      of all tensors, in the model's order
+        written_in  what each tensor is a part of (`HFConfig.written_in`): such parts come one after another. Default:
+                    experts matrix by matrix
         """
         self.destination = destination
         self._rank = dist.get_rank()
@@ -95,7 +98,8 @@ class ShardExporter:
                     self._sources[name].append(Source(rank, block))
         for name, shape in shapes.items():
             check_tiling(name, shape, [source.block for source in self._sources[name]])
-        self.tensors = [ExportedTensor(name, shapes[name], dtypes[name]) for name in by_matrix(shapes)]
+        ordered = by_matrix(shapes) if written_in is None else by_whole(shapes, written_in)
+        self.tensors = [ExportedTensor(name, shapes[name], dtypes[name]) for name in ordered]
         """In the order in which they are streamed."""
 
     def buckets(self, bucket_bytes: int) -> WeightBuckets:
@@ -140,8 +144,12 @@ class WeightExporter(ShardExporter):
         groups: ProcessGroupCollection,
         *,
         destination: int = 0,
+        in_files: bool = False,
     ) -> None:
-        super().__init__(owned_parameters(models, model, groups), model.tensors, groups, destination=destination)
+        """`in_files`: tensors come in the order in which a checkpoint's files hold them."""
+        written_in = model.written_in if in_files and model.written_in else None
+        shards = owned_parameters(models, model, groups)
+        super().__init__(shards, model.tensors, groups, destination=destination, written_in=written_in)
 
 
 def export_weights(

@@ -19,7 +19,6 @@ from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import owned_parameters
 
 _LISTED = 5
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _COMPARED_ROWS = 8192
 
 
@@ -93,8 +92,10 @@ def check_tensors(files: HFFiles, model: HFConfig, stacked: bool) -> None:
     expected = model.stacked_tensors if stacked else model.tensors
     stored = dict(files.tensors)
     where = files.folder
-    if model.tied and _HEAD in stored:
-        expected = expected | {_HEAD: expected[_EMBEDDING]}
+    ends = (model.family.ends[f"{end}.weight"] for end in ("output_layer", "embedding.word_embeddings"))
+    head, embedding = (next(iter(end.sources(model))) for end in ends)
+    if model.tied and head in stored:
+        expected = expected | {head: expected[embedding]}
     missing = [name for name in expected if name not in stored]
     unused = sorted(name for name in stored if name not in expected and not model.carries(name))
     wrong = [
@@ -110,23 +111,22 @@ def check_tensors(files: HFFiles, model: HFConfig, stacked: bool) -> None:
         if names:
             more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
             raise UserError(f"{where} {what} {', '.join(names[:_LISTED])}{more}; it does not match its config.json")
-    if model.tied and _HEAD in stored:
-        _check_tied(files)
+    if model.tied and head in stored:
+        _check_tied(files, head, embedding)
 
 
-def _check_tied(files: HFFiles) -> None:
+def _check_tied(files: HFFiles, head: str, embedding: str) -> None:
     """A tied model may store its one matrix under both names. `UserError` where they differ: transformers would then
     take them for two."""
-    rows, columns = files.tensors[_HEAD].shape
+    rows, columns = files.tensors[head].shape
     for start in range(0, rows, _COMPARED_ROWS):
         block = ((start, min(start + _COMPARED_ROWS, rows)), (0, columns))
-        head, embedding = files.read(_HEAD, block), files.read(_EMBEDDING, block)
-        differs = (head != embedding).any(dim=1)
+        differs = (files.read(head, block) != files.read(embedding, block)).any(dim=1)
         if differs.any():
             row = start + int(differs.int().argmax())
             files.close()
             raise UserError(
-                f"{files.folder} stores {_HEAD}, which differs from {_EMBEDDING} in row {row}, although config.json "
+                f"{files.folder} stores {head}, which differs from {embedding} in row {row}, although config.json "
                 "says tie_word_embeddings: true; set it to false to use the stored output layer, or remove the tensor"
             )
     files.close()

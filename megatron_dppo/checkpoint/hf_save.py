@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from dataclasses import replace
+from itertools import chain, groupby
 from pathlib import Path
 
 import torch
@@ -50,14 +51,15 @@ def save_hf_checkpoint(
     called on rank 0.
     """
     target = Path(path)
-    exporter = WeightExporter(models, model, groups)
+    exporter = WeightExporter(models, model, groups, in_files=True)
     kept = model.float32_tensors
     tensors = [
         ExportedTensor(t.name, t.shape, t.dtype if t.name in kept else dtype or t.dtype) for t in exporter.tensors
     ]
+    stored = [*_stored(tensors, model)]
     writer = dist.get_rank() == 0
     more = on_first_rank(lambda: carried(model, beside or model.path).tensors)
-    on_first_rank(lambda: _check_writable(target, [*tensors, *more], model, overwrite))
+    on_first_rank(lambda: _check_writable(target, [*stored, *more], model, overwrite))
 
     problem: str | None = None
     stream = exporter.stream(bucket_bytes=bucket_bytes)
@@ -69,7 +71,7 @@ def save_hf_checkpoint(
             assert model.path is not None
             with whole_folder(target, overwrite=overwrite) as folder:
                 together = chain(stream, carried(model, beside or model.path).stream())
-                shards = _shards([*tensors, *more], shard_bytes)
+                shards = _shards([*stored, *more], shard_bytes)
                 digests = _write_weights(folder, together, shards, progress, allow_inf)
                 copy_side_files(model.path, folder, tensors[0].dtype)
                 write_checksums(folder, mark=CONFIG, known=digests)
@@ -79,6 +81,15 @@ def save_hf_checkpoint(
             for _ in stream:  # the other ranks are still sending
                 pass
     raise_everywhere(problem)
+
+
+def _stored(tensors: list[ExportedTensor], model: HFConfig) -> Iterator[ExportedTensor]:
+    """What a file has of them: the experts of a layer as one tensor, in a family that stores them so."""
+    for stack, parts in groupby(tensors, key=lambda tensor: model.written_in.get(tensor.name)):
+        if stack is None:
+            yield from parts
+        else:
+            yield replace(next(parts), name=stack, shape=model.stacked_tensors[stack])
 
 
 def _check_writable(target: Path, tensors: list[ExportedTensor], model: HFConfig, overwrite: bool) -> None:
@@ -119,12 +130,17 @@ def _write_weights(
     for file, shard in zip(names, shards, strict=True):
         with SafetensorsStream(folder / file, shard) as writer:
             for expected in shard:
-                name, tensor = next(stream)
-                assert tensor is not None
-                writer.write(name, converted(name, tensor, expected.dtype, allow_inf=allow_inf))
-                done += expected.nbytes
-                if progress:
-                    progress(done, total)
+                end = done + expected.nbytes
+                while True:  # a stack comes as the matrices of its experts
+                    name, tensor = next(stream)
+                    assert tensor is not None
+                    part = converted(name, tensor, expected.dtype, allow_inf=allow_inf)
+                    writer.write(expected.name, part)
+                    done += part.nbytes
+                    if progress:
+                        progress(done, total)
+                    if done >= end:
+                        break
         digests[file] = writer.digest
     if len(shards) > 1:
         placed = {tensor.name: file for file, shard in zip(names, shards, strict=True) for tensor in shard}

@@ -11,6 +11,7 @@ import torch
 from megatron_dppo.checkpoint.atomic import write_synced
 from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
+from megatron_dppo.models.family import text_fields
 
 CONFIG = "config.json"
 _COPIED = (
@@ -24,6 +25,9 @@ _COPIED = (
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
 )
 
 
@@ -58,6 +62,10 @@ def copy_side_files(source: Path, target: Path, dtype: torch.dtype) -> None:
         if (source / name).is_file():
             shutil.copyfile(_inside(source, name), target / name)
     raw = read_json_object(_inside(source, CONFIG))
-    raw["torch_dtype" if "torch_dtype" in raw else "dtype"] = str(dtype).removeprefix("torch.")
+    decoder = text_fields(raw)
+    for fields in (decoder, raw):
+        for name in ("dtype", "torch_dtype"):
+            if name in fields or (fields is decoder and name == "dtype" and "torch_dtype" not in fields):
+                fields[name] = str(dtype).removeprefix("torch.")
     raw.pop("quantization_config", None)  # what is written is plain
     write_synced(target / CONFIG, json.dumps(raw, indent=2, ensure_ascii=False) + "\n")

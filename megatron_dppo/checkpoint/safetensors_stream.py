@@ -27,6 +27,8 @@ class SafetensorsStream:
         self._path, self._tensors = path, list(tensors)
         self._file: ChecksummedFile | None = None
         self._next = 0
+        self._left = 0
+        """Bytes that the next tensor still lacks, once some are written."""
 
     def __enter__(self) -> Self:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -46,12 +48,16 @@ class SafetensorsStream:
         return self
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
+        """All of a tensor, or the next rows of it."""
         expected = self._tensors[self._next]
-        if (name, tuple(tensor.shape), tensor.dtype) != (expected.name, expected.shape, expected.dtype):
+        self._left = self._left or expected.nbytes
+        whole = tuple(tensor.shape) == expected.shape or len(tensor.shape) < len(expected.shape)
+        if (name, tensor.dtype, whole) != (expected.name, expected.dtype, True) or tensor.nbytes > self._left:
             raise ValueError(f"expected {expected}, got {name} {tuple(tensor.shape)} {tensor.dtype}")
         assert self._file is not None
         self._file.write(memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).reshape(-1).numpy()))
-        self._next += 1
+        self._left -= tensor.nbytes
+        self._next += self._left == 0
 
     @property
     def digest(self) -> str:

@@ -195,6 +195,14 @@ def by_matrix(names: Iterable[str]) -> list[str]:
     return [name for _, name in sorted(enumerate(names), key=place)]
 
 
+def by_whole(names: Iterable[str], whole: Mapping[str, str]) -> list[str]:
+    """The model's order, but the parts of what a file holds as one tensor together."""
+    first: dict[str, int] = {}
+    numbered = list(enumerate(names))
+    place = {name: (first.setdefault(whole.get(name, name), index), index) for index, name in numbered}
+    return sorted(place, key=lambda name: place[name])
+
+
 def _items(
     tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]], sources: Mapping[str, Sequence[Source]]
 ) -> Iterator[_Item]:

@@ -29,6 +29,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
 from megatron_dppo.launch.nodes import environment, no_rank
+from megatron_dppo.models.family import text_fields
 from megatron_dppo.models.hf_config import load_hf_config
 from megatron_dppo.rollout.engine import RolloutEngine, update_weights
 from megatron_dppo.rollout.seeds import TRAINING
@@ -264,9 +265,11 @@ def with_layers(model: Path, layers: int, folder: Path) -> Path:
             if not folder.exists():
                 with whole_folder(folder) as partial:
                     copy_side_files(model, partial, getattr(whole.config, "dtype", None) or torch.float32)
-                    raw = read_json_object(partial / CONFIG) | {"num_hidden_layers": layers}
-                    if raw.get("layer_types"):
-                        raw["layer_types"] = raw["layer_types"][:layers]
+                    raw = read_json_object(partial / CONFIG)
+                    fields = text_fields(raw)
+                    fields["num_hidden_layers"] = layers
+                    if fields.get("layer_types"):
+                        fields["layer_types"] = fields["layer_types"][:layers]
                     write_synced(partial / CONFIG, json.dumps(raw, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror or error}; choose another -o folder") from None

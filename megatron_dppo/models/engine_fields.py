@@ -64,10 +64,8 @@ def refuse_engine_fields(raw: Mapping[str, Any], config: PreTrainedConfig, famil
     raw     content of config.json
     config  what transformers makes of it
     """
-    neutral = NEUTRAL | dict(family.engine)
+    refuse_neutral(raw, NEUTRAL | dict(family.engine), where)
     for name, value in raw.items():
-        if name in neutral and value not in neutral[name]:
-            raise _refusal(where, name, value, "vLLM reads and transformers does not")
         if name in SAME_AS and value != (usual := _usual(config, SAME_AS[name])):
             raise _refusal(where, name, value, f"vLLM reads in place of {SAME_AS[name]} {usual}")
     head_dim = _usual(config, "head_dim")
@@ -76,7 +74,22 @@ def refuse_engine_fields(raw: Mapping[str, Any], config: PreTrainedConfig, famil
     for name, taken in family.engine_takes.items():
         if (value := getattr(config, name)) != taken:
             raise _refusal(where, name, value, f"vLLM takes for {taken!r}")
-    _refuse_rotations(dict(config.rope_parameters or {}), where, by_mscale=family.engine_scales_by_mscale)
+    rope = dict(config.rope_parameters or {})
+    if family.image_positions and (sections := rope.pop("mrope_section", None)) is not None:
+        pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+        if not isinstance(sections, list) or [*map(type, sections)] != [int] * 3 or sum(sections) != pairs:
+            raise UserError(
+                f"{where}: rope_parameters.mrope_section is {sections!r:.80}, it must be three numbers of the {pairs} "
+                "pairs of dimensions that are rotated"
+            )
+    _refuse_rotations(rope, where, by_mscale=family.engine_scales_by_mscale)
+
+
+def refuse_neutral(raw: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], where: str) -> None:
+    """Raise `UserError` for the first field that is not at one of the values with which it changes nothing."""
+    for name, value in raw.items():
+        if name in neutral and value not in neutral[name]:
+            raise _refusal(where, name, value, "vLLM reads and transformers does not")
 
 
 def _refuse_rotations(rope: dict[str, Any], where: str, *, by_mscale: bool) -> None:

@@ -33,6 +33,9 @@ class Family:
 
     model_type: str
     """`model_type` of config.json, which names the class of transformers that is the reference."""
+    text_type: str = ""
+    """Of a model that sees images too, in whose config.json the decoder's fields are in `text_config`: `model_type`
+    there, which names the reference in place of the other. What else the file has is passed on."""
     architecture: str
     """Class that `architectures` of config.json must name."""
     read: Callable[[PreTrainedConfig], Architecture]
@@ -59,10 +62,15 @@ class Family:
     """vLLM's model takes hidden_size / num_attention_heads for the size of a head."""
     engine_scales_by_mscale: bool = False
     """With yarn vLLM's model scales queries and keys by `mscale` and `mscale_all_dim` of the rotary settings."""
+    image_positions: bool = False
+    """The rotary settings may say which pairs an image's rows and columns rotate (`mrope_section`); text has one
+    position for all of them."""
     ends: Table = field(default_factory=lambda: decoder.ENDS)
     """Embedding, last norm and output layer."""
     stacked: Mapping[str, str] = field(default_factory=dict)
     """Where a checkpoint may hold the experts of a layer in one tensor: that tensor, by the parameter of one expert."""
+    writes_stacked: bool = False
+    """Checkpoints are published so, and those written here are too."""
     carried: tuple[str, ...] = ()
     """Beginnings of the names of tensors that a checkpoint may hold beside the model's: they are not trained, and pass
     from checkpoint to checkpoint."""
@@ -75,10 +83,22 @@ class Family:
     the process groups; `metainfo["number"]` of a layer's spec is its number, from 0. A path: families are read where
     there is no Megatron-Core (engines, the planner)."""
 
+    @property
+    def reference(self) -> str:
+        """Model type of transformers' class that computes the same."""
+        return self.text_type or self.model_type
+
+
+def text_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config.json's content that describes the decoder: all of it, or that of a model that sees images
+    too."""
+    part = raw.get("text_config")
+    return part if isinstance(part, dict) else raw
+
 
 def transformers_config(folder: Path) -> PreTrainedConfig:
     """transformers' configuration of a folder, put right by the family of its model type where there is one, and under
-    the name by which transformers knows it."""
+    the name by which transformers knows it; of a family's model that sees images too, that of its text part."""
     raw = read_json_object(folder / "config.json")
     family = families().get(str(raw.get("model_type")))
     if family is None or raw["model_type"] == family.model_type:
@@ -87,6 +107,9 @@ def transformers_config(folder: Path) -> PreTrainedConfig:
         fields = {name: value for name, value in raw.items() if name != "model_type"}
         config = AutoConfig.for_model(family.model_type, **fields)
     if family is not None:
+        whole, config = config, config.get_text_config()
+        if (quantized := getattr(whole, "quantization_config", None)) is not None:
+            config.quantization_config = quantized
         family.amend(config)
     return config
 

@@ -20,9 +20,9 @@ from transformers import AutoConfig, PreTrainedConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.architecture import Architecture
-from megatron_dppo.models.engine_fields import refuse_engine_fields
+from megatron_dppo.models.engine_fields import NEUTRAL, refuse_engine_fields, refuse_neutral
 from megatron_dppo.models.families import decoder
-from megatron_dppo.models.family import Family, families
+from megatron_dppo.models.family import Family, families, text_fields
 from megatron_dppo.models.names import Buffer, Shape, Stacked, Table, Transform, is_expert
 from megatron_dppo.models.rope import check_rope
 from megatron_dppo.router_replay.record import RouteSchema
@@ -131,6 +131,16 @@ class HFConfig(Architecture):
         return self._sources(stacked=True) if self.moe and self.family.stacked else {}
 
     @cached_property
+    def written_in(self) -> dict[str, str]:
+        """Of checkpoints that are written here with stacks of experts: the stack that a matrix of one expert is in, by
+        its name. A stack is its matrices one after another."""
+        if not self.family.writes_stacked:
+            return {}
+        stacks = {name: t.name for name, t in self.parameters(stacked=True) if isinstance(t, Stacked)}
+        single = dict(self.parameters())
+        return {tensor: stack for name, stack in stacks.items() for tensor in single[name].sources(self)}
+
+    @cached_property
     def float32_tensors(self) -> frozenset[str]:
         """Tensors that stay float32 whatever the type of the weights."""
         return frozenset(name for _, t in self.parameters() if isinstance(t, Buffer) for name in t.sources(self))
@@ -186,23 +196,25 @@ def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig
     architectures = raw.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         raise UserError(f"{where}: architectures is {architectures}, only {family.architecture} is supported")
-    for name, limit in (decoder.LARGEST | dict(family.largest)).items():
-        # transformers and the table of tensors would take all memory
-        if isinstance(size := raw.get(name), int) and not size <= limit:
-            raise UserError(f"{where}: {name} is {size:,}, more than {limit:,}, which no model has; correct it")
+    if family.text_type:
+        raw = _text_part(raw, family, where)
     for name in _LOADER:
         if raw.get(name):
             convert = "; `megatron-dppo convert` makes plain weights of 8-bit ones"
             hint = convert if name == "quantization_config" else ""
             raise UserError(f"{where}: {name} is set, which is not supported{hint}")
+    for name, limit in (decoder.LARGEST | dict(family.largest)).items():
+        # transformers and the table of tensors would take all memory
+        if isinstance(size := raw.get(name), int) and not size <= limit:
+            raise UserError(f"{where}: {name} is {size:,}, more than {limit:,}, which no model has; correct it")
     raw = {name: value for name, value in raw.items() if name not in _LOADER}
     fixed = decoder.FIXED | dict(family.fixed)
     ours = _WITHOUT_EFFECT | decoder.READS | family.reads | set(fixed)
-    ignored = tuple(name for name in raw if name not in ours and not _transformers_reads(family.model_type, name))
+    ignored = tuple(name for name in raw if name not in ours and not _transformers_reads(family.reference, name))
     try:
         # a copy: transformers writes into nested settings
         settings = copy.deepcopy({k: v for k, v in raw.items() if k != "model_type" and k not in ignored})
-        config = AutoConfig.for_model(family.model_type, **settings)
+        config = AutoConfig.for_model(family.reference, **settings)
         family.amend(config)
         usual = type(config)()
     except Exception as error:  # transformers validates with several exception types of its own
@@ -230,6 +242,25 @@ def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig
         )
     described = {one.name: getattr(found, one.name) for one in fields(found)}
     return HFConfig(**described, family=family, path=path, config=config, ignored=ignored)
+
+
+def _text_part(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """`text_config`, of a file that has nothing beside it that would change the decoder."""
+    part = text_fields(raw)
+    if part is raw or part.get("model_type", family.text_type) != family.text_type:
+        said = part.get("model_type") if part is not raw else None
+        raise UserError(f"{where}: text_config.model_type is {said!r}, only {family.text_type!r} is supported")
+    loader = {name: raw[name] for name in _LOADER if name in raw and raw[name] is not part}
+    beside = {"tie_word_embeddings": False} | {n: raw[n] for n in sorted(decoder.READS | family.reads) if n in raw}
+    for name, value in beside.items():
+        if value != (inside := part.get(name, False if name == "tie_word_embeddings" else None)):
+            raise UserError(
+                f"{where}: {name} is {value!r:.80} beside text_config, which has {inside!r:.80}: the decoder's fields "
+                "are in text_config; make them the same"
+            )
+    refuse_neutral(raw, NEUTRAL, where)
+    types = {name: raw[name] for name in ("dtype", "torch_dtype") if name in raw}
+    return types | part | loader
 
 
 def family_of(raw: Mapping[str, Any]) -> Family | None:

@@ -7,7 +7,7 @@ exact to the bit, whatever the layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Protocol, Self
 
@@ -50,13 +50,20 @@ class Transform(Protocol):
         """The transform with `{layer}` and `{expert}` filled in."""
         ...
 
+    def renamed(self, change: Callable[[str], str]) -> Self:
+        """The transform with `change` of every tensor's name."""
+        ...
+
 
 class _Named:
-    """Fills `{layer}` and `{expert}` in every name a transform carries."""
+    """Changes every name a transform carries."""
 
     def at(self, **indices: int) -> Self:
-        named = {f.name: getattr(self, f.name).format(**indices) for f in fields(self) if "tensor" in f.metadata}  # type: ignore[arg-type]
-        return replace(self, **named)  # type: ignore[type-var]
+        return self.renamed(lambda name: name.format(**indices))
+
+    def renamed(self, change: Callable[[str], str]) -> Self:
+        names = {f.name: change(getattr(self, f.name)) for f in fields(self) if "tensor" in f.metadata}  # type: ignore[arg-type]
+        return replace(self, **names)  # type: ignore[type-var]
 
 
 def _name() -> str:
@@ -238,6 +245,35 @@ class Sections(_Named):
 
 
 @dataclass(frozen=True)
+class Below:
+    """A parameter made of several, a rank's share of each below that of the one before."""
+
+    parts: tuple[Transform, ...]
+
+    def at(self, **indices: int) -> Self:
+        return replace(self, parts=tuple(part.at(**indices) for part in self.parts))
+
+    def renamed(self, change: Callable[[str], str]) -> Self:
+        return replace(self, parts=tuple(part.renamed(change) for part in self.parts))
+
+    def sources(self, model: Architecture) -> dict[str, Shape]:
+        return {name: shape for part in self.parts for name, shape in part.sources(model).items()}
+
+    def shape(self, model: Architecture, parts: int) -> Shape:
+        shapes = [part.shape(model, parts) for part in self.parts]
+        return sum(rows for rows, *_ in shapes), *shapes[0][1:]
+
+    def pieces(self, model: Architecture, part: int, parts: int) -> list[Piece]:
+        result, place = [], 0
+        for one in self.parts:
+            for piece in one.pieces(model, part, parts):
+                (start, stop), *rest = piece.local
+                result.append(replace(piece, local=((place + start, place + stop), *rest)))
+            place += one.shape(model, parts)[0]
+        return result
+
+
+@dataclass(frozen=True)
 class ByKeyHead(_Named):
     """The input projection of a delta rule, of which the checkpoint has two matrices:
 
@@ -295,6 +331,9 @@ class Stacked:
         single, expert = self.single.at(**indices), indices.get("expert", self.expert)
         return replace(self, name=self.name.format(**indices), single=single, expert=expert)
 
+    def renamed(self, change: Callable[[str], str]) -> Self:
+        return replace(self, name=change(self.name), single=self.single.renamed(change))
+
     def sources(self, model: Architecture) -> dict[str, Shape]:
         shapes = list(self.single.sources(model).values())
         return {self.name: (model.dims["experts"], sum(rows for rows, _ in shapes), shapes[0][1])}
@@ -319,6 +358,15 @@ class Stacked:
 
 Table = Mapping[str, Transform]
 """Megatron-Core parameter names, as the local layer spec has them, with `{layer}` and `{expert}` (both global)."""
+
+
+def moved(table: Table, old: str, new: str) -> Table:
+    """The same parameters, of tensors whose names begin with `new` where they began with `old`."""
+
+    def change(name: str) -> str:
+        return new + name.removeprefix(old) if name.startswith(old) else name
+
+    return {parameter: transform.renamed(change) for parameter, transform in table.items()}
 
 
 def is_expert(name: str) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
+from megatron_dppo.models.family import text_fields
 from megatron_dppo.models.hf_config import family_of, resolve_hf_config
+from megatron_dppo.models.names import Shape
 from megatron_dppo.router_replay.record import RouteSchema
 
 
@@ -25,6 +28,9 @@ class ModelFacts:
     experts: int
     """Per layer that has some; 0 for a model without."""
     experts_per_token: int
+    tensors: Mapping[str, Shape] | None = None
+    """Those that a weight sync brings, by a family that knows the model: a checkpoint may hold others beside them, or
+    all experts of a layer in one."""
     delta_rule: bool = False
     """Whether layers have a gated delta rule in place of attention."""
 
@@ -40,12 +46,15 @@ class ModelFacts:
         if router_replay or (family_of(raw) is not None and not raw.get("quantization_config")):
             model = resolve_hf_config(raw, path=folder)
             vocab_size, tied, moe, delta = model.vocab_size, model.tied, model.moe, model.delta
+            tensors: Mapping[str, Shape] | None = model.tensors
             routes = model.routes if router_replay else None
         else:
+            raw = text_fields(raw)
             size = raw.get("vocab_size")
             if type(size) is not int or size < 1:
                 raise UserError(f"{path}: vocab_size is {size!r:.80}; it must be a whole number above 0")
             vocab_size, tied, moe, delta, routes = size, bool(raw.get("tie_word_embeddings")), None, None, None
+            tensors = None
         return ModelFacts(
             folder=folder,
             vocab_size=vocab_size,
@@ -54,12 +63,13 @@ class ModelFacts:
             routes=routes,
             experts=moe.experts if moe else 0,
             experts_per_token=moe.topk if moe else 0,
+            tensors=tensors,
             delta_rule=delta is not None,
         )
 
 
 def _end_ids(file: Path) -> list[int]:
-    declared = read_json_object(file).get("eos_token_id")
+    declared = text_fields(read_json_object(file)).get("eos_token_id")
     ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
     for token in ids:
         if type(token) is not int:

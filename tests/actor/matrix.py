@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP2 EP2 ETP2": (4, {"tensor": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True}),
 }
 
-FAMILIES = ["mixtral", "olmoe", "glm4_moe", "minimax_m2", "qwen3_next", "deepseek_v3"]
+FAMILIES = ["mixtral", "olmoe", "glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe", "deepseek_v3"]
 """Model types beside Qwen3-MoE that are trained in the layouts of these tests."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {

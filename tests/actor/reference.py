@@ -281,7 +281,7 @@ class Reference:
 
 def by_hf_name(state: dict[str, np.ndarray], name: str) -> np.ndarray:
     """The entry behind a per-expert name of a state whose experts are fused, as transformers keeps them in memory."""
-    name = name.replace(".block_sparse_moe.", ".mlp.")
+    name = name.replace(".block_sparse_moe.", ".mlp.").replace("model.language_model.", "model.")
     if ".experts." not in name:
         return state[name]
     layer, rest = name.split(".experts.")

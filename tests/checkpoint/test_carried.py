@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dppo.models.hf_config import load_hf_config
+from megatron_dppo.models.hf_config import HFConfig, load_hf_config
 from tests.checkpoint.test_convert import convert, save_adapters
 from tests.distributed import run_ranks
 from tests.peft_adapters import write_adapter
@@ -114,6 +114,37 @@ def test_tensors_that_a_family_names_pass_through(tmp_path: Path) -> None:
     assert run_ranks(convert, 2, path, tmp_path / "state", "--tensor", 2, "--expert", 2) == ["", ""]
     assert run_ranks(convert, 1, tmp_path / "state", tmp_path / "back", "--verify") == [""]
     assert same(tensors(tmp_path / "back"), original | further)
+
+
+def as_published(tensors: dict[str, torch.Tensor], model: HFConfig) -> dict[str, torch.Tensor]:
+    """With the experts of a layer in one tensor, where transformers writes one each."""
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for name, stack in model.written_in.items():
+        stacks.setdefault(stack, []).append(tensors[name])
+    rest = {name: tensor for name, tensor in tensors.items() if name not in model.written_in}
+    return rest | {name: torch.cat(parts).view(model.stacked_tensors[name]) for name, parts in stacks.items()}
+
+
+def test_a_model_that_sees_images_goes_out_whole(tmp_path: Path) -> None:
+    """Qwen3.5 as it is published: stacked experts, what sees images and the further layer beside, settings around those
+    of the decoder. Through a state, in files so small that a stack is in one of its own."""
+    path = tmp_path / "seeing"
+    tiny_model("qwen3_5_moe", path, seed=8, num_hidden_layers=2, dtype=torch.bfloat16)
+    (path / "preprocessor_config.json").write_text('{"patch_size": 4}')
+    model = load_hf_config(path)
+    further = {"mtp.fc.weight": torch.randn(64, 128).bfloat16(), "mtp.layers.0.input_layernorm.weight": torch.randn(64)}
+    original = as_published(tensors(path), model) | further
+    assert {"model.visual.patch_embed.proj.weight", "mtp.fc.weight", *model.stacked_tensors} <= original.keys()
+    save_file(original, path / "model.safetensors", metadata={"format": "pt"})
+    assert run_ranks(convert, 2, path, tmp_path / "state", "--tensor", 2, "--expert", 2, "--verify") == ["", ""]
+    small = ("--shard-gb", "0.00003", "--verify")
+    assert run_ranks(convert, 2, tmp_path / "state", tmp_path / "back", "--pipeline", 2, *small) == ["", ""]
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 4
+    assert same(tensors(tmp_path / "back"), original)
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["dtype"] = "bfloat16"  # transformers leaves it at float32
+    assert json.loads((tmp_path / "back/config.json").read_text()) == config
+    assert (tmp_path / "back/preprocessor_config.json").read_text() == '{"patch_size": 4}'
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,8 @@ MIXED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-next": ("qwen3_next", {}),
     "qwen3-next-mixed": ("qwen3_next", {"mlp_only_layers": [1], "full_attention_interval": 3}),
+    "qwen3-5-moe": ("qwen3_5_moe", {}),
+    "qwen3-5-moe-tied": ("qwen3_5_moe", {"tie_word_embeddings": True, "full_attention_interval": 3}),
     "deepseek-v3": ("deepseek_v3", {}),
     "moonlight": (
         "deepseek_v3",

@@ -105,6 +105,15 @@ _LLAMA2: Config = {
     "vocab_size": 32000,
 }
 _7B = (4096, 11008, 32, 32, 32)
+
+
+def _seeing(decoder: Config, **fields: Any) -> Config:
+    """Qwen3.5-35B-A3B with other fields of its decoder, and of what is around it."""
+    whole = CONFIGS["Qwen3.5-35B-A3B"]
+    return whole | {"text_config": whole["text_config"] | decoder} | fields
+
+
+_SECTIONS = CONFIGS["Qwen3.5-35B-A3B"]["text_config"]["rope_parameters"]
 _LLAMA3: Config = _LLAMA2 | {
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -242,6 +251,15 @@ LOADED: dict[str, Config] = {
     "zai-org/GLM-4.6": _sized(_GLM, *_355B, max_position_embeddings=202752),
     "zai-org/GLM-4.7": _sized(_GLM, *_355B, max_position_embeddings=202752, dtype="bfloat16", torch_dtype=_ABSENT),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": CONFIGS["Qwen3-Next-80B-A3B"],
+    "Qwen/Qwen3.5-35B-A3B": CONFIGS["Qwen3.5-35B-A3B"],
+    "Qwen/Qwen3.5-397B-A17B": CONFIGS["Qwen3.5-397B-A17B"],
+    "Qwen/Qwen3.6-35B-A3B": _seeing({"bos_token_id": 248044, "output_gate_type": "swish"}, language_model_only=False),
+    "Qwen/Qwen3.5-35B-A3B, for long texts": _seeing(
+        {
+            "rope_parameters": _SECTIONS
+            | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262144}
+        }
+    ),
     "Qwen/Qwen3-Next-80B-A3B-Thinking": CONFIGS["Qwen3-Next-80B-A3B"]
     | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262144}},
     "MiniMaxAI/MiniMax-M2, without its 8-bit numbers": CONFIGS["MiniMax-M2"],
@@ -385,6 +403,23 @@ REFUSED: dict[str, tuple[Config, str]] = {
     "Qwen3-Next whose value heads have no key head": (
         CONFIGS["Qwen3-Next-80B-A3B"] | {"linear_num_value_heads": 24},
         "linear_num_value_heads",
+    ),
+    "Qwen3.5 with a decoder of another type": (_seeing({"model_type": "qwen3_5_text"}), r"text_config\.model_type"),
+    "Qwen3.5 without a decoder": (_without(CONFIGS["Qwen3.5-35B-A3B"], "text_config"), r"text_config\.model_type"),
+    "Qwen3.5 of two minds about the output layer": (_seeing({}, tie_word_embeddings=True), "tie_word_embeddings"),
+    "Qwen3.5 whose decoder alone has one matrix": (_seeing({"tie_word_embeddings": True}), "tie_word_embeddings"),
+    "Qwen3.5 with a size beside its decoder": (_seeing({}, num_hidden_layers=39), "num_hidden_layers"),
+    "Qwen3.5 in 8 bits": (_seeing({}, quantization_config={"quant_method": "fp8"}), "quantization_config"),
+    "Qwen3.5 with drafts": (_seeing({}, speculators_config={"verifier": {}}), "speculators_config"),
+    "Qwen3.5 whose experts' weights are not divided": (_seeing({"norm_topk_prob": False}), "norm_topk_prob"),
+    "Qwen3.5 with another gate": (_seeing({"output_gate_type": "sigmoid"}), "output_gate_type"),
+    "Qwen3.5 with sections for other heads": (
+        _seeing({"rope_parameters": _SECTIONS | {"mrope_section": [16, 24, 24]}}),
+        "mrope_section",
+    ),
+    "Qwen3.5 with a layer that slides": (
+        _seeing({"layer_types": ["linear_attention"] * 39 + ["sliding_attention"]}),
+        "sliding_attention",
     ),
     "Qwen3-Next without experts": (
         CONFIGS["Qwen3-Next-80B-A3B"] | {"mlp_only_layers": list(range(48))},

@@ -262,6 +262,73 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_sliding_window": False,
         "vocab_size": 151936,
     },
+    "Qwen3.5-35B-A3B": {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "image_token_id": 248056,
+        "model_type": "qwen3_5_moe",
+        "text_config": {
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "attn_output_gate": True,
+            "dtype": "bfloat16",
+            "eos_token_id": 248044,
+            "full_attention_interval": 4,
+            "head_dim": 256,
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "initializer_range": 0.02,
+            "layer_types": [*["linear_attention"] * 3, "full_attention"] * 10,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_value_head_dim": 128,
+            "mamba_ssm_dtype": "float32",
+            "max_position_embeddings": 262144,
+            "mlp_only_layers": [],
+            "model_type": "qwen3_5_moe_text",
+            "moe_intermediate_size": 512,
+            "mtp_num_hidden_layers": 1,
+            "mtp_use_dedicated_embeddings": False,
+            "num_attention_heads": 16,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "partial_rotary_factor": 0.25,
+            "rms_norm_eps": 1e-06,
+            "rope_parameters": {
+                "mrope_interleaved": True,
+                "mrope_section": [11, 11, 10],
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 10000000,
+                "rope_type": "default",
+            },
+            "router_aux_loss_coef": 0.001,
+            "shared_expert_intermediate_size": 512,
+            "use_cache": True,
+            "vocab_size": 248320,
+        },
+        "tie_word_embeddings": False,
+        "transformers_version": "4.57.0.dev0",
+        "video_token_id": 248057,
+        "vision_config": {
+            "depth": 27,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 1152,
+            "in_channels": 3,
+            "intermediate_size": 4304,
+            "model_type": "qwen3_5_moe",
+            "num_heads": 16,
+            "num_position_embeddings": 2304,
+            "out_hidden_size": 2048,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+        "vision_end_token_id": 248054,
+        "vision_start_token_id": 248053,
+    },
     "DeepSeek-V3": {  # published in 8 bits: the same without quantization_config
         "architectures": ["DeepseekV3ForCausalLM"],
         "attention_bias": False,
@@ -435,6 +502,23 @@ CONFIGS["Moonlight-16B-A3B"] = CONFIGS["DeepSeek-V3"] | {
     "vocab_size": 163840,
 }
 
+_35B: dict[str, Any] = CONFIGS["Qwen3.5-35B-A3B"]
+CONFIGS["Qwen3.5-397B-A17B"] = _35B | {
+    "text_config": _35B["text_config"]
+    | {
+        "hidden_size": 4096,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 15,
+        "linear_num_value_heads": 64,
+        "moe_intermediate_size": 1024,
+        "num_attention_heads": 32,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "num_hidden_layers": 60,
+        "shared_expert_intermediate_size": 1024,
+    },
+    "vision_config": _35B["vision_config"] | {"out_hidden_size": 4096},
+}
+
 PARAMETERS = {
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-235B-A22B": 235_093_634_560,
@@ -446,11 +530,14 @@ PARAMETERS = {
     "GLM-4.5-Air": 110_468_824_832 - 3_616_573_568 - 45 * 128,
     "MiniMax-M2": 228_703_644_928 - 13_880_064 - 62 * 256,
     "Qwen3-Next-80B-A3B": 81_324_862_720 - 1_650_471_424,
+    "Qwen3.5-35B-A3B": 35_951_822_704 - 446_571_248 - 844_640_768,
+    "Qwen3.5-397B-A17B": 403_397_928_944 - 456_010_480 - 6_595_568_128,
     "DeepSeek-V3": 671_026_419_200 - 58 * 256,
     "Kimi-K2": 1_026_408_232_448 - 60 * 384,
     "Moonlight-16B-A3B": 15_960_108_544,
     "GLM-4.7-Flash": 29_943_390_976,
 }
 """`total_parameters`, as the hub counts the stored safetensors, but without layers for further tokens (GLM, Qwen3-Next,
-DeepSeek), scales of 8-bit blocks of 128 x 128 (MiniMax, DeepSeek, Kimi) and correction biases. Of Moonlight and
-GLM-4.7-Flash, whose counts were not at hand, transformers' shapes are the witness."""
+Qwen3.5, DeepSeek), what sees images (Qwen3.5), scales of 8-bit blocks of 128 x 128 (MiniMax, DeepSeek, Kimi) and
+correction biases. Of Moonlight and GLM-4.7-Flash, whose counts were not at hand, transformers' shapes are the
+witness."""

@@ -58,7 +58,7 @@ def test_products_with_weights_are_counted(tmp_path: Path, targets: tuple[str, .
     assert products_of(model) == training_flops(described, np.array([TOKENS]), lora) - attention_of(described)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "minimax_m2", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe", "deepseek_v3"])
 def test_experts_are_counted_that_a_token_meets(tmp_path: Path, family: str) -> None:
     """Those that it chose, the one that every token passes, and the router; dense layers as they are."""
     model = tiny_model(family, tmp_path).train()

@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.family import transformers_config
+from megatron_dppo.models.family import text_fields, transformers_config
 from megatron_dppo.models.hf_config import resolve_hf_config
 from megatron_dppo.models.packed_logits import packed_logits
 from megatron_dppo.models.rope import rope_frequencies
 from tests.distributed import run_ranks
 from tests.megatron import build_from
 from tests.models.hub_configs import LOADED, REFUSED
+from tests.tiny import SEEING, auto_class
 
 _MOE, _DENSE = LOADED["Qwen/Qwen3-30B-A3B"], LOADED["Qwen/Qwen3-8B"]
 UNPUBLISHED: dict[str, dict[str, Any]] = {
@@ -42,6 +43,9 @@ VOCAB = 160
 
 def cut(config: dict[str, Any]) -> dict[str, Any]:
     """The same with tiny sizes; every other field is as published."""
+    if (text := text_fields(config)) is not config:
+        vision = SEEING[config["model_type"]]["vision_config"]
+        return config | {"text_config": cut(text), "vision_config": config["vision_config"] | vision}
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     sizes = {
         "hidden_size": 64,
@@ -70,9 +74,11 @@ def cut(config: dict[str, Any]) -> dict[str, Any]:
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 8,
     }
-    if config["model_type"] == "qwen3_next":  # others leave it out
+    if "linear_num_key_heads" in config:  # others leave it out
         sizes["shared_expert_intermediate_size"] = 24
         config = config | {"layer_types": ["linear_attention", "full_attention"]}
+    if "mrope_section" in (rope := config.get("rope_parameters") or {}):
+        config = config | {"rope_parameters": rope | {"mrope_section": [2, 1, 1]}}
     if config.get("num_experts_per_tok") in (1, 4):
         sizes["num_experts_per_tok"] = config["num_experts_per_tok"]
     if config.get("n_routed_experts") == 16:
@@ -87,7 +93,8 @@ def publish(folder: Path, config: dict[str, Any], seed: int) -> None:
     """Random weights by transformers, from the file alone, and what they give."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    model = AutoModelForCausalLM.from_config(transformers_config(folder), dtype=torch.float32).eval()
+    whole = AutoConfig.from_pretrained(folder) if text_fields(config) is not config else transformers_config(folder)
+    model = auto_class(whole).from_config(whole, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -137,8 +144,7 @@ def test_logits_equal_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", LOADED)
 def test_sizes_are_read_as_published(name: str) -> None:
-    config = LOADED[name]
-    model = resolve_hf_config(config)
+    model, config = resolve_hf_config(LOADED[name]), text_fields(LOADED[name])
     sizes = (model.hidden_size, model.layers, model.heads, model.kv_heads, model.vocab_size)
     assert sizes == tuple(
         config[field]
@@ -148,7 +154,7 @@ def test_sizes_are_read_as_published(name: str) -> None:
     if model.latent:
         usual = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
     assert model.head_dim == config.get("head_dim", usual)
-    assert model.tied == config["tie_word_embeddings"]
+    assert model.tied == LOADED[name]["tie_word_embeddings"]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -27,7 +27,7 @@ from tests.tiny import tiny_model
 TP2_EP2 = {"tensor": 2, "expert": 2, "sequence_parallel": True}
 
 
-NOT_ON_A_CPU = {"qwen3_next"}
+NOT_ON_A_CPU = {"qwen3_next", "qwen3_5_moe"}
 """Families that vLLM does not decode on a CPU."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_dppo.models.family import text_fields
 from tests.models.public_configs import CONFIGS
 from tools.bench_family import ending, read_arguments
 
@@ -29,4 +30,4 @@ def test_two_layers_of_experts_unless_said(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_answers_can_end(name: str) -> None:
     """MiniMax-M2 publishes its stop tokens beside config.json, and an engine refuses a model that names none."""
-    assert ending(name, 2)["eos_token_id"] is not None
+    assert text_fields(ending(name, 2))["eos_token_id"] is not None

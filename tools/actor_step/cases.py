@@ -10,6 +10,7 @@ from typing import Any, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.paper.make_shapes import SHAPES
+from megatron_dppo.models.family import text_fields
 from megatron_dppo.planner.workload import Recompute
 from tests.models.public_configs import CONFIGS
 
@@ -54,14 +55,16 @@ REPEATS = 4
 def cut(name: str, moe_layers: int) -> dict[str, Any]:
     """A family's published configuration with one of its dense layers, if any, and so many of experts, and none that
     predict further."""
-    config = CONFIGS[name]
+    whole = CONFIGS[name]
+    config = text_fields(whole)
     further: dict[str, Any] = {f: 0 for f in ("num_nextn_predict_layers", "num_mtp_modules") if f in config}
     dense = min(1, config.get("first_k_dense_replace", 0))
     further |= {"first_k_dense_replace": dense} if dense else {}
     layers = dense + moe_layers
     if "full_attention_interval" in config:  # one of each kind in turn
         further |= {"layer_types": [("linear_attention", "full_attention")[layer % 2] for layer in range(layers)]}
-    return config | further | {"num_hidden_layers": layers}
+    decoder = config | further | {"num_hidden_layers": layers}
+    return decoder if config is whole else whole | {"text_config": decoder}
 
 
 @dataclass(frozen=True)

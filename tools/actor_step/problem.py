@@ -13,6 +13,7 @@ from actor_step.cases import SEQUENCES_PER_PACK, TINY, TINY_OTHERWISE, TOPK, Cas
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.models.build import build_model
+from megatron_dppo.models.family import text_fields
 from megatron_dppo.models.hf_config import HFConfig, resolve_hf_config
 from megatron_dppo.models.live import owned_parameters
 from megatron_dppo.models.megatron_config import transformer_config
@@ -24,7 +25,8 @@ def describe(case: Case, *, tiny: bool) -> HFConfig:
     """The model of a case."""
     config = case.config
     if tiny and case.family:
-        config |= {name: size for name, size in TINY_OTHERWISE.items() if config.get(name) is not None}
+        decoder = text_fields(config)
+        decoder |= {name: size for name, size in TINY_OTHERWISE.items() if decoder.get(name) is not None}
     elif tiny:
         config |= TINY | {"num_hidden_layers": 2}
     return resolve_hf_config(config)

@@ -282,7 +282,8 @@ def decoder(
     """The architecture of a usual config.json: sizes that are some, and no sliding window. `partial_rotary`: the model
     type knows `partial_rotary_factor`."""
     heads, kv_heads = whole(config, "num_attention_heads"), whole(config, "num_key_value_heads")
-    head_dim, eps = getattr(config, "head_dim", None), config.rms_norm_eps
+    head_dim, eps, mlp = getattr(config, "head_dim", None), config.rms_norm_eps, "intermediate_size"
+    width = whole(config, mlp) if hasattr(config, mlp) or not moe else moe.intermediate_size
     if latent:
         head_dim = latent.plain_dim + latent.rotary_dim
     if head_dim is not None and (isinstance(head_dim, bool) or not isinstance(head_dim, int) or head_dim < 2):
@@ -299,7 +300,7 @@ def decoder(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=whole(config, "intermediate_size"),
+        intermediate_size=width,
         vocab_size=whole(config, "vocab_size"),
         tied=bool(config.tie_word_embeddings),
         rms_norm_eps=eps,

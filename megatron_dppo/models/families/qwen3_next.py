@@ -41,69 +41,67 @@ def _delta(config: PreTrainedConfig, layers: int) -> DeltaRule | None:
     )
 
 
-def _moe(config: PreTrainedConfig, layers: int) -> MoE:
-    number, step, dense = whole(config, "num_experts"), whole(config, "decoder_sparse_step"), config.mlp_only_layers
-    sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
-    if not any(sparse):
-        raise UserError("decoder_sparse_step and mlp_only_layers leave no expert layer, which is not supported")
-    return MoE(
-        experts=number,
-        topk=topk(config, number),
-        intermediate_size=whole(config, "moe_intermediate_size"),
-        normalise=bool(config.norm_topk_prob),
-        layers=sparse,
-        shared_size=whole(config, "shared_expert_intermediate_size"),
-        shared_gate=True,
-    )
-
-
-def _read(config: PreTrainedConfig) -> Architecture:
-    layers = whole(config, "num_hidden_layers")
+def hybrid(config: PreTrainedConfig, sparse: tuple[bool, ...], *, normalise: bool) -> Architecture:
+    """Of layers that are `sparse`, or have a dense MLP."""
+    number = whole(config, "num_experts")
     return decoder(
         config,
         qk_norm="head",
         partial_rotary=True,
         output_gate=True,
         centred_norms=True,
-        delta=_delta(config, layers),
-        moe=_moe(config, layers),
+        delta=_delta(config, len(sparse)),
+        moe=MoE(
+            experts=number,
+            topk=topk(config, number),
+            intermediate_size=whole(config, "moe_intermediate_size"),
+            normalise=normalise,
+            layers=sparse,
+            shared_size=whole(config, "shared_expert_intermediate_size"),
+            shared_gate=True,
+        ),
     )
 
 
-def _layer(model: Architecture, layer: int) -> Table:
+def _read(config: PreTrainedConfig) -> Architecture:
+    step, dense = whole(config, "decoder_sparse_step"), config.mlp_only_layers
+    sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(whole(config, "num_hidden_layers")))
+    if not any(sparse):
+        raise UserError("decoder_sparse_step and mlp_only_layers leave no expert layer, which is not supported")
+    return hybrid(config, sparse, normalise=bool(config.norm_topk_prob))
+
+
+def hybrid_layer(model: Architecture, layer: int) -> Table:
+    """Its gated delta rule or gated attention, and its experts or dense MLP."""
     mixer = DELTA_RULE if model.is_delta_layer(layer) else {**ATTENTION, **qk_norm()}
     if not model.is_moe_layer(layer):
         return {**mixer, **DENSE_MLP}
     return {**mixer, **experts(), **shared_expert("shared_expert", gate="shared_expert_gate")}
 
 
+_WIDTHS = words("moe_intermediate_size shared_expert_intermediate_size")
+_COUNTS = words(
+    """
+        num_experts num_local_experts linear_num_key_heads linear_num_value_heads linear_key_head_dim
+        linear_value_head_dim linear_conv_kernel_dim
+    """
+)
+READS = _WIDTHS | _COUNTS | words("num_experts_per_tok full_attention_interval")
+LARGEST = dict.fromkeys(_WIDTHS, 2**24) | dict.fromkeys(_COUNTS, 2**14)
+ENGINE = {"attn_output_gate": (True,), "layer_scale": (None, False), "qkv_bias": (None, False)}
+SPEC = "megatron_dppo.models.layers.gated_delta:spec"
+
 FAMILY = Family(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     read=_read,
-    layer=_layer,
-    reads=words(
-        """
-            num_experts num_local_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size
-            norm_topk_prob decoder_sparse_step mlp_only_layers full_attention_interval linear_conv_kernel_dim
-            linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
-        """
-    ),
+    layer=hybrid_layer,
+    reads=READS | words("norm_topk_prob decoder_sparse_step mlp_only_layers"),
     fixed={"attention_bias": False},
-    largest=dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 2**24)
-    | dict.fromkeys(
-        words(
-            """
-                num_experts num_local_experts linear_num_key_heads linear_num_value_heads linear_key_head_dim
-                linear_value_head_dim linear_conv_kernel_dim
-            """
-        ),
-        2**14,
-    ),
+    largest=LARGEST,
     stacked=STACKED_EXPERTS,
     carried=("mtp.",),
     # vLLM makes every fourth layer one of attention where layer_types does not say
-    engine={"full_attention_interval": (4,), "attn_output_gate": (True,)}
-    | {"layer_scale": (None, False), "qkv_bias": (None, False), "mlp_layer_types": (None,)},
-    spec="megatron_dppo.models.layers.gated_delta:spec",
+    engine=ENGINE | {"full_attention_interval": (4,), "mlp_layer_types": (None,)},
+    spec=SPEC,
 )

@@ -44,7 +44,9 @@ class ServedEngine[C: Core](WeightUpdates[C]):
                     f"{config.max_response_tokens} tokens; set rollout.stop_token_ids"
                 )
             dummy = config.load_format == "dummy"
-            manifest = Manifest(None if dummy else read_shapes(facts.folder), tied_embeddings=facts.tied_embeddings)
+            stored = None if dummy else read_shapes(facts.folder)
+            expected = facts.tensors if stored and facts.tensors is not None else stored
+            manifest = Manifest(expected, tied_embeddings=facts.tied_embeddings)
             gate = Gate("the engine has random weights until its first weight sync" if dummy else None)
             try:
                 core = loop.run(start(), timeout=config.start_timeout_s)

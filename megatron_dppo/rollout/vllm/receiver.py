@@ -84,11 +84,16 @@ class BucketLoader:
     def _layer_of(self, slot: TensorSlot) -> RoutedExperts | None:
         """vLLM's experts of the slot's layer; None where the layer needs its matrices one by one."""
         prefix, _, matrix = slot.name.partition(f".{EXPERT}.")
-        layer = self._experts.get(prefix)
+        layer = self._experts.get(prefix) or self._experts.get(self._own_name(prefix))
         if layer is None or matrix not in _matrices(layer):
             return None
         redundant = layer.moe_config.num_experts - layer.moe_config.num_logical_experts
         return None if redundant else layer
+
+    def _own_name(self, name: str) -> str:
+        """vLLM's, of a module that checkpoints call `name`: a model around the decoder puts itself in front."""
+        mapper = getattr(self._model, "hf_to_vllm_mapper", None)
+        return next(iter(mapper.apply_list([name])), name) if mapper else name
 
     def own_experts(self, slot: TensorSlot) -> int | None:
         """How many experts of a stack are this worker's; None where its layer needs them one by one."""

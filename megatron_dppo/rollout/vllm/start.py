@@ -244,6 +244,7 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
         "enable_sleep_mode": config.enable_sleep,
         "enable_return_routed_experts": facts.routes is not None,
         "scheduler_cls": "megatron_dppo.rollout.vllm.record_scheduler.record_scheduler",
+        "language_model_only": True,  # a model that sees images too is asked about text alone
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": -1,
         "generation_config": "vllm",
