@@ -14,6 +14,7 @@ from xdist.scheduler import LoadFileScheduling
 
 ENGINES = (
     *("test_engine", "test_engine_log", "test_lora_sync", "test_parity", "test_partial", "test_placement"),
+    "test_warm_up",
     *("test_ray_session", "test_reward_workers"),
     *("test_routes_parity", "test_routes_pressure", "test_routes_record", "test_stored", "test_sync"),
 )

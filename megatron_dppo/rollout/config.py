@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatron_dppo.config_base import ConfigModel
 
@@ -77,6 +78,9 @@ class RolloutConfig(ConfigModel):
     """Let the engine give its GPU memory back between rollouts (`sleep` and `wake`). Where it is on the trainer's GPUs
     they take turns then; without it both keep theirs, and it has to hold both: for small models, since no time goes
     into handing over. A CPU has nothing to give back."""
+    compile_cache: Path | None = None
+    """Folder in which vLLM keeps what it, Triton and torch's compiler make for a model and a GPU, for the next engine
+    and the next run; on every node that has engines. None leaves it where these have it, which a container forgets."""
     cpu_threads: int = Field(default=1, ge=1)
     """Threads of an engine on a CPU. One is best up to some millions of parameters: more wait for each other longer
     than they compute, above all on cores shared with others. On a GPU without effect."""
@@ -122,6 +126,11 @@ class RolloutConfig(ConfigModel):
     groups wait for the first engine with room. None: twice what it decodes together (`max_num_seqs`)."""
     sync_timeout_s: float = Field(default=600.0, gt=0.0)
     """For each bucket of a weight sync."""
+
+    @field_validator("compile_cache")
+    @classmethod
+    def _wherever_an_engine_starts(cls, folder: Path | None) -> Path | None:
+        return None if folder is None else folder.expanduser().absolute()
 
     @property
     def takes_turns(self) -> bool:

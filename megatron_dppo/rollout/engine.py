@@ -95,6 +95,8 @@ class WorkerReport:
     """Seconds to load, receiving included."""
     load_host_s: float | None = None
     """Of these, the host's own work; None where buckets came with calls."""
+    by_views: float | None = None
+    """Share of the bytes that were copied straight to their places; None where buckets came with calls."""
     finish_s: float
     """Seconds from the last bucket until the layers were whole."""
     gpu_used_gib: float | None = None

@@ -257,6 +257,7 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
         start = time.perf_counter()
         if update_info.way:
             self._buckets.take(update_info.way, self._load)
+            self.measured["by_views"] = 0.0 if self._loader.views is None else self._loader.views.share
         else:
             if self._loader.views is not None:  # these buckets are others
                 self._loader.views = None

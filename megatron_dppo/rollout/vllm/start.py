@@ -23,6 +23,7 @@ from megatron_dppo.rollout.model_facts import ModelFacts
 from megatron_dppo.rollout.serving.engine import ServedEngine
 from megatron_dppo.rollout.vllm.core import VllmCore
 from megatron_dppo.rollout.vllm.sampling import refuse_engine_defaults
+from megatron_dppo.rollout.vllm.warm_up import keep_compiled, warm_up
 from megatron_dppo.router_replay.record import RouteSchema
 
 _REFUSED: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
@@ -205,6 +206,7 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
     distribution cannot be recorded with."""
     # What vLLM reads from the environment when it is imported.
     check_plugin()
+    keep_compiled(config.compile_cache)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(config.start_timeout_s)))
@@ -268,7 +270,10 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
         for wrong in await engine.collective_rpc("wrongly_quantised"):
             if wrong:
                 raise UserError(f"rollout.quantization=fp8: {facts.folder}: {'; '.join(wrong[:4])}; set it to none")
-    return VllmCore(engine, facts.routes)
+    core = VllmCore(engine, facts.routes)
+    if not on_cpu():  # where nothing is compiled
+        await warm_up(core, facts, config)
+    return core
 
 
 def check_expert_parallel(facts: ModelFacts, config: RolloutConfig) -> None:

@@ -270,6 +270,9 @@ class ViewLoader:
         self._layouts = layouts
         self._plans = {id(layout.slots): _plan(layout.slots, views, runs) for layout in layouts}
         self.layers = _Layers(model, views)
+        left = sum(slot.nbytes for plan in self._plans.values() for slot in plan.rest)
+        self.share = 1 - left / sum(slot.nbytes for layout in layouts for slot in layout.slots)
+        """Of the bytes, that is not left to vLLM's loaders."""
 
     def load(self, slots: Sequence[TensorSlot], payload: torch.Tensor) -> Sequence[TensorSlot]:
         """What is left of a bucket for vLLM's loaders. On a GPU asynchronous, in the current stream's order."""

@@ -1,0 +1,75 @@
+"""What vLLM compiles when it first meets a shape: compiled before the first rollout, and kept for the next engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.engine import GenerationRequest, SamplingConfig
+from megatron_dppo.rollout.model_facts import ModelFacts
+from megatron_dppo.rollout.vllm.core import VllmCore
+
+CACHES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+"""Variables that say where vLLM, Triton and torch's compiler keep what they make, and our folders for it."""
+
+
+def keep_compiled(folder: Path | None) -> None:
+    """Have the engine's processes, which start later, keep what they compile below `folder` (`rollout.compile_cache`);
+    None leaves it where they have it."""
+    for variable, name in CACHES.items() if folder is not None else ():
+        assert folder is not None
+        try:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"rollout.compile_cache={folder} cannot be written where an engine starts: {error.strerror}; choose "
+                "another folder"
+            ) from error
+        os.environ[variable] = str(folder / name)
+
+
+def waves(config: RolloutConfig) -> Iterator[list[tuple[int, int]]]:
+    """Requests that are asked for together, each as (tokens of the prompt, tokens to sample): prompts of 1, 2, 4, ...
+    tokens in all, as many as go into one step; then one token for each of 1 up to `max_num_seqs` sequences at once."""
+    total = 1
+    while total <= min(config.max_num_batched_tokens, config.max_num_seqs * config.max_prompt_tokens):
+        count = -(-total // config.max_prompt_tokens)
+        yield [(total // count, 1)] * count
+        total *= 2
+    count = config.max_num_seqs
+    lengths = [2 * (count // (number + 1)).bit_length() for number in range(count)]  # half as many after two steps
+    yield [(1, min(length, config.max_response_tokens)) for length in lengths]
+
+
+async def warm_up(core: VllmCore, facts: ModelFacts, config: RolloutConfig) -> None:
+    """Sample `waves` of random tokens with everything recorded, and forget them."""
+    tokens = np.random.default_rng(0)
+    for number, wave in enumerate(waves(config)):
+        requests = [
+            GenerationRequest(
+                request_id=f"warm-up/{number}/{index}",
+                prompt_ids=tokens.integers(0, facts.vocab_size, length).astype(np.int32),
+                seed=index,
+            )
+            for index, (length, _) in enumerate(wave)
+        ]
+        await asyncio.gather(
+            *(
+                core.draw(
+                    request,
+                    SamplingConfig(
+                        max_tokens=count,
+                        temperature=config.temperature,
+                        top_k_logprobs=min(config.top_k_logprobs, facts.vocab_size),
+                    ),
+                )
+                for request, (_, count) in zip(requests, wave, strict=True)
+            )
+        )
+    await core.engine.reset_prefix_cache()
