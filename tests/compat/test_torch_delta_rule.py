@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import FunctionType
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -92,8 +95,25 @@ def test_a_token_takes_three_products_of_each_state() -> None:
     assert counter.get_total_flops() == 10 * 6 * HEADS * KEY * VALUE
 
 
-def packs(rank: int, path: Path) -> list[np.ndarray]:
-    chunks, _, _ = build_from(path, {})
+class DoubleTorch:
+    """torch, but that float32 is float64."""
+
+    def __getattr__(self, name: str) -> Any:
+        return torch.float64 if name == "float32" else getattr(torch, name)
+
+
+def packs(rank: int, path: Path, exact: bool = False) -> list[np.ndarray]:
+    """`exact`: all is computed in float64, what asks for float32 too."""
+    options: dict[str, Any] = {}
+    if exact:
+        from megatron_dppo.compat import torch_delta_rule
+
+        rule = torch_delta_rule.plain_rule
+        found = rule.__globals__ | {"torch": DoubleTorch()}
+        torch_delta_rule.plain_rule = FunctionType(rule.__code__, found, rule.__name__, rule.__defaults__)
+        torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
+        options = {"params_dtype": torch.float64, "router_dtype": "fp64"}
+    chunks, _, _ = build_from(path, {}, **options)
     ids = torch.randint(2, VOCAB_SIZE, (sum(LENGTHS),), generator=torch.Generator().manual_seed(4))
     other = torch.cat([torch.flip(ids[: LENGTHS[0]], (0,)), ids[LENGTHS[0] :]])
     runs = [(ids, LENGTHS), *((part, [len(part)]) for part in ids.split(LENGTHS)), (other, LENGTHS), (ids, [len(ids)])]
@@ -111,6 +131,18 @@ def test_no_state_passes_from_one_sequence_to_the_next(tmp_path: Path) -> None:
     assert np.abs(beside[after] - together[after]).max() < 2e-6 * size
     assert np.abs(beside - together)[: LENGTHS[0]].max() > 0.1
     assert np.abs(joined - together)[after].max() > 0.1
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+def test_a_pack_differs_by_rounding_alone(tmp_path: Path, family: str) -> None:
+    """In float64 all but nothing is left of the difference that float32 shows above, which is of other shapes of the
+    same products: transformers' own between a padded batch and its sequences is 9e-7 of the largest logit there."""
+    tiny_model(family, tmp_path)
+    ((together, single, beside, _),) = run_ranks(packs, 1, tmp_path, True)
+    size, after = np.abs(single).max(), slice(LENGTHS[0], None)
+    assert together.dtype == np.float64
+    assert np.abs(together - single).max() < 1e-12 * size
+    assert np.abs(beside[after] - together[after]).max() < 1e-12 * size
 
 
 def test_the_rule_is_plain_torch_whatever_is_installed(tmp_path: Path) -> None:
