@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import numpy as np
@@ -25,8 +25,14 @@ _ATTENTION = r"self_attn\.([qkvo]|(q|kv)_[ab])_proj(_with_mqa)?|linear_attn\.(in
 _LINEAR = re.compile(rf"model\.layers\.\d+\.({_ATTENTION}|mlp\.(shared_experts?\.)?(gate|up|down)_proj)")
 
 
+def lora_of(model_type: str) -> dict[str, Any]:
+    """Fields of `LoraConfig` for what `write_adapter` writes. Experts with biases get no adapters."""
+    return LORA | {"targets": ["qkv", "o"]} if model_type == "gpt_oss" else LORA
+
+
 def write_adapter(folder: Path, model: PreTrainedModel, *, dtype: torch.dtype = torch.float32, seed: int = 5) -> None:
-    """A random adapter (B too) on every projection of attention, MLPs and experts, by the layout vLLM loads."""
+    """A random adapter (B too) on every projection of attention, MLPs and experts without biases, by the layout vLLM
+    loads."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     in_the_whole = f"model.{_TEXT}" if model.config.model_type.endswith("_text") else "model."
@@ -40,7 +46,7 @@ def write_adapter(folder: Path, model: PreTrainedModel, *, dtype: torch.dtype = 
     for name, module in model.named_modules():
         if _LINEAR.fullmatch(name):
             add(name, *module.weight.shape)
-        elif name.endswith(".mlp.experts"):
+        elif name.endswith(".mlp.experts") and not hasattr(module, "gate_up_proj_bias"):
             experts, both, cols = module.gate_up_proj.shape
             names = ["gate_proj", "up_proj", "down_proj"]
             if model.config.model_type in ("mixtral", "minimax_m2"):

@@ -144,6 +144,23 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
     },
     "glm4_moe_lite": _LATENT | {"rms_norm_eps": 1e-5},
+    "gpt_oss": {
+        "head_dim": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
+        "sliding_window": 8,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+        "rms_norm_eps": 1e-5,
+    },
     "qwen3": {"head_dim": 32},
     "qwen2": {},
     "llama": {"rms_norm_eps": 1e-5},
@@ -159,7 +176,7 @@ def tiny_model(family: str, path: Path | str, seed: int = 0, **overrides: Any) -
     dtype = overrides.pop("dtype", torch.float32)
     max_shard_size = overrides.pop("max_shard_size", "50GB")
     config = make_config(family, **{**_COMMON, **_FAMILIES.get(family, {}), **overrides})
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = "eager" if family == "gpt_oss" else "sdpa"  # which has no sinks
     model = auto_class(config).from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -167,6 +184,8 @@ def tiny_model(family: str, path: Path | str, seed: int = 0, **overrides: Any) -
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("A_log"):
                 parameter.copy_(-2.0 + 0.5 * noise)  # states that last, or nobody would see one that leaks
+            elif name.endswith("_proj_bias"):
+                parameter.copy_(3.0 * noise)  # of experts: beyond the limits of their activation here and there
             elif parameter.ndim == 1:
                 centre = 0.0 if parameter.abs().max() == 0 else 1.0  # biases start at 0, norms at 1
                 parameter.copy_(centre + 0.2 * noise)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_dppo.checkpoint.block_scaled import open_files
 from megatron_dppo.checkpoint.hf_export import ExportedTensor
 from megatron_dppo.checkpoint.hf_files import INDEX, SINGLE, HFFiles
+from megatron_dppo.checkpoint.quantized import open_files
 from megatron_dppo.checkpoint.safetensors_stream import SafetensorsStream
 from megatron_dppo.models.hf_config import HFConfig
 

@@ -70,7 +70,7 @@ def convert_command(
 
     to           `hf`; `state`: weights only, `output/step_00000000` and `output/latest`, which any layout can load;
                  `megatron-lm`: `output/release` and its marker. Default: hf, of a Hugging Face folder a state
-                 (of one with weights in 8 bits, which become bfloat16: hf)
+                 (of one with weights in 8 or 4 bits, which become bfloat16: hf)
     parallel     layout of the conversion itself (it decides who reads what, not what is written); default one rank
     dtype        of the result: float32, bfloat16 or float16; default what the source holds
     verify       read the result again and compare its logits on sample prompts with transformers'
@@ -103,7 +103,7 @@ def convert_command(
     with lease(place, of=str(output)) if rank == 0 else nullcontext(), _world():
         check_target(output, overwrite=overwrite)  # again: another process may have been writing it
         opened = open_source(source, base, layout, allow_inf, console)
-        target = to or ("state" if opened.format == "hf" and not opened.in_8_bits else "hf")
+        target = to or ("state" if opened.format == "hf" and not opened.quantized else "hf")
         _check_formats(source, opened, target, verify)
         wanted = DTYPES[dtype] if dtype else opened.dtype
         _check_room(output, _describe(opened.model, wanted, opened.file, console))
@@ -166,10 +166,12 @@ def convert_command(
 
 
 def _check_formats(source: Path, opened: Source, target: Format, verify: bool) -> None:
-    if opened.format == target and not opened.in_8_bits:
+    if opened.format == target and not opened.quantized:
         raise UserError(f"{source} is {_NAMES[target]} already; choose another format with --to")
-    if opened.in_8_bits and verify and target != "hf":
-        raise UserError(f"--verify compares with plain weights, and {source} has them in 8 bits; leave it or --to out")
+    if opened.quantized and verify and target != "hf":
+        raise UserError(
+            f"--verify compares with plain weights, and {source} has them in few bits; leave it or --to out"
+        )
     if opened.lora and target != "hf":
         raise UserError(f"{source} holds adapters, which become {_NAMES['hf']} only; leave --to out")
     if verify and "hf" not in (opened.format, target):

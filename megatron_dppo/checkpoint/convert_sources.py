@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from megatron_dppo.checkpoint import state_folder
-from megatron_dppo.checkpoint.block_scaled import FIELD, BlockScaledFiles, check_scheme, is_quantized
 from megatron_dppo.checkpoint.first_rank import on_first_rank
 from megatron_dppo.checkpoint.hf_files import HFFiles, StoredTensor
 from megatron_dppo.checkpoint.hf_import import (
@@ -29,6 +28,7 @@ from megatron_dppo.checkpoint.hf_import import (
 from megatron_dppo.checkpoint.hf_side_files import CONFIG
 from megatron_dppo.checkpoint.megatron_files import MegatronFiles, find_iteration
 from megatron_dppo.checkpoint.megatron_save import check_same_model
+from megatron_dppo.checkpoint.quantized import FIELD, is_quantized, reader
 from megatron_dppo.checkpoint.training_state import Trainee, TrainingStates, model_signature
 from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
@@ -58,8 +58,8 @@ class Source:
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     """Where each has a type of its own."""
     lora: LoraConfig | None = None
-    in_8_bits: bool = False
-    """Of a Hugging Face folder: its weights are read as bfloat16 (`block_scaled.py`)."""
+    quantized: bool = False
+    """Of a Hugging Face folder: its weights are stored in few bits and read as bfloat16 (`quantized.py`)."""
 
 
 def open_source(source: Path, base: Path | None, layout: ParallelConfig, allow_inf: bool, console: Console) -> Source:
@@ -78,7 +78,7 @@ def open_source(source: Path, base: Path | None, layout: ParallelConfig, allow_i
 def _hugging_face(source: Path, allow_inf: bool, console: Console) -> Source:
     raw = read_json_object(source / CONFIG)
     if is_quantized(raw):
-        return _in_8_bits(source, raw, console)
+        return _quantized(source, raw, console)
     model = load_hf_config(source)
     files = HFFiles(source)
     check_tensors(files, model, stores_stacked_experts(files, model))
@@ -91,10 +91,10 @@ def _hugging_face(source: Path, allow_inf: bool, console: Console) -> Source:
     return Source("hf", model, held, next(iter(files.tensors.values())).file, load, files.tensors)
 
 
-def _in_8_bits(source: Path, raw: dict[str, Any], console: Console) -> Source:
-    check_scheme(raw, source / CONFIG)
+def _quantized(source: Path, raw: dict[str, Any], console: Console) -> Source:
+    read_as = reader(raw, source / CONFIG)
     model = resolve_hf_config({name: value for name, value in raw.items() if name != FIELD}, path=source)
-    files = BlockScaledFiles(source)
+    files = read_as(source)
     check_tensors(files, model, stacked=False)
     check_tokenizer(source, model)
 
@@ -103,7 +103,7 @@ def _in_8_bits(source: Path, raw: dict[str, Any], console: Console) -> Source:
             fill_parameters(models, model, groups, files, progress=progress)
 
     first = next(iter(files.tensors.values())).file
-    return Source("hf", model, torch.bfloat16, first, load, files.tensors, in_8_bits=True)
+    return Source("hf", model, torch.bfloat16, first, load, files.tensors, quantized=True)
 
 
 def _megatron_lm(folder: Path, base: Path | None, allow_inf: bool, console: Console) -> Source:

@@ -14,7 +14,7 @@ from megatron_dppo.checkpoint.weight_buckets import Source, WeightBuckets, by_ma
 from megatron_dppo.checkpoint.weight_layout import extent, unpack
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import Owned, owned_parameters
-from megatron_dppo.models.names import Block, Piece, Shape, is_expert
+from megatron_dppo.models.names import Block, Piece, Range, Shape, is_expert
 
 BUCKET_BYTES = 128 * 2**20
 
@@ -167,7 +167,7 @@ def export_weights(
 def check_tiling(name: str, shape: Shape, blocks: list[Block]) -> None:
     """RuntimeError unless `blocks` cover a tensor of `shape` without gap or overlap."""
     covered = sum(prod(extent(block)) for block in blocks)
-    outside = any(stop > size for block in blocks for (_, stop), size in zip(block, shape, strict=True))
+    outside = any(span[1] > size for block in blocks for span, size in zip(block, shape, strict=True))
     if covered != prod(shape) or outside or _overlap(blocks):
         raise RuntimeError(
             f"{name} {shape}: the ranks hold {covered} of {prod(shape)} elements in {len(blocks)} blocks; the layout "
@@ -181,6 +181,14 @@ def _overlap(blocks: list[Block]) -> bool:
         for second in ordered[i + 1 :]:
             if second[0][0] >= first[0][1]:
                 break
-            if all(a[0] < b[1] and b[0] < a[1] for a, b in zip(first, second, strict=True)):
+            if all(_meet(a, b) for a, b in zip(first, second, strict=True)):
                 return True
     return False
+
+
+def _meet(a: Range, b: Range) -> bool:
+    """Whether two ranges, of one step where they have some, have a number in common."""
+    step = a[2] if len(a) > 2 else 1
+    if a[2:] != b[2:]:
+        return not set(range(*a)).isdisjoint(range(*b))
+    return a[0] < b[1] and b[0] < a[1] and (a[0] - b[0]) % step == 0

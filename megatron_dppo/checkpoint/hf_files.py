@@ -135,9 +135,10 @@ class HFFiles:
             self._handle.__enter__()
             self._open_file = stored.file
         try:
-            tensor = self._handle.get_slice(name)[tuple(slice(*extent) for extent in block)]
+            tensor = self._handle.get_slice(name)[tuple(slice(*span[:2]) for span in block)]
         except SafetensorError as error:
             raise UserError(f"{stored.file}: {name} cannot be read ({error}); fetch the file again") from None
+        tensor = tensor[tuple(slice(None, None, *span[2:]) for span in block)]
         # Whole rows are touched where columns are cut out of them.
         self._touched += tensor.numel() * tensor.element_size() * max(1, stored.shape[-1] // max(1, tensor.shape[-1]))
         return tensor

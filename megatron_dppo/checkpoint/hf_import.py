@@ -78,7 +78,7 @@ def fill_parameters(
                 item.parameter.zero_()  # rows of the padded vocabulary
             for piece in item.pieces:
                 target = item.parameter[tuple(slice(*extent) for extent in piece.local)]
-                block = files.read(piece.hf_name, piece.source).reshape(target.shape)
+                block = piece.from_tensor(files.read(piece.hf_name, piece.source))
                 target.copy_(converted(piece.hf_name, block, target.dtype, allow_inf=allow_inf))
             if progress:
                 progress(done, len(order))

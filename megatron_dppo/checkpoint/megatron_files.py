@@ -100,8 +100,8 @@ class _Place:
 
 def refuse_unknown_layers(model: HFConfig, folder: Path) -> None:
     """`UserError` for a model with layers whose form there is not known here."""
-    unknown = "gated delta layers" if model.delta else "latent attention" if model.latent else ""
-    if unknown:
+    latent, windows = "latent attention" if model.latent else "", "windows" if model.windows else ""
+    if unknown := "gated delta layers" if model.delta else latent or windows:
         raise UserError(
             f"{folder}: folders of Megatron-LM are not supported for models with {unknown} "
             f"({model.family.model_type}); use a Hugging Face folder or a training state"

@@ -24,7 +24,7 @@ def fill_random(models: Sequence[torch.nn.Module], model: HFConfig, groups: Proc
         for piece in owned.pieces:
             target = owned.parameter[_slices(piece.local)]
             drawn = random_tensor(piece.hf_name, model, seed, owned.parameter.device)
-            target.copy_(drawn[_slices(piece.source)].reshape(target.shape))
+            target.copy_(piece.from_tensor(drawn[_slices(piece.source)]))
 
 
 def random_tensors(model: HFConfig, seed: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -44,7 +44,7 @@ def random_tensor(name: str, model: HFConfig, seed: int, device: torch.device) -
     if "norm" in name.rsplit(".", 2)[-2]:
         neutral = torch.zeros if model.centred_norms and ".linear_attn." not in name else torch.ones
         return neutral(shape, dtype=dtype, device=device)
-    if name.endswith(".bias"):
+    if name.endswith((".bias", "_proj_bias")):
         return torch.zeros(shape, dtype=dtype, device=device)
     spread = float(getattr(model.config, "initializer_range", None) or 0.02)
     return (spread * _draw(name, shape, seed, device)).to(dtype)

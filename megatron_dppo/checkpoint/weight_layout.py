@@ -78,7 +78,7 @@ def aligned(offset: int) -> int:
 
 def extent(block: Block) -> tuple[int, ...]:
     """Shape of a block."""
-    return tuple(stop - start for start, stop in block)
+    return tuple(len(range(*span)) for span in block)
 
 
 def lies_whole(shape: tuple[int, ...], blocks: list[Block]) -> bool:

@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 from megatron_dppo.batch.context_parallel import zigzag_rows
 
@@ -25,7 +26,10 @@ from megatron_dppo.batch.context_parallel import zigzag_rows
 class PackedAttention(MegatronModule):
     """Causal softmax attention with grouped queries; packed (THD) or batched (SBHD), on this rank's heads.
 
-        out_t = sum_{s <= t, s in the sequence of t} softmax_s(scale * q_t . k_s) v_s
+        out_t = sum_{t - w < s <= t, s in the sequence of t} softmax_s(scale * q_t . k_s) v_s
+
+    w is the layer's window (`TransformerConfig.window_size`, `window_attn_skip_freq`) or infinite. With `softmax_type`
+    "learnable" each head's `softmax_offset` is one more score of every softmax, of no value.
 
     Packed: query `[T, heads, d]`, key and value `[T, groups, d]`, `packed_seq_params` with `cu_seqlens_q`; returns
     `[T, heads * d]`. Sequences are padded to one batch, so that one fused call serves them all. Rows past the last
@@ -50,6 +54,7 @@ class PackedAttention(MegatronModule):
         **unused: Any,
     ) -> None:
         super().__init__(config=config)
+        self.tensor_group = pg_collection.tp if pg_collection else None
         self.context_group = None
         if config.context_parallel_size > 1:
             assert pg_collection is not None
@@ -58,6 +63,15 @@ class PackedAttention(MegatronModule):
             raise NotImplementedError(f"PackedAttention is causal; the layer asks for {attn_mask_type}")
         if (config.attention_dropout if attention_dropout is None else attention_dropout) != 0.0:
             raise NotImplementedError("PackedAttention has no dropout; set attention_dropout to 0")
+        self.window: int | None = None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            self.window = config.window_size[0] + 1
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+        elif config.softmax_type != "vanilla":
+            raise NotImplementedError(f"PackedAttention has no softmax of type {config.softmax_type}")
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -120,9 +134,43 @@ class PackedAttention(MegatronModule):
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """`[B, heads, L, d]`; padding sits after every sequence, so the causal mask alone hides it."""
+        if self.window is not None or self.softmax_offset is not None:
+            return self._attend_plainly(query, key, value)
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=self.scale, enable_gqa=query.shape[1] != key.shape[1]
         )
+
+    def _attend_plainly(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """The same by all scores, with window and offset."""
+        length, shared = query.shape[2], query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+        scores = (query @ key.transpose(2, 3)) * self.scale
+        row = torch.arange(length, device=query.device)
+        back = row[:, None] - row
+        hidden = (back < 0) | (back >= (self.window or length))
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if self.softmax_offset is not None:
+            offset = self.softmax_offset[:, None, None].to(scores.dtype).expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, offset], dim=-1)
+        shares = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        return shares[..., :length].to(value.dtype) @ value
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Of the offsets each rank has those of its heads."""
+        groups = {"tp_group": self.tensor_group, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
+
+
+class SeparateOutput(RowParallelLinear):
+    """A RowParallelLinear whose output is not a view: Megatron-Core's MLP adds an expert's bias to it in place, which
+    autograd refuses of one."""
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(input_)
+        return output.clone(), bias
 
 
 def _pack_index(params: PackedSeqParams, tokens: int) -> tuple[int, int, torch.Tensor, int]:
@@ -188,6 +236,9 @@ def local_block_spec(
         if getattr(layer.submodules.mlp, "func", None) is MoELayer:
             # Only a dense MLP's norm is part of its first matrix with TransformerEngine, and checkpoints have its names
             layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+            if config.add_bias_linear:
+                experts = layer.submodules.mlp.keywords["submodules"].experts
+                experts.keywords["submodules"].linear_fc2 = SeparateOutput
         else:
             layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
         attention = layer.submodules.self_attention.submodules

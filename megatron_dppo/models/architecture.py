@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
+
 VOCAB_MULTIPLE = 128
 """The vocabulary is padded to a multiple of this (and of the tensor-parallel size, where that is no divisor of it)."""
 
@@ -35,6 +37,8 @@ class MoE:
     """Experts are divided into so many groups; 1: no limit."""
     group_topk: int = 1
     """Experts are chosen from so many groups, those whose two best scores have the largest sums."""
+    linear_bias: bool = False
+    """An expert's matrices carry biases."""
     shared_size: int = 0
     """Width of the MLP that every token passes beside its experts; 0: none."""
     shared_gate: bool = False
@@ -126,6 +130,10 @@ class Architecture:
     heads of the projection at once."""
     rotary_factor: float = 1.0
     """Share of a head's dimensions, the first ones, that positions rotate."""
+    windows: tuple[int | None, ...] = ()
+    """Per layer how many tokens one attends to, itself included; None: all before it. (): all, in every layer."""
+    sinks: bool = False
+    """Every softmax of a head has one more score, learned and of no value."""
     mtp_layers: int = 0
     """Layers that a checkpoint holds after the last one, for predicting further tokens. They are not trained: their
     tensors are carried from checkpoint to checkpoint."""
@@ -148,6 +156,8 @@ class Architecture:
             "key": self.kv_heads * self.head_dim,
             "ffn": self.intermediate_size,
         }
+        if self.sinks:
+            sizes["heads"] = self.heads
         if self.delta or (self.moe and self.moe.shared_gate):
             sizes["one"] = 1
         if self.delta:
@@ -183,6 +193,15 @@ class Architecture:
     @property
     def has_dense_layers(self) -> bool:
         return self.moe is None or not all(self.moe.layers)
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens one of this layer attends to; None: all before it."""
+        return self.windows[layer] if self.windows else None
+
+    def pairs(self, layer: int, lengths: np.ndarray) -> np.ndarray:
+        """In this layer, of sequences so long: how many pairs of tokens, one of which attends to the other."""
+        reach = np.minimum(lengths, self.window(layer) or math.inf)
+        return reach * (lengths - reach / 2)
 
     def is_moe_layer(self, layer: int) -> bool:
         return self.moe is not None and self.moe.layers[layer]

@@ -67,10 +67,22 @@ def build_model(
                     parameter.data = parameter.data.to(torch.cuda.current_device())
         for layer in gpt.decoder.layers:
             layer.self_attention._yarn_concentration_factor = rope_factor
+        _correct_marks(gpt)
         built.append(gpt)
     take_over_experts(built)
     call_norms_directly(built)
     return built
+
+
+def _correct_marks(gpt: GPTModel) -> None:
+    """Marks by which gradients and their norm are summed over tensor-parallel ranks, where Megatron-Core has others: an
+    expert's bias is summed among its own copies already, and each rank has the sinks of its own heads."""
+    for name, parameter in gpt.named_parameters():
+        if not getattr(parameter, "allreduce", True):
+            parameter.sequence_parallel = False
+        if name.endswith(".softmax_offset"):
+            parameter.tensor_model_parallel = True
+            parameter.partition_dim, parameter.partition_stride = 0, 1
 
 
 def _layer_spec(

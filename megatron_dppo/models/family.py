@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.architecture import Architecture
-from megatron_dppo.models.families import decoder
+from megatron_dppo.models.families import decoder, tables
 from megatron_dppo.models.names import Table
 
 ENTRY_POINTS = "megatron_dppo.families"
@@ -65,7 +65,7 @@ class Family:
     image_positions: bool = False
     """The rotary settings may say which pairs an image's rows and columns rotate (`mrope_section`); text has one
     position for all of them."""
-    ends: Table = field(default_factory=lambda: decoder.ENDS)
+    ends: Table = field(default_factory=lambda: tables.ENDS)
     """Embedding, last norm and output layer."""
     stacked: Mapping[str, str] = field(default_factory=dict)
     """Where a checkpoint may hold the experts of a layer in one tensor: that tensor, by the parameter of one expert."""

@@ -22,7 +22,7 @@ def peak_flops(device_name: str) -> float | None:
 def training_flops(model: HFConfig, lengths: np.ndarray, lora: LoraConfig | None = None) -> float:
     """Forward and backward over whole sequences of `lengths` tokens, one entry for every pass over a sequence:
 
-        6 x active parameters x tokens  +  6 x layers x heads x head_dim x sum(n^2)
+        6 x active parameters x tokens  +  12 x heads x head_dim x pairs of tokens, over layers
             + 18 x delta layers x value heads x key_dim x value_dim x tokens
 
     and with adapters of rank r in place of the weights (`lora`)
@@ -31,10 +31,11 @@ def training_flops(model: HFConfig, lengths: np.ndarray, lora: LoraConfig | None
 
     A product with an `[m, n]` weight takes `2 m n` per token forward, and in the backward `2 m n` for the gradient of
     its input and `2 m n` for its own, which a frozen weight has none of: the head, the router and the base weights do
-    without it, A and B do not. Attention's two products (scores, values) take `2 x 2 n^2 heads head_dim / 2` forward
-    over a causal sequence of `n`, and twice that backward; they have no weights. (Where values have heads of another
-    size than queries and keys, `head_dim` is the mean of both.) `layers` are those that have it. In the others a gated
-    delta rule has three products of a head's state a token (what it holds of the key, the outer product that is added,
+    without it, A and B do not. Attention's two products (scores, values) take `2 x 2 heads head_dim` forward for each
+    pair of tokens of which one attends to the other, `n^2 / 2` in a causal sequence of `n` and `w (n - w / 2)` where
+    it is longer than a layer's window `w`, and twice that backward; they have no weights. (Where values have heads of
+    another size than queries and keys, `head_dim` is the mean of both.) In the layers without attention a gated delta
+    rule has three products of a head's state a token (what it holds of the key, the outer product that is added,
     what the query reads), however a kernel groups them.
 
     Counted is what the mathematics needs, not what is executed: neither what recomputation repeats, nor the zeros of
@@ -43,7 +44,8 @@ def training_flops(model: HFConfig, lengths: np.ndarray, lora: LoraConfig | None
     """
     n = np.asarray(lengths, dtype=np.float64)
     width = (model.head_dim + model.value_dim) / 2
-    attention = 6.0 * model.attention_layers * model.heads * width * float((n * n).sum())
+    attending = (layer for layer in range(model.layers) if not model.is_delta_layer(layer))
+    attention = 12.0 * model.heads * width * sum(float(model.pairs(layer, n).sum()) for layer in attending)
     per_token = 6.0 * model.active_parameters
     if lora is not None:
         per_token = 4.0 * model.active_parameters + 6.0 * active_adapter_parameters(model, lora)

@@ -23,8 +23,9 @@ from megatron_dppo.models.architecture import Architecture
 from megatron_dppo.models.engine_fields import NEUTRAL, refuse_engine_fields, refuse_neutral
 from megatron_dppo.models.families import decoder
 from megatron_dppo.models.family import Family, families, text_fields
-from megatron_dppo.models.names import Buffer, Shape, Stacked, Table, Transform, is_expert
+from megatron_dppo.models.names import Buffer, Shape, Table, Transform, is_expert
 from megatron_dppo.models.rope import check_rope
+from megatron_dppo.models.stacked import Stacked
 from megatron_dppo.router_replay.record import RouteSchema
 
 _log = logging.getLogger(__name__)
@@ -200,7 +201,7 @@ def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig
         raw = _text_part(raw, family, where)
     for name in _LOADER:
         if raw.get(name):
-            convert = "; `megatron-dppo convert` makes plain weights of 8-bit ones"
+            convert = "; `megatron-dppo convert` makes plain weights of those in 8 or 4 bits"
             hint = convert if name == "quantization_config" else ""
             raise UserError(f"{where}: {name} is set, which is not supported{hint}")
     for name, limit in (decoder.LARGEST | dict(family.largest)).items():

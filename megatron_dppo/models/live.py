@@ -26,7 +26,7 @@ _TE_NORMS = {
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _GLOBAL_EXPERT = re.compile(r"mlp\.experts\.(\d+)\..+")
-_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 
 
 class Adapter(Protocol):
@@ -49,9 +49,12 @@ class Owned:
     adapter: Adapter | None = None
 
     def block(self, piece: Piece) -> torch.Tensor:
-        """What the model computes with on a piece: the parameter, or a new tensor, its adapter added in float32."""
+        """What the model computes with on a piece, as the Hugging Face tensor has it: the parameter, or a new tensor,
+        its adapter added in float32."""
         value = self.parameter[tuple(slice(*span) for span in piece.local)]
-        return value if self.adapter is None else self.adapter.delta(piece.hf_name, piece.local).add_(value)
+        if self.adapter is not None:
+            value = self.adapter.delta(piece.hf_name, piece.local).add_(value)
+        return piece.to_tensor(value)
 
 
 def unwrap(module: torch.nn.Module) -> GPTModel:
@@ -126,5 +129,5 @@ def _global_name(name: str, layer_numbers: list[int], first_expert: int) -> str:
     if expert := _LOCAL_EXPERT.fullmatch(rest):
         rest = f"mlp.experts.{first_expert + int(expert[1])}.{expert[2]}"
     elif expert := _GROUPED_EXPERT.fullmatch(rest):
-        rest = f"mlp.experts.{first_expert + int(expert[2])}.{expert[1]}.weight"
+        rest = f"mlp.experts.{first_expert + int(expert[3])}.{expert[1]}.{expert[2]}"
     return f"decoder.layers.{layer}.{rest}"

@@ -1,8 +1,8 @@
 """The language of name tables: how one Megatron-Core parameter is made of Hugging Face tensors.
 
-Every transform cuts a parameter into rectangles (`Piece`): a block of one Hugging Face tensor that appears unchanged in
-the parameter of one rank. Import copies blocks in, export copies them out; nothing is ever computed, so a round trip is
-exact to the bit, whatever the layout.
+Every transform cuts a parameter into rectangles (`Piece`): a block of one Hugging Face tensor, or every n-th row or
+column of one, that appears unchanged or transposed in the parameter of one rank. Import copies blocks in, export copies
+them out; nothing is ever computed, so a round trip is exact to the bit, whatever the layout.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Protocol, Self
 
+from torch import Tensor
+
 from megatron_dppo.models.architecture import Architecture
 
-Range = tuple[int, int]
+Range = tuple[int, ...]
+"""(start, stop), or (start, stop, step): what `slice` takes."""
 Block = tuple[Range, ...]
-"""(start, stop) per dimension of a tensor."""
+"""One range per dimension of a tensor."""
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """`parameter[local] = tensor(hf_name)[source]`, both given as (start, stop) per dimension.
+    """`parameter[local] = tensor(hf_name)[source]`, or its transpose, both given as a range per dimension.
 
     `source` may have more leading dimensions than `local` (an expert of a stacked tensor): those have extent 1.
     """
@@ -29,6 +32,17 @@ class Piece:
     hf_name: str
     source: Block
     local: Block
+    transposed: bool = False
+    """The tensor has the parameter's two dimensions in the other order."""
+
+    def from_tensor(self, block: Tensor) -> Tensor:
+        """`tensor[source]` as `parameter[local]`: a view of the same numbers."""
+        block = block.reshape(block.shape[len(self.source) - len(self.local) :])
+        return block.transpose(0, 1) if self.transposed else block
+
+    def to_tensor(self, block: Tensor) -> Tensor:
+        """`parameter[local]` in the order of `tensor[source]`."""
+        return block.transpose(0, 1) if self.transposed else block
 
 
 class Transform(Protocol):
@@ -55,7 +69,7 @@ class Transform(Protocol):
         ...
 
 
-class _Named:
+class Named:
     """Changes every name a transform carries."""
 
     def at(self, **indices: int) -> Self:
@@ -66,15 +80,16 @@ class _Named:
         return replace(self, **names)  # type: ignore[type-var]
 
 
-def _name() -> str:
+def tensor_name() -> str:
+    """A field that is the name of a tensor, in which `at` fills `{layer}` and `{expert}`."""
     return field(metadata={"tensor": True})
 
 
 @dataclass(frozen=True)
-class Whole(_Named):
+class Whole(Named):
     """The same tensor on every rank. `dims` name entries of `Architecture.dims`."""
 
-    name: str = _name()
+    name: str = tensor_name()
     dims: tuple[str, ...] = ("hidden",)
 
     def sources(self, model: Architecture) -> dict[str, Shape]:
@@ -94,10 +109,10 @@ class Buffer(Whole):
 
 
 @dataclass(frozen=True)
-class Columns(_Named):
+class Columns(Named):
     """A `[rows, cols]` matrix whose columns are divided (the second matrix of a pair: row-parallel)."""
 
-    name: str = _name()
+    name: str = tensor_name()
     rows: str = "hidden"
     cols: str = "hidden"
 
@@ -113,11 +128,11 @@ class Columns(_Named):
 
 
 @dataclass(frozen=True)
-class Vocabulary(_Named):
+class Vocabulary(Named):
     """`[vocabulary, hidden]`, rows divided after padding the vocabulary. Padding rows have no source: they are zero,
     never exported, and whatever reads logits must leave their columns out."""
 
-    name: str = _name()
+    name: str = tensor_name()
 
     def sources(self, model: Architecture) -> dict[str, Shape]:
         return {self.name: (model.vocab_size, model.dims["hidden"])}
@@ -134,11 +149,11 @@ class Vocabulary(_Named):
 
 
 @dataclass(frozen=True)
-class GateUp(_Named):
+class GateUp(Named):
     """Two `[rows, cols]` matrices, each divided by rows, the gate's share above the up projection's."""
 
-    gate: str = _name()
-    up: str = _name()
+    gate: str = tensor_name()
+    up: str = tensor_name()
     rows: str = "ffn"
     cols: str = "hidden"
 
@@ -160,7 +175,7 @@ class GateUp(_Named):
 
 
 @dataclass(frozen=True)
-class QKV(_Named):
+class QKV(Named):
     """Query, key and value projections (or their biases, `cols=None`) interleaved by query group:
 
         q heads of group 0, k of group 0, v of group 0, q heads of group 1, ...
@@ -170,9 +185,9 @@ class QKV(_Named):
     the group behind its q heads.
     """
 
-    q: str = _name()
-    k: str = _name()
-    v: str = _name()
+    q: str = tensor_name()
+    k: str = tensor_name()
+    v: str = tensor_name()
     cols: str | None = "hidden"
 
     def _tail(self, model: Architecture) -> Shape:
@@ -217,11 +232,11 @@ class QKV(_Named):
 
 
 @dataclass(frozen=True)
-class Sections(_Named):
+class Sections(Named):
     """A tensor of one or several parts one below the other, `rows` of `Architecture.dims` each, with `tail` dimensions
     behind: each part is divided among the ranks, and a rank has its shares one below the other."""
 
-    name: str = _name()
+    name: str = tensor_name()
     rows: tuple[str, ...] = ("hidden",)
     tail: tuple[str, ...] = ()
 
@@ -274,7 +289,7 @@ class Below:
 
 
 @dataclass(frozen=True)
-class ByKeyHead(_Named):
+class ByKeyHead(Named):
     """The input projection of a delta rule, of which the checkpoint has two matrices:
 
         qkvz  of every key head its query, its key, the values and the gates of its value heads
@@ -283,8 +298,8 @@ class ByKeyHead(_Named):
     The parameter has the rows of all heads of a rank by kind: queries, keys, values, gates, betas, decays.
     """
 
-    qkvz: str = _name()
-    ba: str = _name()
+    qkvz: str = tensor_name()
+    ba: str = tensor_name()
 
     def _heights(self, model: Architecture) -> dict[str, tuple[int, ...]]:
         """Of each tensor, the rows of each kind that a key head has."""
@@ -315,44 +330,6 @@ class ByKeyHead(_Named):
                     result.append(Piece(name, (rows, columns), ((place, place + height), columns)))
                     place += height
                 before += height
-        return result
-
-
-@dataclass(frozen=True)
-class Stacked:
-    """A matrix of one expert where the checkpoint holds those of all experts in one tensor `[experts, rows, cols]`: the
-    tensors of `single`, one below the other."""
-
-    name: str
-    single: Transform
-    expert: int = 0
-
-    def at(self, **indices: int) -> Self:
-        single, expert = self.single.at(**indices), indices.get("expert", self.expert)
-        return replace(self, name=self.name.format(**indices), single=single, expert=expert)
-
-    def renamed(self, change: Callable[[str], str]) -> Self:
-        return replace(self, name=change(self.name), single=self.single.renamed(change))
-
-    def sources(self, model: Architecture) -> dict[str, Shape]:
-        shapes = list(self.single.sources(model).values())
-        return {self.name: (model.dims["experts"], sum(rows for rows, _ in shapes), shapes[0][1])}
-
-    def shape(self, model: Architecture, parts: int) -> Shape:
-        return self.single.shape(model, parts)
-
-    def pieces(self, model: Architecture, part: int, parts: int) -> list[Piece]:
-        begins: dict[str, int] = {}
-        height = 0
-        for name, shape in self.single.sources(model).items():
-            begins[name] = height
-            height += shape[0]
-        result = []
-        for piece in self.single.pieces(model, part, parts):
-            (start, stop), columns = piece.source
-            begin = begins[piece.hf_name]
-            source = ((self.expert, self.expert + 1), (begin + start, begin + stop), columns)
-            result.append(Piece(self.name, source, piece.local))
         return result
 
 

@@ -88,6 +88,16 @@ class ParallelConfig(ConfigModel):
                 f"by expert_tensor = {self.expert_tensor}",
             ),
             (
+                model.moe is not None and model.moe.linear_bias and self.expert_tensor > 1,
+                f"the experts of {model.family.model_type} carry biases, which expert_tensor = {self.expert_tensor} "
+                "ranks cannot share; set it to 1",
+            ),
+            (
+                bool(model.windows) and self.context > 1,
+                f"layers of {model.family.model_type} attend through windows, which context = {self.context} ranks "
+                "cannot share; set it to 1",
+            ),
+            (
                 model.heads % self.tensor != 0,
                 f"{model.heads} attention heads cannot be divided by tensor = {self.tensor}",
             ),

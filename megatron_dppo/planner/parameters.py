@@ -50,7 +50,8 @@ class Parameters:
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The decoder layers of one pipeline stage. Layers differ in whether they have experts, and attention."""
+    """The decoder layers of one pipeline stage. Layers differ in whether they have experts, and attention, and in
+    how far that looks back."""
 
     chunks: tuple[tuple[int, ...], ...]
     """Numbers of the layers (from 0) of each model chunk."""
@@ -61,9 +62,10 @@ class StageLayers:
 
 
 def _kinds(model: HFConfig, chunk: tuple[int, ...]) -> list[tuple[int, int]]:
-    kinds: dict[tuple[bool, bool], list[int]] = {}
+    kinds: dict[tuple[bool, bool, int | None], list[int]] = {}
     for layer in sorted(chunk, key=lambda layer: not model.is_moe_layer(layer)):
-        kinds.setdefault((model.is_moe_layer(layer), model.is_delta_layer(layer)), []).append(layer)
+        kind = (model.is_moe_layer(layer), model.is_delta_layer(layer), model.window(layer))
+        kinds.setdefault(kind, []).append(layer)
     return [(layers[0], len(layers)) for layers in kinds.values()]
 
 

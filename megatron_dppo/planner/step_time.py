@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatron_dppo.planner.adapters import adapter_calls, adapter_tensors, adapter_work
 from megatron_dppo.planner.gpus import Efficiency, efficiency_of
 from megatron_dppo.planner.parameters import layer_parameters, stage_layers, trained_parameters
@@ -103,7 +105,7 @@ def layer_time(layout: Layout, layer: int, e: Efficiency) -> PassTime:
     mixer = _delta_rule(layout, e) if layout.model.is_delta_layer(layer) else _attention(layout, layer, e)
     total = mixer + _mlp(layout, layer, e) + _adapters(layout, layer, e)
     if layout.recompute == "selective" and not layout.model.is_delta_layer(layer):
-        core = _core_attention(layout) / (layout.gpu.bf16_flops * e.attention_forward)
+        core = _core_attention(layout, layer) / (layout.gpu.bf16_flops * e.attention_forward)
         total += PassTime(0.0, core)
     return total
 
@@ -138,10 +140,12 @@ def _adapters(layout: Layout, layer: int, e: Efficiency) -> PassTime:
     )
 
 
-def _core_attention(layout: Layout) -> float:
-    """FLOPs of causal attention's forward on one rank: two products over half of the square."""
+def _core_attention(layout: Layout, layer: int) -> float:
+    """FLOPs of causal attention's forward on one rank: two products over half of the square, or the window."""
     heads = layout.model.heads / layout.parallel.tensor
-    return 2 * layout.tokens_per_rank * layout.attention_span * heads * layout.model.head_dim
+    span = layout.attention_span
+    of_a_token = float(layout.model.pairs(layer, np.array(span))) / span
+    return 4 * layout.tokens_per_rank * of_a_token * heads * layout.model.head_dim
 
 
 def _attention(layout: Layout, layer: int, e: Efficiency) -> PassTime:
@@ -150,7 +154,7 @@ def _attention(layout: Layout, layer: int, e: Efficiency) -> PassTime:
     q, k = (n * model.head_dim / parallel.tensor for n in (model.heads, model.kv_heads))
     weights = layer_parameters(model, parallel, layer).attention
     products = 2 * tokens * weights / (gpu.bf16_flops * e.dense)
-    core = _core_attention(layout)
+    core = _core_attention(layout, layer)
     bytes_moved = 2 * (rows * hidden * 7 + tokens * (6 * (q + k) + 2 * k))
     elementwise = bytes_moved / (gpu.memory_bandwidth * e.memory)
     tensor_comm = 2 * all_gather(layout, 2 * tokens * hidden, parallel.tensor, parallel.tensor, e)
@@ -267,7 +271,8 @@ def _trained_tensors(layout: Layout, layer: int) -> int:
     if not model.is_moe_layer(layer):
         return 8 + 3
     assert model.moe is not None
-    return 8 + 2 * (model.moe.experts // layout.parallel.expert) + (2 if model.moe.shared_size else 0)
+    of_expert = 4 if model.moe.linear_bias else 2
+    return 8 + of_expert * (model.moe.experts // layout.parallel.expert) + (2 if model.moe.shared_size else 0)
 
 
 def bandwidth(layout: Layout, span: int, e: Efficiency) -> float:

@@ -33,6 +33,8 @@ class ModelFacts:
     all experts of a layer in one."""
     delta_rule: bool = False
     """Whether layers have a gated delta rule in place of attention."""
+    sinks: bool = False
+    """Whether attention has sinks."""
 
     @staticmethod
     def read(folder: Path, *, router_replay: bool) -> ModelFacts:
@@ -45,7 +47,8 @@ class ModelFacts:
         stop = {i for file in (path, generation) if file.is_file() for i in _end_ids(file)}
         if router_replay or (family_of(raw) is not None and not raw.get("quantization_config")):
             model = resolve_hf_config(raw, path=folder)
-            vocab_size, tied, moe, delta = model.vocab_size, model.tied, model.moe, model.delta
+            vocab_size, tied, moe = model.vocab_size, model.tied, model.moe
+            delta_rule, sinks = model.delta is not None, model.sinks
             tensors: Mapping[str, Shape] | None = model.tensors
             routes = model.routes if router_replay else None
         else:
@@ -53,7 +56,8 @@ class ModelFacts:
             size = raw.get("vocab_size")
             if type(size) is not int or size < 1:
                 raise UserError(f"{path}: vocab_size is {size!r:.80}; it must be a whole number above 0")
-            vocab_size, tied, moe, delta, routes = size, bool(raw.get("tie_word_embeddings")), None, None, None
+            vocab_size, tied, moe, routes = size, bool(raw.get("tie_word_embeddings")), None, None
+            delta_rule = sinks = False
             tensors = None
         return ModelFacts(
             folder=folder,
@@ -64,7 +68,8 @@ class ModelFacts:
             experts=moe.experts if moe else 0,
             experts_per_token=moe.topk if moe else 0,
             tensors=tensors,
-            delta_rule=delta is not None,
+            delta_rule=delta_rule,
+            sinks=sinks,
         )
 
 

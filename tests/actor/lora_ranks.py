@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tests.actor.matrix import Case, Lesson, build_actor, exported, gradients_as_weights
-from tests.peft_adapters import LORA
+from tests.peft_adapters import lora_of
 
 TOKENS = [list(range(5, 17)), list(range(40, 52))]
 
@@ -39,11 +39,13 @@ def train_adapters(
     from megatron_dppo.batch import InMemorySource
     from megatron_dppo.checkpoint.optimizer_state import distributed_parts
     from megatron_dppo.checkpoint.peft_adapter import AdapterExporter, save_peft_adapter
+    from megatron_dppo.models.hf_config import load_hf_config
     from megatron_dppo.models.lora.config import LoraConfig
     from megatron_dppo.models.packed_logits import packed_logits
 
-    config = LoraConfig(**LORA)
-    actor = build_actor(path, layout, case, lora=LORA | {"adapter": adapter})
+    lora = lora_of(load_hf_config(path).family.model_type)
+    config = LoraConfig(**lora)
+    actor = build_actor(path, layout, case, lora=lora | {"adapter": adapter})
     model, groups = actor.trainee.model, actor.runtime.groups
     exporter = AdapterExporter(actor.model, model, groups, config)
 

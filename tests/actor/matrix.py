@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_dppo.batch import RolloutBatch
+from megatron_dppo.errors import UserError
 
 SHAPE = {"groups": 4, "samples": 3, "topk": 5, "experts": 8, "k": 2}
 LR, CLIP, NORMALISER, BUDGET = 2e-3, 1.0, 12.0, 64
@@ -39,8 +42,27 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP2 EP2 ETP2": (4, {"tensor": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True}),
 }
 
-FAMILIES = ["mixtral", "olmoe", "glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe", "deepseek_v3"]
+FAMILIES = ["mixtral", "olmoe", "glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe", "deepseek_v3", "gpt_oss"]
 """Model types beside Qwen3-MoE that are trained in the layouts of these tests."""
+
+REFUSED = {"gpt_oss": ("context", "expert_tensor")}
+"""Sizes above 1 that a family refuses by name."""
+
+
+def runs(family: str, layout: str) -> bool:
+    """Whether a family is trained in a layout."""
+    return all(LAYOUTS[layout][1].get(size, 1) == 1 for size in REFUSED.get(family, ()))
+
+
+def check_refusal(path: Path, layout: str) -> None:
+    """One line says which size of the layout the model in `path` cannot have."""
+    from megatron_dppo.models.hf_config import load_hf_config
+    from megatron_dppo.models.parallel import ParallelConfig
+
+    ranks, sizes = LAYOUTS[layout]
+    with pytest.raises(UserError, match=r"^[^\n]*(context|expert_tensor) = \d ranks cannot share; set it to 1[^\n]*$"):
+        ParallelConfig(**sizes).check_fits(load_hf_config(path), ranks)
+
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "dppo-topk-kl": {"topk": SHAPE["topk"]},

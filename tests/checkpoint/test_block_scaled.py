@@ -140,6 +140,7 @@ def test_other_tensors_are_refused(folder: Path, tmp_path: Path, change: Callabl
     [
         (SCHEME | {"quant_method": "gptq"}, "quantization_config.quant_method is 'gptq'"),
         (SCHEME | {"weight_block_size": [64, 64]}, "quantization_config.weight_block_size"),
+        (SCHEME | {"quant_method": ["fp8"]}, r"quantization_config.quant_method is \['fp8'\]"),
         (SCHEME | {"fmt": "e5m2"}, "quantization_config.fmt"),
         ({"quant_method": "fp8"}, "quantization_config.weight_block_size is None"),
         (SCHEME | {"store": "packed"}, "quantization_config.store"),

@@ -148,7 +148,8 @@ def test_a_model_that_sees_images_goes_out_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "what"), [("qwen3_next", "gated delta layers"), ("deepseek_v3", "latent attention")]
+    ("family", "what"),
+    [("qwen3_next", "gated delta layers"), ("deepseek_v3", "latent attention"), ("gpt_oss", "windows")],
 )
 def test_what_megatron_lm_has_in_another_form_is_refused(tmp_path: Path, family: str, what: str) -> None:
     path = tmp_path / "model"

@@ -58,8 +58,12 @@ MIXED: dict[str, tuple[str, dict[str, Any]]] = {
         {"q_lora_rank": None, "rope_scaling": None, "n_group": 1, "num_experts_per_tok": 3, "n_shared_experts": 2},
     ),
     "glm4-moe-lite": ("glm4_moe_lite", {}),
+    "gpt-oss": ("gpt_oss", {}),
     "mixed": ("qwen3_moe", {"mlp_only_layers": [0], "decoder_sparse_step": 2, "norm_topk_prob": False}),
 }
+
+DIVIDED = {name: case for name, case in MIXED.items() if name != "gpt-oss"}
+"""Whose experts can be shared by ranks: those that carry no biases."""
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, tuple[str, dict[str, Any]]]]] = {
     "one": (1, {}, {**DENSE, **MIXED}),
@@ -68,9 +72,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, tuple[str, dict[str, Any
     "vpp": (2, {"pipeline": 2, "virtual_pipeline": 2}, {**DENSE, **MIXED}),
     "ep2": (2, {"expert": 2}, MIXED),
     "tp2-ep2": (2, {"tensor": 2, "expert": 2, "sequence_parallel": True}, MIXED),
-    "etp2": (2, {"tensor": 2, "expert_tensor": 2, "sequence_parallel": True}, MIXED),
+    "etp2": (2, {"tensor": 2, "expert_tensor": 2, "sequence_parallel": True}, DIVIDED),
     "tp2-pp2-ep2": (4, {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True}, MIXED),
-    "tp2-ep2-etp2": (4, {"tensor": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True}, MIXED),
+    "tp2-ep2-etp2": (4, {"tensor": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True}, DIVIDED),
     "tp4": (
         4,
         {"tensor": 4, "sequence_parallel": True},

@@ -269,6 +269,8 @@ LOADED: dict[str, Config] = {
     | {"max_position_embeddings": 262144, "rope_scaling": CONFIGS["Kimi-K2"]["rope_scaling"] | {"factor": 64.0}},
     "moonshotai/Moonlight-16B-A3B": CONFIGS["Moonlight-16B-A3B"],
     "zai-org/GLM-4.7-Flash": CONFIGS["GLM-4.7-Flash"],
+    "openai/gpt-oss-20b in bfloat16": CONFIGS["gpt-oss-20b"],
+    "openai/gpt-oss-120b in bfloat16": CONFIGS["gpt-oss-120b"],
     "huggyllama/llama-7b": _sized(
         _LLAMA2, *_7B, max_position_embeddings=2048, rms_norm_eps=1e-06, pad_token_id=0, pretraining_tp=_ABSENT
     ),
@@ -480,6 +482,19 @@ REFUSED: dict[str, tuple[Config, str]] = {
         CONFIGS["GLM-4.7-Flash"] | {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 45},
         "first_k_dense_replace",
     ),
+    "openai/gpt-oss-20b": (
+        CONFIGS["gpt-oss-20b"] | {"quantization_config": {"quant_method": "mxfp4"}},
+        "quantization_config",
+    ),
+    "gpt-oss with windows in its last layers": (
+        CONFIGS["gpt-oss-20b"] | {"layer_types": ["full_attention"] * 12 + ["sliding_attention"] * 12},
+        "layer_types",
+    ),
+    "gpt-oss without windows": (CONFIGS["gpt-oss-20b"] | {"sliding_window": None}, "sliding_window"),
+    "gpt-oss with another limit": (CONFIGS["gpt-oss-20b"] | {"swiglu_limit": 8.0}, "swiglu_limit"),
+    "gpt-oss with another epsilon": (CONFIGS["gpt-oss-20b"] | {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
+    "gpt-oss without attention's biases": (CONFIGS["gpt-oss-20b"] | {"attention_bias": False}, "attention_bias"),
+    "gpt-oss, not stretched": (CONFIGS["gpt-oss-20b"] | {"rope_scaling": {"rope_type": "default"}}, "rope_parameters"),
     "OLMoE, its weights normalised": (CONFIGS["OLMoE-1B-7B"] | {"norm_topk_prob": True}, "norm_topk_prob"),
     "OLMoE with clipped projections": (CONFIGS["OLMoE-1B-7B"] | {"clip_qkv": 8.0}, "clip_qkv"),
     "OLMoE clipped to nothing": (CONFIGS["OLMoE-1B-7B"] | {"clip_qkv": 0.0}, "clip_qkv"),

@@ -518,6 +518,48 @@ CONFIGS["Qwen3.5-397B-A17B"] = _35B | {
     },
     "vision_config": _35B["vision_config"] | {"out_hidden_size": 4096},
 }
+_GPT_OSS: dict[str, Any] = {  # published in 4 bits: the same without quantization_config
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 8,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.55.0.dev0",
+    "use_cache": True,
+    "vocab_size": 201088,
+}
+_TURNS = ["sliding_attention", "full_attention"]
+CONFIGS |= {
+    "gpt-oss-20b": _GPT_OSS | {"layer_types": _TURNS * 12, "num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": _GPT_OSS | {"layer_types": _TURNS * 18, "num_hidden_layers": 36, "num_local_experts": 128},
+}
 
 PARAMETERS = {
     "Qwen3-30B-A3B": 30_532_122_624,
@@ -536,6 +578,8 @@ PARAMETERS = {
     "Kimi-K2": 1_026_408_232_448 - 60 * 384,
     "Moonlight-16B-A3B": 15_960_108_544,
     "GLM-4.7-Flash": 29_943_390_976,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 """`total_parameters`, as the hub counts the stored safetensors, but without layers for further tokens (GLM, Qwen3-Next,
 Qwen3.5, DeepSeek), what sees images (Qwen3.5), scales of 8-bit blocks of 128 x 128 (MiniMax, DeepSeek, Kimi) and

@@ -32,8 +32,9 @@ def products_of(model: torch.nn.Module) -> int:
 
 
 def attention_of(model: HFConfig) -> int:
-    width = model.head_dim + model.value_dim
-    return 3 * model.attention_layers * model.heads * width * TOKENS**2
+    attending = [layer for layer in range(model.layers) if not model.is_delta_layer(layer)]
+    pairs = sum(float(model.pairs(layer, np.array(TOKENS))) for layer in attending)
+    return int(6 * model.heads * (model.head_dim + model.value_dim) * pairs)
 
 
 def delta_rule_of(model: HFConfig) -> int:
@@ -58,7 +59,9 @@ def test_products_with_weights_are_counted(tmp_path: Path, targets: tuple[str, .
     assert products_of(model) == training_flops(described, np.array([TOKENS]), lora) - attention_of(described)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["mixtral", "glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe", "deepseek_v3", "gpt_oss"]
+)
 def test_experts_are_counted_that_a_token_meets(tmp_path: Path, family: str) -> None:
     """Those that it chose, the one that every token passes, and the router; dense layers as they are."""
     model = tiny_model(family, tmp_path).train()
@@ -67,6 +70,17 @@ def test_experts_are_counted_that_a_token_meets(tmp_path: Path, family: str) -> 
     assert products_of(model) == (
         training_flops(described, np.array([TOKENS])) - attention_of(described) - delta_rule_of(described)
     )
+
+
+def test_a_layer_with_a_window_counts_what_it_sees(tmp_path: Path) -> None:
+    tiny_model("gpt_oss", tmp_path, sliding_window=100)
+    model, lengths = load_hf_config(tmp_path), np.array([4096, 60])
+    for layer, window in enumerate((100, 10**9) * 2):
+        seen = [np.minimum(np.arange(1, n + 1), window).sum() for n in lengths]
+        np.testing.assert_allclose(model.pairs(layer, lengths), seen, rtol=0.02)
+    longer = training_flops(model, np.array([8192])) - training_flops(model, np.array([4096]))
+    by_half = 12 * model.heads * model.head_dim * (2 * 100 * 4096 + 2 * (8192**2 - 4096**2) / 2)
+    assert longer == 6 * model.active_parameters * 4096 + by_half
 
 
 def test_every_pass_over_a_sequence_counts(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from megatron_dppo.models.build import build_model
 from megatron_dppo.models.hf_config import resolve_hf_config
 from megatron_dppo.models.live import owned_parameters
 from megatron_dppo.models.megatron_config import transformer_config
-from megatron_dppo.models.names import Block
+from megatron_dppo.models.names import Block, is_expert
 from megatron_dppo.models.parallel import ParallelConfig
 from tests.distributed import run_ranks
 from tests.models.public_configs import CONFIGS, PARAMETERS
@@ -33,6 +33,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "229B-tp4-pp2-ep8": ("MiniMax-M2", 16, {"tensor": 4, "pipeline": 2, "expert": 8, "sequence_parallel": True}),
     "671B-tp4-pp4-ep32": ("DeepSeek-V3", 128, {"tensor": 4, "pipeline": 4, "expert": 32, "sequence_parallel": True}),
     "30B-mla-tp2-ep8": ("GLM-4.7-Flash", 8, {"tensor": 2, "expert": 8, "sequence_parallel": True}),
+    "20b-tp4-ep8": ("gpt-oss-20b", 8, {"tensor": 4, "expert": 8, "sequence_parallel": True}),
     "1B-7B-tp4-ep8": ("OLMoE-1B-7B", 8, {"tensor": 4, "expert": 8, "sequence_parallel": True}),
     "3B-tp8-pp2": ("OctoThinker-3B", 16, {"tensor": 8, "pipeline": 2, "sequence_parallel": True}),
 }
@@ -76,8 +77,12 @@ def blocks_of_rank(process: int, name: str, world_size: int, layout: dict[str, A
         groups = initialize_groups(parallel, seed=0, gloo_copies=False)
         with torch.device("meta"):
             chunks = build_model(model, transformer_config(model, parallel), groups)
+        whole = {name: transform.shape(model, 1) for name, transform in model.parameters()}
         for owned in owned_parameters(chunks, model, groups):
             assert tuple(owned.parameter.shape) == owned.shape, owned.name
+            if not is_expert(owned.name):  # the norm of gradients counts what ranks do not divide once
+                divided = owned.shape != whole[owned.name]
+                assert getattr(owned.parameter, "tensor_model_parallel", False) == divided, owned.name
             small = owned.pieces and owned.pieces[0].hf_name in model.float32_tensors  # a buffer is made where it stays
             assert owned.parameter.is_meta or small
             for piece in owned.pieces:

@@ -74,6 +74,9 @@ def cut(config: dict[str, Any]) -> dict[str, Any]:
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 8,
     }
+    if config["model_type"] == "gpt_oss":
+        sizes |= {"intermediate_size": 32, "sliding_window": 8}
+        config = config | {"layer_types": config["layer_types"][:2]}
     if "linear_num_key_heads" in config:  # others leave it out
         sizes["shared_expert_intermediate_size"] = 24
         config = config | {"layer_types": ["linear_attention", "full_attention"]}

@@ -44,6 +44,17 @@ def test_heads_of_a_delta_rule_are_divided_among_tensor_and_context_ranks() -> N
         ParallelConfig(tensor=8, context=4, sequence_parallel=True).check_fits(model, 32)
 
 
+def test_windows_and_experts_with_biases_are_not_divided() -> None:
+    model = resolve_hf_config(CONFIGS["gpt-oss-20b"])
+    ParallelConfig(tensor=2, expert=4, sequence_parallel=True).check_fits(model, 8)
+    with pytest.raises(
+        UserError, match=r"gpt_oss carry biases, which expert_tensor = 2 ranks cannot share; set it to 1"
+    ):
+        ParallelConfig(tensor=2, expert_tensor=2, sequence_parallel=True).check_fits(model, 2)
+    with pytest.raises(UserError, match=r"attend through windows, which context = 2 ranks cannot share; set it to 1"):
+        ParallelConfig(context=2).check_fits(model, 2)
+
+
 def test_experts_of_a_dense_model_are_refused() -> None:
     dense = {k: v for k, v in MOE.items() if "exp" not in k and "moe" not in k}
     model = resolve_hf_config(dense | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]})

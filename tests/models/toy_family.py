@@ -17,7 +17,8 @@ from tests.distributed import run_ranks
 PACKAGE = """
 import sys
 
-from megatron_dppo.models.families.decoder import ATTENTION, DENSE_MLP, decoder
+from megatron_dppo.models.families.decoder import decoder
+from megatron_dppo.models.families.tables import ATTENTION, DENSE_MLP
 from megatron_dppo.models.family import Family
 
 FAMILY = Family(

@@ -47,6 +47,8 @@ LAYOUTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "Kimi-K2": [(256, {"pipeline": 4, "expert": 64})],
     "Moonlight-16B-A3B": [(1, {}), (8, {"tensor": 2, "expert": 8, "sequence_parallel": True})],
     "GLM-4.7-Flash": [(8, {"tensor": 4, "expert": 8, "sequence_parallel": True})],
+    "gpt-oss-20b": [(1, {}), (8, {"tensor": 4, "expert": 8, "sequence_parallel": True})],
+    "gpt-oss-120b": [(32, {"tensor": 2, "pipeline": 2, "expert": 16, "sequence_parallel": True})],
     "OctoThinker-3B": [(1, {}), (24, {"tensor": 8, "pipeline": 3, "sequence_parallel": True})],
 }
 LORA = LoraConfig(rank=32)
@@ -79,13 +81,16 @@ def counts_of_stages(process: int, name: str, layouts: list[tuple[int, dict[str,
                     seen += Parameters(**{part(parameter_name): parameter.numel()})
             assert seen == stage_parameters(model, parallel, stage), (sizes, stage)
             if stage == parallel.pipeline - 1:  # one of each layout: adapters of 128 experts take their time
-                attach_adapters(chunks, model, groups, LORA)
+                lora = (
+                    LORA.model_copy(update={"targets": ("qkv", "o")}) if model.moe and model.moe.linear_bias else LORA
+                )
+                attach_adapters(chunks, model, groups, lora)
                 trained = Parameters()
                 for chunk in chunks:
                     for parameter_name, parameter in chunk.named_parameters():
                         if parameter.requires_grad:
                             trained += Parameters(**{part(parameter_name): parameter.numel()})
-                assert trained == stage_adapters(model, parallel, stage, LORA), (sizes, stage)
+                assert trained == stage_adapters(model, parallel, stage, lora), (sizes, stage)
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatron_dppo.batch import RolloutBatch
-from tests.actor.reference import within_groups
+from tests.actor.reference import moe_blocks, router, within_groups
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ def load(path: Path) -> PreTrainedModel:
 def reference(model: PreTrainedModel, batch: RolloutBatch, temperature: float = 1.0) -> Reference:
     topk = model.config.num_experts_per_tok
     parts, experts, margins = [], [], []
-    blocks = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    blocks = moe_blocks(model)
     seen: dict[int, torch.Tensor] = {}
     hooks = [
-        block.gate.register_forward_hook(lambda _, given, out, i=i: seen.__setitem__(i, out[0]))
+        router(block).register_forward_hook(lambda _, given, out, i=i: seen.__setitem__(i, out[0]))
         for i, block in enumerate(blocks)
     ]
     for b in range(len(batch)):
@@ -47,7 +47,7 @@ def reference(model: PreTrainedModel, batch: RolloutBatch, temperature: float = 
         out = model(ids)
         logps = torch.log_softmax(out.logits[0].double() / temperature, dim=-1)
         parts.append(torch.cat([torch.zeros_like(logps[:1]), logps[:-1]]))
-        of_layers = [within_groups(block.gate, _scores(block, seen[i].double())) for i, block in enumerate(blocks)]
+        of_layers = [within_groups(router(block), _scores(block, seen[i].double())) for i, block in enumerate(blocks)]
         scores, ahead = (torch.stack(each, dim=1) for each in zip(*of_layers, strict=True))
         best = scores.topk(topk + 1, dim=-1)
         experts.append(best.indices[..., :topk])

@@ -63,6 +63,8 @@ def cut(name: str, moe_layers: int) -> dict[str, Any]:
     layers = dense + moe_layers
     if "full_attention_interval" in config:  # one of each kind in turn
         further |= {"layer_types": [("linear_attention", "full_attention")[layer % 2] for layer in range(layers)]}
+    elif "layer_types" in config:
+        further |= {"layer_types": config["layer_types"][:layers]}
     decoder = config | further | {"num_hidden_layers": layers}
     return decoder if config is whole else whole | {"text_config": decoder}
 

@@ -1,4 +1,4 @@
-"""What families share: the fields of a usual config.json, the names of its tensors, and Megatron-Core's fields."""
+"""What families share: the fields of a usual config.json, and Megatron-Core's fields of it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,6 @@ from transformers import PreTrainedConfig
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.architecture import Architecture, DeltaRule, Latent, MoE, QKNorm
-from megatron_dppo.models.names import (
-    QKV,
-    Buffer,
-    ByKeyHead,
-    Columns,
-    GateUp,
-    Sections,
-    Table,
-    Vocabulary,
-    Whole,
-)
 
 
 def words(text: str) -> frozenset[str]:
@@ -52,107 +41,6 @@ LARGEST = {
     "vocab_size": 2**26,
     "max_position_embeddings": 2**40,
 }
-
-_L, _H = "decoder.layers.{layer}", "model.layers.{layer}"
-
-ENDS: Table = {
-    "embedding.word_embeddings.weight": Vocabulary("model.embed_tokens.weight"),
-    "decoder.final_layernorm.weight": Whole("model.norm.weight"),
-    "output_layer.weight": Vocabulary("lm_head.weight"),
-}
-ATTENTION: Table = {
-    f"{_L}.input_layernorm.weight": Whole(f"{_H}.input_layernorm.weight"),
-    f"{_L}.self_attention.linear_qkv.weight": QKV(
-        f"{_H}.self_attn.q_proj.weight", f"{_H}.self_attn.k_proj.weight", f"{_H}.self_attn.v_proj.weight"
-    ),
-    f"{_L}.self_attention.linear_proj.weight": Columns(f"{_H}.self_attn.o_proj.weight", cols="query"),
-    f"{_L}.pre_mlp_layernorm.weight": Whole(f"{_H}.post_attention_layernorm.weight"),
-}
-QKV_BIAS: Table = {
-    f"{_L}.self_attention.linear_qkv.bias": QKV(
-        f"{_H}.self_attn.q_proj.bias", f"{_H}.self_attn.k_proj.bias", f"{_H}.self_attn.v_proj.bias", cols=None
-    ),
-}
-DENSE_MLP: Table = {
-    f"{_L}.mlp.linear_fc1.weight": GateUp(f"{_H}.mlp.gate_proj.weight", f"{_H}.mlp.up_proj.weight"),
-    f"{_L}.mlp.linear_fc2.weight": Columns(f"{_H}.mlp.down_proj.weight", cols="ffn"),
-}
-DELTA_RULE: Table = {
-    f"{_L}.input_layernorm.weight": Whole(f"{_H}.input_layernorm.weight"),
-    f"{_L}.self_attention.in_proj.weight": ByKeyHead(
-        f"{_H}.linear_attn.in_proj_qkvz.weight", f"{_H}.linear_attn.in_proj_ba.weight"
-    ),
-    f"{_L}.self_attention.conv1d.weight": Sections(
-        f"{_H}.linear_attn.conv1d.weight", ("delta_key", "delta_key", "delta_value"), ("one", "convolution")
-    ),
-    f"{_L}.self_attention.dt_bias": Sections(f"{_H}.linear_attn.dt_bias", ("delta_heads",)),
-    f"{_L}.self_attention.A_log": Sections(f"{_H}.linear_attn.A_log", ("delta_heads",)),
-    f"{_L}.self_attention.out_norm.weight": Whole(f"{_H}.linear_attn.norm.weight", ("delta_head_dim",)),
-    f"{_L}.self_attention.out_proj.weight": Columns(f"{_H}.linear_attn.out_proj.weight", cols="delta_value"),
-    f"{_L}.pre_mlp_layernorm.weight": Whole(f"{_H}.post_attention_layernorm.weight"),
-}
-"""Of a layer that has it in place of attention."""
-
-
-def shared_expert(block: str = "shared_experts", gate: str = "") -> Table:
-    """The MLP that every token passes, by the name that it has, and its gate where there is one."""
-    here, there = f"{_L}.mlp.shared_experts", f"{_H}.mlp.{block}"
-    table: Table = {
-        f"{here}.linear_fc1.weight": GateUp(f"{there}.gate_proj.weight", f"{there}.up_proj.weight", rows="shared_ffn"),
-        f"{here}.linear_fc2.weight": Columns(f"{there}.down_proj.weight", cols="shared_ffn"),
-    }
-    return {**table, f"{here}.gate_weight": Whole(f"{_H}.mlp.{gate}.weight", ("one", "hidden"))} if gate else table
-
-
-_FC1, _FC2 = f"{_L}.mlp.experts.{{expert}}.linear_fc1.weight", f"{_L}.mlp.experts.{{expert}}.linear_fc2.weight"
-STACKED_EXPERTS = {_FC1: f"{_H}.mlp.experts.gate_up_proj", _FC2: f"{_H}.mlp.experts.down_proj"}
-"""How transformers 5 holds the experts of a layer."""
-
-
-def latent_attention(model: Architecture) -> Table:
-    """Of a layer whose keys and values are made of a latent vector, and its two norms."""
-    here, there, down = f"{_L}.self_attention", f"{_H}.self_attn", f"{_H}.self_attn.kv_a_proj_with_mqa"
-    query: Table = {f"{here}.linear_q_proj.weight": Sections(f"{there}.q_proj.weight", ("query",), ("hidden",))}
-    if model.latent and model.latent.query_rank:
-        query = {
-            f"{here}.linear_q_down_proj.weight": Sections(f"{there}.q_a_proj.weight", ("query_latent",), ("hidden",)),
-            f"{here}.linear_q_up_proj.weight": Sections(f"{there}.q_b_proj.weight", ("query",), ("query_latent",)),
-            f"{here}.q_layernorm.weight": Whole(f"{there}.q_a_layernorm.weight", ("query_latent",)),
-        }
-    return {
-        f"{_L}.input_layernorm.weight": Whole(f"{_H}.input_layernorm.weight"),
-        **query,
-        f"{here}.linear_kv_down_proj.weight": Sections(f"{down}.weight", ("latent_down",), ("hidden",)),
-        f"{here}.linear_kv_up_proj.weight": Sections(f"{there}.kv_b_proj.weight", ("latent_up",), ("latent",)),
-        f"{here}.kv_layernorm.weight": Whole(f"{there}.kv_a_layernorm.weight", ("latent",)),
-        f"{here}.linear_proj.weight": Columns(f"{there}.o_proj.weight", cols="value"),
-        f"{_L}.pre_mlp_layernorm.weight": Whole(f"{_H}.post_attention_layernorm.weight"),
-    }
-
-
-def qk_norm(query: str = "head_dim", key: str = "head_dim") -> Table:
-    """Norms of queries and keys, of these sizes."""
-    return {
-        f"{_L}.self_attention.q_layernorm.weight": Whole(f"{_H}.self_attn.q_norm.weight", (query,)),
-        f"{_L}.self_attention.k_layernorm.weight": Whole(f"{_H}.self_attn.k_norm.weight", (key,)),
-    }
-
-
-def experts(
-    block: str = "mlp", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", *, ffn: str = "moe_ffn"
-) -> Table:
-    """Router and experts, by the names that the block and an expert's matrices have."""
-    expert = f"{_H}.{block}.experts.{{expert}}"
-    return {
-        f"{_L}.mlp.router.weight": Whole(f"{_H}.{block}.gate.weight", ("experts", "hidden")),
-        _FC1: GateUp(f"{expert}.{gate}.weight", f"{expert}.{up}.weight", rows=ffn),
-        _FC2: Columns(f"{expert}.{down}.weight", cols=ffn),
-    }
-
-
-def correction_bias(tensor: str) -> Table:
-    """What is added to the scores for the choice of experts, by the name that it has in a layer."""
-    return {f"{_L}.mlp.router.expert_bias": Buffer(f"{_H}.{tensor}", ("experts",))}
 
 
 def whole(config: PreTrainedConfig, name: str) -> int:
@@ -272,6 +160,8 @@ def decoder(
     qkv_bias: bool = False,
     qk_norm: QKNorm = "none",
     partial_rotary: bool = False,
+    windows: tuple[int | None, ...] = (),
+    sinks: bool = False,
     mtp_layers: int = 0,
     output_gate: bool = False,
     centred_norms: bool = False,
@@ -279,8 +169,8 @@ def decoder(
     latent: Latent | None = None,
     moe: MoE | None = None,
 ) -> Architecture:
-    """The architecture of a usual config.json: sizes that are some, and no sliding window. `partial_rotary`: the model
-    type knows `partial_rotary_factor`."""
+    """The architecture of a usual config.json: sizes that are some, and no sliding window but `windows`.
+    `partial_rotary`: the model type knows `partial_rotary_factor`."""
     heads, kv_heads = whole(config, "num_attention_heads"), whole(config, "num_key_value_heads")
     head_dim, eps, mlp = getattr(config, "head_dim", None), config.rms_norm_eps, "intermediate_size"
     width = whole(config, mlp) if hasattr(config, mlp) or not moe else moe.intermediate_size
@@ -292,7 +182,8 @@ def decoder(
         raise UserError(f"rms_norm_eps is {eps!r}, it must be a number from 0 on")
     if heads % kv_heads:
         raise UserError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    _no_window(config, {"full_attention"} | ({"linear_attention"} if delta else set()))
+    if not windows:
+        _no_window(config, {"full_attention"} | ({"linear_attention"} if delta else set()))
     head_dim = head_dim or config.hidden_size // heads
     return Architecture(
         layers=whole(config, "num_hidden_layers"),
@@ -308,6 +199,8 @@ def decoder(
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
         rotary_factor=_rotary_factor(config, head_dim) if partial_rotary else 1.0,
+        windows=windows,
+        sinks=sinks,
         mtp_layers=mtp_layers,
         output_gate=output_gate,
         centred_norms=centred_norms,
@@ -360,6 +253,7 @@ def megatron_fields(model: Architecture) -> dict[str, Any]:
         "activation_func": F.silu,
         "attention_output_gate": model.output_gate,
         "layernorm_zero_centered_gamma": model.centred_norms,
+        "softmax_type": "learnable" if model.sinks else "vanilla",
     }
     if model.delta:
         fields |= {
@@ -380,6 +274,13 @@ def megatron_fields(model: Architecture) -> dict[str, Any]:
             "rope_type": "yarn",
             "rotary_scaling_factor": model.latent.yarn_factor,
             "mscale_all_dim": model.latent.mscale_all_dim,
+        }
+    if sizes := {window for window in model.windows if window is not None}:
+        if len(sizes) > 1:
+            raise UserError(f"layers have windows of {sorted(sizes)} tokens; one size is supported")
+        fields |= {
+            "window_size": (sizes.pop() - 1, 0),  # Megatron-Core does not count the token itself
+            "window_attn_skip_freq": [int(window is not None) for window in model.windows],
         }
     if model.moe:
         fields |= {

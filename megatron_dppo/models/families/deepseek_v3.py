@@ -7,18 +7,14 @@ from transformers import PreTrainedConfig
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.architecture import Architecture
-from megatron_dppo.models.families.decoder import (
+from megatron_dppo.models.families.decoder import decoder, further_layers, latent, sigmoid_moe, words
+from megatron_dppo.models.families.tables import (
     DENSE_MLP,
     STACKED_EXPERTS,
     correction_bias,
-    decoder,
     experts,
-    further_layers,
-    latent,
     latent_attention,
     shared_expert,
-    sigmoid_moe,
-    words,
 )
 from megatron_dppo.models.family import Family
 from megatron_dppo.models.names import Table

@@ -4,19 +4,16 @@ layers before the first mixture of experts."""
 from transformers import PreTrainedConfig
 
 from megatron_dppo.models.architecture import Architecture
-from megatron_dppo.models.families.decoder import (
+from megatron_dppo.models.families.decoder import decoder, further_layers, sigmoid_moe, words
+from megatron_dppo.models.families.tables import (
     ATTENTION,
     DENSE_MLP,
     QKV_BIAS,
     STACKED_EXPERTS,
     correction_bias,
-    decoder,
     experts,
-    further_layers,
     qk_norm,
     shared_expert,
-    sigmoid_moe,
-    words,
 )
 from megatron_dppo.models.family import Family
 from megatron_dppo.models.names import Table

@@ -5,14 +5,8 @@ from transformers import PreTrainedConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.architecture import Architecture
 from megatron_dppo.models.families import deepseek_v3
-from megatron_dppo.models.families.decoder import (
-    STACKED_EXPERTS,
-    decoder,
-    further_layers,
-    latent,
-    sigmoid_moe,
-    words,
-)
+from megatron_dppo.models.families.decoder import decoder, further_layers, latent, sigmoid_moe, words
+from megatron_dppo.models.families.tables import STACKED_EXPERTS
 from megatron_dppo.models.family import Family
 
 

@@ -1,6 +1,7 @@
 """Llama 2, 3.x (OctoThinker-3B)."""
 
-from megatron_dppo.models.families.decoder import ATTENTION, DENSE_MLP, decoder
+from megatron_dppo.models.families.decoder import decoder
+from megatron_dppo.models.families.tables import ATTENTION, DENSE_MLP
 from megatron_dppo.models.family import Family
 
 FAMILY = Family(

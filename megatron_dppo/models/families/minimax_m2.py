@@ -5,19 +5,8 @@ from transformers import PreTrainedConfig
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.architecture import Architecture, MoE
-from megatron_dppo.models.families.decoder import (
-    ATTENTION,
-    STACKED_EXPERTS,
-    check_sigmoid,
-    correction_bias,
-    decoder,
-    experts,
-    further_layers,
-    qk_norm,
-    topk,
-    whole,
-    words,
-)
+from megatron_dppo.models.families.decoder import check_sigmoid, decoder, further_layers, topk, whole, words
+from megatron_dppo.models.families.tables import ATTENTION, STACKED_EXPERTS, correction_bias, experts, qk_norm
 from megatron_dppo.models.family import Family
 
 _BIAS = "block_sparse_moe.e_score_correction_bias"

@@ -3,7 +3,8 @@
 from transformers import PreTrainedConfig
 
 from megatron_dppo.models.architecture import Architecture, MoE
-from megatron_dppo.models.families.decoder import ATTENTION, STACKED_EXPERTS, decoder, experts, topk, whole, words
+from megatron_dppo.models.families.decoder import decoder, topk, whole, words
+from megatron_dppo.models.families.tables import ATTENTION, STACKED_EXPERTS, experts
 from megatron_dppo.models.family import Family
 
 

@@ -3,16 +3,8 @@
 from transformers import PreTrainedConfig
 
 from megatron_dppo.models.architecture import Architecture, MoE
-from megatron_dppo.models.families.decoder import (
-    ATTENTION,
-    STACKED_EXPERTS,
-    decoder,
-    experts,
-    qk_norm,
-    topk,
-    whole,
-    words,
-)
+from megatron_dppo.models.families.decoder import decoder, topk, whole, words
+from megatron_dppo.models.families.tables import ATTENTION, STACKED_EXPERTS, experts, qk_norm
 from megatron_dppo.models.family import Family
 
 

@@ -1,6 +1,7 @@
 """Qwen2 and Qwen2.5 (DeepSeek-R1-Distill-Qwen-1.5B)."""
 
-from megatron_dppo.models.families.decoder import ATTENTION, DENSE_MLP, QKV_BIAS, decoder
+from megatron_dppo.models.families.decoder import decoder
+from megatron_dppo.models.families.tables import ATTENTION, DENSE_MLP, QKV_BIAS
 from megatron_dppo.models.family import Family
 
 FAMILY = Family(

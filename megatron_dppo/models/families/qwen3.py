@@ -1,6 +1,7 @@
 """Qwen3, dense (Qwen3-8B)."""
 
-from megatron_dppo.models.families.decoder import ATTENTION, DENSE_MLP, decoder, qk_norm
+from megatron_dppo.models.families.decoder import decoder
+from megatron_dppo.models.families.tables import ATTENTION, DENSE_MLP, qk_norm
 from megatron_dppo.models.family import Family
 
 FAMILY = Family(

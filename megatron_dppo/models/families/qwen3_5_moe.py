@@ -4,8 +4,9 @@ text part is trained."""
 from transformers import PreTrainedConfig
 
 from megatron_dppo.models.architecture import Architecture
-from megatron_dppo.models.families.decoder import ENDS, STACKED_EXPERTS, whole
+from megatron_dppo.models.families.decoder import whole
 from megatron_dppo.models.families.qwen3_next import ENGINE, LARGEST, READS, SPEC, hybrid, hybrid_layer
+from megatron_dppo.models.families.tables import ENDS, STACKED_EXPERTS
 from megatron_dppo.models.family import Family
 from megatron_dppo.models.names import Below, Sections, Table, moved
 

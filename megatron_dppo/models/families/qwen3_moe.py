@@ -4,17 +4,8 @@ from transformers import PreTrainedConfig
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.architecture import Architecture, MoE
-from megatron_dppo.models.families.decoder import (
-    ATTENTION,
-    DENSE_MLP,
-    STACKED_EXPERTS,
-    decoder,
-    experts,
-    qk_norm,
-    topk,
-    whole,
-    words,
-)
+from megatron_dppo.models.families.decoder import decoder, topk, whole, words
+from megatron_dppo.models.families.tables import ATTENTION, DENSE_MLP, STACKED_EXPERTS, experts, qk_norm
 from megatron_dppo.models.family import Family
 from megatron_dppo.models.names import Table
 

@@ -5,18 +5,15 @@ from transformers import PreTrainedConfig
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.architecture import Architecture, DeltaRule, MoE
-from megatron_dppo.models.families.decoder import (
+from megatron_dppo.models.families.decoder import decoder, topk, whole, words
+from megatron_dppo.models.families.tables import (
     ATTENTION,
     DELTA_RULE,
     DENSE_MLP,
     STACKED_EXPERTS,
-    decoder,
     experts,
     qk_norm,
     shared_expert,
-    topk,
-    whole,
-    words,
 )
 from megatron_dppo.models.family import Family
 from megatron_dppo.models.names import Table

@@ -67,7 +67,12 @@ def active_adapter_parameters(model: HFConfig, config: LoraConfig) -> int:
 
 
 def check_targets(model: HFConfig, config: LoraConfig) -> None:
-    """UserError where `config.targets` fit no layer of `model`."""
+    """UserError where `config.targets` fit no layer of `model`, or some that get no adapters."""
+    if model.moe and model.moe.linear_bias and "experts" in config.targets:
+        raise UserError(
+            f"lora.targets={list(config.targets)}: the experts of {model.family.model_type} carry biases, and such get "
+            "no adapters; leave out experts"
+        )
     if not active_adapter_parameters(model, config):
         raise UserError(
             f"lora.targets={list(config.targets)} name no layer of this {model.family.model_type} model; add another"

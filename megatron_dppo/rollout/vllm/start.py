@@ -295,12 +295,13 @@ def check_expert_parallel(facts: ModelFacts, config: RolloutConfig) -> None:
         )
 
 
-def check_delta_rule(facts: ModelFacts) -> None:
-    """Raise `UserError` where vLLM would end at the first token: its gated delta rule asserts bfloat16 on a CPU, and
-    then fails in decoding."""
-    if facts.delta_rule and on_cpu():
+def check_layers(facts: ModelFacts) -> None:
+    """Raise `UserError` where vLLM would end at the first token: on a CPU its gated delta rule asserts bfloat16 and
+    then fails in decoding, and its attention takes sinks in bfloat16 alone, which would round them."""
+    if on_cpu() and (facts.delta_rule or facts.sinks):
+        layers = "the gated delta layers" if facts.delta_rule else "the attention sinks"
         raise UserError(
-            f"rollout.engine=vllm: on a CPU vLLM cannot decode with the gated delta layers of {facts.folder}; set "
+            f"rollout.engine=vllm: on a CPU vLLM cannot decode with {layers} of {facts.folder}; set "
             "rollout.engine=reference"
         )
 
@@ -310,5 +311,5 @@ def open_engine(model: Path, config: RolloutConfig) -> ServedEngine[VllmCore]:
     check_quantization(config)
     facts = ModelFacts.read(Path(model), router_replay=config.router_replay)
     check_expert_parallel(facts, config)
-    check_delta_rule(facts)
+    check_layers(facts)
     return ServedEngine(facts, config, CoreLoop("vllm-engine"), partial(start_vllm, facts, config))
