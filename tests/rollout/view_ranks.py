@@ -3,6 +3,7 @@ buckets as several trainer ranks write them, and no engine around them."""
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -125,7 +126,7 @@ def worker(folder: Path, workers: int, expert_parallel: bool) -> Worker:
     register()
     arguments = AsyncEngineArgs(
         model=str(folder),
-        dtype="float32",
+        dtype=json.loads((folder / "config.json").read_text())["dtype"],
         enforce_eager=True,
         block_size=32,
         max_model_len=64,

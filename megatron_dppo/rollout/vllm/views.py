@@ -252,6 +252,25 @@ class _Plan:
     rest: tuple[TensorSlot, ...]
     """For vLLM's loaders."""
 
+    def add(
+        self, dtype: torch.dtype, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], target: torch.Tensor
+    ) -> None:
+        """A copy that changes no type takes 8 bytes at a time where it can: rows that are apart are copied number by
+        number on a GPU."""
+        wide = 8 // dtype.itemsize
+        numbers = (offset, shape[-1] if shape else 1, *stride[:-1], target.storage_offset(), *target.stride()[:-1])
+        if (
+            dtype == target.dtype
+            and wide > 1
+            and not any(number % wide for number in numbers)
+            and (stride[-1:], target.stride()[-1:]) == ((1,), (1,))
+            and target.data_ptr() % 8 == 0
+        ):
+            dtype, offset, target = torch.int64, offset // wide, target.view(torch.int64)
+            shape, stride = tuple(target.shape), (*(number // wide for number in stride[:-1]), 1)
+        self.sources.append((dtype, offset, shape, stride))
+        self.targets.append(target)
+
 
 class ViewLoader:
     """Copies buckets of known layouts into parameters. Memory: none, but of a tensor that lies in blocks."""
@@ -311,13 +330,11 @@ def _plan(
         start = slot.offset // dtype.itemsize
         for view in views[slot.name]:
             if slot.experts is None:
-                plan.sources.append((dtype, start + view.offset, view.shape, view.stride))
-                plan.targets.append(view.target)
+                plan.add(dtype, start + view.offset, view.shape, view.stride, view.target)
                 continue
             for source, target, count in runs(slot):
                 first = start + source * prod(slot.shape) + view.offset
-                plan.sources.append((dtype, first, (count, *view.shape[1:]), view.stride))
-                plan.targets.append(view.target[target : target + count])
+                plan.add(dtype, first, (count, *view.shape[1:]), view.stride, view.target[target : target + count])
     return plan
 
 

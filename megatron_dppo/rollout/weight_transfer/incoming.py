@@ -41,7 +41,7 @@ class Incoming:
         if terms.group is not None:
             self._source_rank = dict(terms.source_rank)
             self._group = WeightGroup(terms.group, terms.first_rank + worker, self._device)
-        if terms.buffers or terms.close:
+        if self._buffers and (terms.buffers or terms.close):
             self._let_go_of_buffers()
             let_go(self._device)
         if terms.buffers:
