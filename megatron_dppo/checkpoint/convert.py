@@ -22,7 +22,7 @@ from rich.console import Console
 from megatron_dppo.checkpoint import state_folder
 from megatron_dppo.checkpoint.atomic import check_target, set_aside
 from megatron_dppo.checkpoint.carried import carried
-from megatron_dppo.checkpoint.convert_sources import DTYPES, Format, Source, open_source, progress_bar
+from megatron_dppo.checkpoint.convert_sources import DTYPES, FINER, Format, Source, open_source, progress_bar
 from megatron_dppo.checkpoint.first_rank import raise_from_any
 from megatron_dppo.checkpoint.hf_files import converted
 from megatron_dppo.checkpoint.hf_import import fill_parameters, load_hf_weights
@@ -39,7 +39,7 @@ from megatron_dppo.launch.network import init_process_group
 from megatron_dppo.models.build import build_model
 from megatron_dppo.models.groups import initialize_groups
 from megatron_dppo.models.hf_config import HFConfig
-from megatron_dppo.models.live import buffers
+from megatron_dppo.models.live import buffers, owned_parameters
 from megatron_dppo.models.megatron_config import transformer_config
 from megatron_dppo.models.parallel import ParallelConfig
 
@@ -107,11 +107,12 @@ def convert_command(
         _check_formats(source, opened, target, verify)
         wanted = DTYPES[dtype] if dtype else opened.dtype
         _check_room(output, _describe(opened.model, wanted, opened.file, console))
-        if not dtype:
-            _say_rounded(opened, console)
 
         # Read: a state is loaded in its own type, and cast when it is written.
         models, groups = _build(opened.model, layout, opened.dtype if opened.format == "state" else wanted)
+        kept = frozenset() if dtype or target == "megatron-lm" else _keep_finer(models, opened, groups)
+        if not dtype:
+            _say_rounded(opened, kept, console)
         opened.load(models, groups)
 
         # Write; `again` reads back what was written.
@@ -129,19 +130,19 @@ def convert_command(
                     progress=progress,
                     allow_inf=allow_inf,
                     beside=base,
+                    exact=kept,
                 )
             if verify and opened.lora:
                 config = transformer_config(opened.model, layout, params_dtype=wanted)
                 models = build_model(opened.model, config, groups)
                 load_hf_weights(models, opened.model, groups, output)
-            if verify:
-                _cast(models, wanted, allow_inf=True)
         elif target == "state":
-            _cast(models, wanted, allow_inf)
+            if not kept:
+                _cast(models, wanted, allow_inf)
             console.print(f"writing {output}")
             states = TrainingStates(output, Trainee(model=opened.model, models=models, groups=groups, parallel=layout))
             with _replaced(output):
-                states.save(0, {"converted_from": str(source)})
+                states.save(0, {"converted_from": str(source), FINER: sorted(kept)})
             again = states.load
         else:
             _cast(models, wanted, allow_inf)
@@ -161,6 +162,7 @@ def convert_command(
             _spoil(models)
             again()
         if verify:
+            _cast(models, wanted, allow_inf=True)  # transformers rounds as well
             _verify(models, opened.model, groups, layout, output if target == "hf" else source, console)
         console.print(f"done: {state_folder.latest_state(output) if target == 'state' else output}")
 
@@ -178,13 +180,29 @@ def _check_formats(source: Path, opened: Source, target: Format, verify: bool) -
         raise UserError(f"--verify compares with {_NAMES['hf']}, and neither side is one; leave it out")
 
 
-def _say_rounded(opened: Source, console: Console) -> None:
+@torch.no_grad()
+def _keep_finer(models: list[GPTModel], opened: Source, groups: ProcessGroupCollection) -> frozenset[str]:
+    """Make room for what is stored in float32 among 16-bit weights: parameters that hold nothing else. Returns the
+    tensors of all ranks that have it. Collective."""
+    mine = set()
+    for owned in owned_parameters(models, opened.model, groups) if opened.finer else ():
+        names = {piece.hf_name for piece in owned.pieces}
+        if names and names <= opened.finer:
+            owned.parameter.data = owned.parameter.data.float()
+            mine |= names
+    of_ranks: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    return frozenset().union(*of_ranks)
+
+
+def _say_rounded(opened: Source, kept: frozenset[str], console: Console) -> None:
     model = opened.model
     wider = [
         name
         for name, tensor in opened.tensors.items()
         if tensor.dtype.itemsize > opened.dtype.itemsize
         and name not in model.float32_tensors
+        and name not in kept
         and not model.carries(name)
     ]
     if wider:

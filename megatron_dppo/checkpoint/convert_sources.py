@@ -42,6 +42,10 @@ Format = Literal["hf", "state", "megatron-lm"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+FINER = "float32"
+"""Of a converted state's progress: names of `Source.finer`."""
+
+
 @dataclass(frozen=True)
 class Source:
     """What a conversion reads, found to be whole and of its model."""
@@ -57,6 +61,8 @@ class Source:
     `lora` they get adapters. Collective."""
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     """Where each has a type of its own."""
+    finer: frozenset[str] = frozenset()
+    """Tensors of float32 in a folder or state whose others are 16-bit (Qwen3.5's `A_log`, MiniMax's routers)."""
     lora: LoraConfig | None = None
     quantized: bool = False
     """Of a Hugging Face folder: its weights are stored in few bits and read as bfloat16 (`quantized.py`)."""
@@ -88,7 +94,12 @@ def _hugging_face(source: Path, allow_inf: bool, console: Console) -> Source:
         with progress_bar(console, "reading") as progress:
             load_hf_weights(models, model, groups, progress=progress, allow_inf=allow_inf)
 
-    return Source("hf", model, held, next(iter(files.tensors.values())).file, load, files.tensors)
+    finer = frozenset(
+        name
+        for name, tensor in files.tensors.items()
+        if tensor.dtype is torch.float32 and held.itemsize < 4 and name in model.tensors
+    )
+    return Source("hf", model, held, next(iter(files.tensors.values())).file, load, files.tensors, finer)
 
 
 def _quantized(source: Path, raw: dict[str, Any], console: Console) -> Source:
@@ -169,7 +180,9 @@ def _state(source: Path, base: Path | None, layout: ParallelConfig, console: Con
         TrainingStates(folder.parent, trainee).load(folder, checked=True)
 
     largest = max(folder.rglob("*.distcp"), key=lambda f: f.stat().st_size)
-    return Source("state", model, held, largest, load, lora=lora)
+    said = described["progress"].get(FINER)
+    finer = frozenset(name for name in said if name in model.tensors) if isinstance(said, list) else frozenset()
+    return Source("state", model, held, largest, load, finer=finer, lora=lora)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, groupby
 from pathlib import Path
@@ -40,10 +40,12 @@ def save_hf_checkpoint(
     progress: Callable[[int, int], None] | None = None,
     allow_inf: bool = False,
     beside: Path | None = None,
+    exact: Collection[str] = (),
 ) -> None:
     """Write the model as transformers reads it: safetensors (several files and an index beyond `shard_bytes`),
     config, tokenizer, chat template and generation config, the latter copied from `model.path`, and checksums of all.
     What the folder `beside` (default `model.path`) holds beside the model (`HFConfig.carries`) is copied bit by bit.
+    Tensors of `exact` keep the type of their parameters.
 
     A collective over all ranks; rank 0 writes, with two buckets of memory beside its shard. The same weights always
     give the same bytes. The folder appears whole, by a rename at the end, or not at all; every rank then raises the
@@ -52,7 +54,7 @@ def save_hf_checkpoint(
     """
     target = Path(path)
     exporter = WeightExporter(models, model, groups, in_files=True)
-    kept = model.float32_tensors
+    kept = {*model.float32_tensors, *exact}
     tensors = [
         ExportedTensor(t.name, t.shape, t.dtype if t.name in kept else dtype or t.dtype) for t in exporter.tensors
     ]

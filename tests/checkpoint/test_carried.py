@@ -125,9 +125,27 @@ def as_published(tensors: dict[str, torch.Tensor], model: HFConfig) -> dict[str,
     return rest | {name: torch.cat(parts).view(model.stacked_tensors[name]) for name, parts in stacks.items()}
 
 
+def loaded(rank: int, path: Path, states: Path, names: list[str]) -> bool:
+    """Whether training in bfloat16 begins with the same weights, of a state or of the folder."""
+    from megatron_dppo.checkpoint.hf_export import export_weights
+    from megatron_dppo.checkpoint.training_state import Trainee, TrainingStates
+    from megatron_dppo.models.parallel import ParallelConfig
+    from tests.megatron import build_from
+
+    models, model, groups = build_from(path, {}, params_dtype=torch.bfloat16)
+    right = {name: tensor.clone() for name, tensor in export_weights(models, model, groups) if tensor is not None}
+    for chunk in models:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(float("nan"))
+    TrainingStates(states, Trainee(model=model, models=models, groups=groups, parallel=ParallelConfig())).load()
+    found = {name: tensor for name, tensor in export_weights(models, model, groups) if tensor is not None}
+    return sorted(found) == names and same(found, right)
+
+
 def test_a_model_that_sees_images_goes_out_whole(tmp_path: Path) -> None:
-    """Qwen3.5 as it is published: stacked experts, what sees images and the further layer beside, settings around those
-    of the decoder. Through a state, in files so small that a stack is in one of its own."""
+    """Qwen3.5 as it is published: stacked experts, two float32 tensors in each gated delta layer, what sees images and
+    the further layer beside, settings around those of the decoder. Through a state, in files so small that a stack is
+    in one of its own."""
     path = tmp_path / "seeing"
     tiny_model("qwen3_5_moe", path, seed=8, num_hidden_layers=2, dtype=torch.bfloat16)
     (path / "preprocessor_config.json").write_text('{"patch_size": 4}')
@@ -135,8 +153,12 @@ def test_a_model_that_sees_images_goes_out_whole(tmp_path: Path) -> None:
     further = {"mtp.fc.weight": torch.randn(64, 128).bfloat16(), "mtp.layers.0.input_layernorm.weight": torch.randn(64)}
     original = as_published(tensors(path), model) | further
     assert {"model.visual.patch_embed.proj.weight", "mtp.fc.weight", *model.stacked_tensors} <= original.keys()
+    for name in ("A_log", "norm.weight"):
+        name = f"model.language_model.layers.0.linear_attn.{name}"
+        original[name] = original[name].float() * 1.001
     save_file(original, path / "model.safetensors", metadata={"format": "pt"})
     assert run_ranks(convert, 2, path, tmp_path / "state", "--tensor", 2, "--expert", 2, "--verify") == ["", ""]
+    assert run_ranks(loaded, 1, path, tmp_path / "state", sorted(model.tensors)) == [True]
     small = ("--shard-gb", "0.00003", "--verify")
     assert run_ranks(convert, 2, tmp_path / "state", tmp_path / "back", "--pipeline", 2, *small) == ["", ""]
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 4
