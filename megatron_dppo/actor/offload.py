@@ -18,6 +18,8 @@ _FIRST: tuple[Part, ...] = ("weights", "gradients", "optimizer")
 """What a step needs first comes back first."""
 _FREE: tuple[Part, ...] = ("gradients", "optimizer", "weights")
 """What is free first leaves first."""
+_LOCKING = 4
+"""Threads that page-lock memory beside the first rollout."""
 _BLOCK, _ROUNDED = 1 << 30, 512
 """Bytes of device memory that storages share, at least, and what torch's allocator rounds each of them up to."""
 _PIECE, _ALIGNMENT = 1 << 28, 256
@@ -78,8 +80,8 @@ class Offloader:
         """Host buffers of earlier times, by the bytes they hold."""
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._slabs: list[torch.Tensor] = []
-        """Page-locked, and not used yet."""
-        self._locking: Future[list[torch.Tensor]] | None = None
+        """Page-locked, and not used yet; those that are being locked."""
+        self._locking: list[Future[torch.Tensor]] = []
         self._away: dict[Part, list[_Storage]] = {}
         self._leaving: list[_Storage] = []
         """On their way to the host; they still have their memory here."""
@@ -153,7 +155,7 @@ class Offloader:
     def prepare(self) -> None:
         """Page-lock the host memory that the moments will need which Adam makes at its first step: in a thread, since
         it takes seconds."""
-        if self._stream is None or self._locking is not None:
+        if self._stream is None or self._locking:
             return
         missing = -self._keep - sum(len(slab) for slab in self._slabs)
         for part in distributed_parts(self._optimizer):
@@ -161,17 +163,17 @@ class Offloader:
             for group in inner.param_groups:
                 missing += sum(8 * p.numel() for p in group["params"] if p.is_cuda and not inner.state.get(p))
         if missing > 0:
-            threads = ThreadPoolExecutor(1)
-            self._locking = threads.submit(_page_locked, -(-missing // _PIECE) + 1, self._device)
+            threads = ThreadPoolExecutor(_LOCKING)
+            count = -(-missing // _PIECE) + 1
+            self._locking = [threads.submit(_page_locked, self._device) for _ in range(count)]
             threads.shutdown(wait=False)
 
     def _named(self, parts: Iterable[Part]) -> list[_Storage]:
         """The storages of parts that are not away yet, which they are from here on, in the order in which they leave:
         gradients are not copied, so their memory is free at once."""
         self._free()
-        if self._locking is not None:
-            self._slabs += self._locking.result()
-            self._locking = None
+        self._slabs += [slab.result() for slab in self._locking]
+        self._locking = []
         leaving = {part: list(self._storages(part)) for part in PARTS if part in set(parts) - self.away}
         self._away |= leaving
         return [storage for part in sorted(leaving, key=_FREE.index) for storage in leaving[part]]
@@ -229,7 +231,7 @@ class Offloader:
             storage = tensor.untyped_storage()
             where = storage.data_ptr()
             # float32 weights are their own masters; optimizer state that lives on the host costs no device memory.
-            if tensor.device.type != self._device.type or where == 0 or where in seen | weights:
+            if tensor.device.type != self._device.type or where == 0 or where in seen or where in weights:
                 continue
             seen.add(where)
             size = storage.nbytes()
@@ -277,6 +279,6 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
                 yield from (v for v in inner.state.get(parameter, {}).values() if torch.is_tensor(v))
 
 
-def _page_locked(count: int, device: torch.device) -> list[torch.Tensor]:
+def _page_locked(device: torch.device) -> torch.Tensor:
     torch.cuda.set_device(device)
-    return [torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
+    return torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
