@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from megatron_dppo.checkpoint.weight_layout import EXPERT, BucketLayout, TensorSlot, unpack
 from megatron_dppo.compat.vllm_cpu import repack_tied_head
 from megatron_dppo.rollout.engine import Rendezvous, TransferTerms
+from megatron_dppo.rollout.vllm.gpt_oss import mend_reload
 from megatron_dppo.rollout.vllm.layers import KeptKernels, incomplete_layers, wrongly_quantised
 from megatron_dppo.rollout.vllm.views import TrialLoad, ViewLoader
 from megatron_dppo.rollout.weight_transfer.incoming import Incoming, let_go
@@ -223,6 +224,7 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
         self._incoming: int | None = None
         self._buckets = Incoming(self.device)
         self._loader = BucketLoader(self.model, self.device)
+        mend_reload(self.model)
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
         parallel = self.parallel_config
