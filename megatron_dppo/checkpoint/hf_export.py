@@ -33,21 +33,25 @@ class ExportedTensor:
 
 
 class _Local:
-    """A block that this rank sends. A view of a parameter is made once, and again when the parameter has other memory:
-    ten thousands of experts' matrices would take longer to cut out at every sync than to send."""
+    """A block that this rank sends, as one row of numbers. A view of a parameter is made once, and again when the
+    parameter has other memory: ten thousands of experts' matrices would take longer to cut out at every sync than to
+    send."""
 
     def __init__(self, owned: Owned, piece: Piece) -> None:
         self._owned, self._piece = owned, piece
         self._view: torch.Tensor | None = None
+        self._ahead = 0
+        """Bytes from the parameter to the view, wherever their memory is."""
 
     def __call__(self) -> torch.Tensor:
-        parameter = self._owned.parameter
-        view = self._view
-        if view is None or view.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
-            view = self._owned.block(self._piece)
-            if self._owned.adapter is None:
-                self._view = view
-        return view
+        view, parameter = self._view, self._owned.parameter
+        if view is not None and view.data_ptr() - parameter.data_ptr() == self._ahead:
+            return view
+        block = self._owned.block(self._piece)
+        if self._owned.adapter is None and block.is_contiguous():
+            self._view = block.view(-1)
+            self._ahead = block.data_ptr() - parameter.data_ptr()
+        return block.reshape(-1)
 
 
 class ShardExporter:

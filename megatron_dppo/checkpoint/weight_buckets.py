@@ -59,7 +59,7 @@ class _Own:
     start: int
     stop: int
     dtype: torch.dtype
-    blocks: list[tuple[str, Block]]
+    blocks: list[Callable[[], torch.Tensor]]
 
 
 class WeightBuckets:
@@ -126,7 +126,7 @@ class WeightBuckets:
         large as the bucket). Asynchronous on a GPU; no collectives."""
         for own in self._own[index]:
             target = payload[own.start : own.stop].view(own.dtype)
-            parts = [self._local[key]().reshape(-1) for key in own.blocks]
+            parts = [part if part.ndim == 1 else part.reshape(-1) for part in (local() for local in own.blocks)]
             if len(parts) == 1:
                 target.copy_(parts[0])
             else:
@@ -171,9 +171,9 @@ class WeightBuckets:
                     segments.append(Segment(source.rank, place, stop))
                 if source.rank == self._rank:
                     if own and own[-1].stop == place and own[-1].dtype == dtype:
-                        own[-1] = _Own(own[-1].start, stop, dtype, [*own[-1].blocks, (name, source.block)])
+                        own[-1] = _Own(own[-1].start, stop, dtype, [*own[-1].blocks, self._local[name, source.block]])
                     else:
-                        own.append(_Own(place, stop, dtype, [(name, source.block)]))
+                        own.append(_Own(place, stop, dtype, [self._local[name, source.block]]))
                 place = stop
         self._own.append(own)
         self.layouts.append(BucketLayout(tuple(item.slot for item in items), tuple(segments), size))

@@ -132,3 +132,24 @@ def test_experts_that_are_divided_come_one_by_one() -> None:
     assert sum("gate_proj" in slot.name for slot in slots) == EXPERTS
     assert not any(slot.blocks for slot in slots if "gate_proj" in slot.name)  # rows in order lie whole
     assert sorted(name for slot in slots for name in slot.names()) == sorted(tensors)
+
+
+def test_a_block_is_that_of_the_parameter_wherever_its_memory_is() -> None:
+    from megatron_dppo.checkpoint.hf_export import _Local
+    from megatron_dppo.models.live import Owned
+    from megatron_dppo.models.names import Piece
+
+    parameter = torch.nn.Parameter(torch.arange(24.0).view(6, 4), requires_grad=False)
+    piece = Piece("up", ((0, 2), (0, 4)), ((2, 4), (0, 4)))
+    block = _Local(Owned("fc1", parameter, (piece,), (6, 4)), piece)
+    for _ in range(2):
+        assert block().tolist() == list(range(8, 16))
+    parameter[2:4] = 7  # trained
+    assert block().tolist() == [7] * 8
+    storage, kept = parameter.untyped_storage(), parameter.clone()
+    storage.resize_(0)  # lent to an engine, and back
+    storage.resize_(96)
+    parameter.copy_(kept + 1)
+    assert block().tolist() == [8] * 8
+    parameter.data = torch.full((6, 4), 5.0)  # in another buffer
+    assert block().tolist() == [5] * 8
