@@ -43,7 +43,9 @@ if __name__ == "__main__":
         for version, folder in enumerate(folders):
             if version:
                 update_weights(engine, version, load_file(folder / "model.safetensors").items(), bucket_mib=1)
-            asked = [GenerationRequest(request_id=f"{version}/{i}", prompt_ids=p, seed=i) for i, p in enumerate(prompts)]
+            asked = [
+                GenerationRequest(request_id=f"{version}/{i}", prompt_ids=ids, seed=i) for i, ids in enumerate(prompts)
+            ]
             sampling = SamplingConfig(max_tokens=32, top_k_logprobs=20)
             batches.append(engine.generate(asked, sampling, training=True))
             assert (batches[-1].weight_versions == version).all()
