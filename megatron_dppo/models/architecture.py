@@ -93,7 +93,8 @@ class Latent:
     value_dim: int
     """Of a value's head."""
     norm_eps: float = 1e-6
-    """Of the norms of both vectors."""
+    """Of the norms of both vectors: not the config's `rms_norm_eps`, in DeepSeek's code and in transformers' classes.
+    vLLM is told (`rollout/vllm/layers.py`)."""
     yarn_factor: float = 1.0
     """By which yarn lengthens the context; 1: no yarn."""
     mscale_all_dim: float = 0.0

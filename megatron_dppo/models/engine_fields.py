@@ -113,6 +113,8 @@ def _refuse_rotations(rope: dict[str, Any], where: str, *, by_mscale: bool) -> N
     if by_mscale:
         if not (scaled := rope.get("apply_yarn_scaling", True)):
             raise _refusal(where, "rope_parameters.apply_yarn_scaling", scaled, "vLLM reads and transformers does not")
+        if not (whole := rope.get("truncate", True)):
+            raise _refusal(where, "rope_parameters.truncate", whole, "vLLM takes for True")
         base = (grows * rope.get("mscale", 1.0) + 1) / (grows * rope.get("mscale_all_dim", 0.0) + 1)
     else:
         base = grows + 1 if rope.get("apply_yarn_scaling", True) else 1.0

@@ -220,6 +220,12 @@ def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig
         usual = type(config)()
     except Exception as error:  # transformers validates with several exception types of its own
         raise UserError(f"{where}: {' '.join(str(error).split())}") from None
+    for other, name in usual.attribute_map.items():
+        if raw.get(other, raw.get(name)) != raw.get(name, raw.get(other)):
+            raise UserError(
+                f"{where}: {other} is {raw[other]!r} and {name} {raw[name]!r}, which are two names of one setting; "
+                "remove the wrong one"
+            )
     for name in settings:
         if name not in ours and raw[name] != getattr(usual, name, None):
             raise UserError(

@@ -8,7 +8,11 @@ of them), Qwen3-4B, 8B, 14B, 32B and 30B-A3B, Qwen3-Coder-480B-A35B-Instruct, De
 DeepSeek-R1-0528-Qwen3-8B, Llama-3.1-8B, 3.2-3B (but for the end tokens of their Instruct versions) and
 3.3-70B-Instruct, Llama-2-13b, SmolLM2-135M and 1.7B-Instruct. Qwen2.5-32B and the Coder were corrected by them.
 Sources: sglang/Model_Config.md of citsjtu2020/LLM-Prof, src/aiconfigurator/model_configs of ai-dynamo/aiconfigurator,
-and configurations that logs of training and serving print. Of the others no copy was found."""
+and configurations that logs of training and serving print. DeepSeek-V3 is as in the test of Megatron-Bridge's bridge
+for it, V3.1 as in an instruction for torchtitan, R1 and GLM-4.7-Flash as reports on their files print them
+(`test_published_tensors.py`), Moonlight-16B-A3B-Instruct as a reader's test quotes it (the base model alone ends with
+another token); of Kimi-K2-Instruct the sizes, and of 0905 the rotation, stand in public files. Of the others
+no copy was found."""
 
 from __future__ import annotations
 
@@ -263,11 +267,14 @@ LOADED: dict[str, Config] = {
     "Qwen/Qwen3-Next-80B-A3B-Thinking": CONFIGS["Qwen3-Next-80B-A3B"]
     | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262144}},
     "MiniMaxAI/MiniMax-M2, without its 8-bit numbers": CONFIGS["MiniMax-M2"],
-    "deepseek-ai/DeepSeek-V3.1, without its 8-bit numbers": CONFIGS["DeepSeek-V3"] | {"pretraining_tp": 1},
+    "deepseek-ai/DeepSeek-R1, without its 8-bit numbers": CONFIGS["DeepSeek-V3"]
+    | {"aux_loss_alpha": 0.001, "pretraining_tp": 1, "seq_aux": True},
+    "deepseek-ai/DeepSeek-V3.1, without its 8-bit numbers": CONFIGS["DeepSeek-V3"] | {"transformers_version": "4.44.2"},
     "moonshotai/Kimi-K2-Instruct, without its 8-bit numbers": CONFIGS["Kimi-K2"] | {"aux_loss_alpha": 0.001},
     "moonshotai/Kimi-K2-Instruct-0905": CONFIGS["Kimi-K2"]
     | {"max_position_embeddings": 262144, "rope_scaling": CONFIGS["Kimi-K2"]["rope_scaling"] | {"factor": 64.0}},
     "moonshotai/Moonlight-16B-A3B": CONFIGS["Moonlight-16B-A3B"],
+    "moonshotai/Moonlight-16B-A3B-Instruct": CONFIGS["Moonlight-16B-A3B"] | {"eos_token_id": 163586},
     "zai-org/GLM-4.7-Flash": CONFIGS["GLM-4.7-Flash"],
     "openai/gpt-oss-20b in bfloat16": CONFIGS["gpt-oss-20b"],
     "openai/gpt-oss-120b in bfloat16": CONFIGS["gpt-oss-120b"],
@@ -476,7 +483,25 @@ REFUSED: dict[str, tuple[Config, str]] = {
         | {"rope_scaling": CONFIGS["DeepSeek-V3"]["rope_scaling"] | {"apply_yarn_scaling": False}},
         "apply_yarn_scaling",
     ),
-    "DeepSeek with another epsilon": (CONFIGS["DeepSeek-V3"] | {"rms_norm_eps": 1e-4}, "rms_norm_eps"),
+    "DeepSeek that rotates more than its part": (CONFIGS["DeepSeek-V3"] | {"head_dim": 128}, "head_dim"),
+    "DeepSeek whose queries are no sum of their parts": (CONFIGS["DeepSeek-V3"] | {"qk_head_dim": 128}, "qk_head_dim"),
+    "DeepSeek that rotates an odd number": (CONFIGS["DeepSeek-V3"] | {"qk_rope_head_dim": 63}, "qk_rope_head_dim"),
+    "DeepSeek with two numbers of experts": (CONFIGS["DeepSeek-V3"] | {"num_local_experts": 16}, "num_local_experts"),
+    "DeepSeek whose embedding is its head": (CONFIGS["DeepSeek-V3"] | {"tie_word_embeddings": True}, "tie_word_emb"),
+    "DeepSeek with dropout": (CONFIGS["DeepSeek-V3"] | {"attention_dropout": 0.1}, "attention_dropout"),
+    "DeepSeek with another activation": (CONFIGS["DeepSeek-V3"] | {"hidden_act": "gelu"}, "hidden_act"),
+    "DeepSeek without a scale": (CONFIGS["DeepSeek-V3"] | {"routed_scaling_factor": None}, "routed_scaling_factor"),
+    "DeepSeek that rotates half": (CONFIGS["DeepSeek-V3"] | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "DeepSeek whose yarn is not cut to whole numbers": (
+        CONFIGS["DeepSeek-V3"] | {"rope_scaling": CONFIGS["DeepSeek-V3"]["rope_scaling"] | {"truncate": False}},
+        "rope_parameters.truncate",
+    ),
+    "Kimi-K2 with experts of more groups than it has": (CONFIGS["Kimi-K2"] | {"topk_group": 9}, "topk_group is 9"),
+    "GLM-4.7-Flash with two sizes of what is rotated": (
+        CONFIGS["GLM-4.7-Flash"] | {"head_dim": 192},
+        "head_dim is 192 and qk_rope_head_dim 64",
+    ),
+    "Moonlight with no size of what is rotated": (CONFIGS["Moonlight-16B-A3B"] | {"head_dim": None}, "head_dim"),
     "DeepSeek with a rank that is none": (CONFIGS["DeepSeek-V3"] | {"kv_lora_rank": 0}, "kv_lora_rank"),
     "GLM-4.7-Flash with other dense layers for vLLM": (
         CONFIGS["GLM-4.7-Flash"] | {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 45},

@@ -478,6 +478,7 @@ CONFIGS["Kimi-K2"] = CONFIGS["DeepSeek-V3"] | {  # in 8 bits too
     "vocab_size": 163840,
 }
 CONFIGS["Moonlight-16B-A3B"] = CONFIGS["DeepSeek-V3"] | {
+    "aux_loss_alpha": 0.001,
     "bos_token_id": 163584,
     "eos_token_id": 163585,
     "first_k_dense_replace": 1,
@@ -493,12 +494,15 @@ CONFIGS["Moonlight-16B-A3B"] = CONFIGS["DeepSeek-V3"] | {
     "num_hidden_layers": 27,
     "num_key_value_heads": 16,
     "num_nextn_predict_layers": 0,
+    "pretraining_tp": 1,
     "q_lora_rank": None,
     "rms_norm_eps": 1e-05,
     "rope_scaling": None,
     "rope_theta": 50000.0,
     "routed_scaling_factor": 2.446,
+    "seq_aux": True,
     "topk_group": 1,
+    "transformers_version": "4.46.3",
     "vocab_size": 163840,
 }
 
@@ -577,11 +581,10 @@ PARAMETERS = {
     "DeepSeek-V3": 671_026_419_200 - 58 * 256,
     "Kimi-K2": 1_026_408_232_448 - 60 * 384,
     "Moonlight-16B-A3B": 15_960_108_544,
-    "GLM-4.7-Flash": 29_943_390_976,
+    "GLM-4.7-Flash": 31_221_488_576 - 1_278_094_656 - 46 * 64,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
 }
 """`total_parameters`, as the hub counts the stored safetensors, but without layers for further tokens (GLM, Qwen3-Next,
 Qwen3.5, DeepSeek), what sees images (Qwen3.5), scales of 8-bit blocks of 128 x 128 (MiniMax, DeepSeek, Kimi) and
-correction biases. Of Moonlight and GLM-4.7-Flash, whose counts were not at hand, transformers' shapes are the
-witness."""
+correction biases. Of Moonlight, whose count was not at hand, transformers' shapes are the witness."""

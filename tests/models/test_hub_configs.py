@@ -34,6 +34,7 @@ UNPUBLISHED: dict[str, dict[str, Any]] = {
     "three of eight dimensions rotated": LOADED["zai-org/GLM-4.5-Air"] | {"partial_rotary_factor": 0.375},
     "GLM with yarn": LOADED["zai-org/GLM-4.5"]
     | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 131072}},
+    "an epsilon that the norms of latent vectors do not have": LOADED["zai-org/GLM-4.7-Flash"] | {"rms_norm_eps": 1e-2},
     "neutral values": _DENSE | {"is_causal": True, "quantization_config": None, "partial_rotary_factor": 1.0},
 }
 """What transformers makes of fields that no file above has."""

@@ -55,6 +55,25 @@ def test_windows_and_experts_with_biases_are_not_divided() -> None:
         ParallelConfig(context=2).check_fits(model, 2)
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor", "named"),
+    [
+        ("GLM-4.7-Flash", 4, ""),
+        ("GLM-4.7-Flash", 8, "20 attention heads"),
+        ("Moonlight-16B-A3B", 16, ""),
+        ("DeepSeek-V3", 64, ""),
+        ("DeepSeek-V3", 128, "latent vectors of 1536 and 576 numbers cannot be divided by tensor = 128"),
+    ],
+)
+def test_latent_vectors_are_divided_among_tensor_ranks(name: str, tensor: int, named: str) -> None:
+    model, parallel = resolve_hf_config(CONFIGS[name]), ParallelConfig(tensor=tensor, sequence_parallel=True)
+    if not named:
+        parallel.check_fits(model, tensor)
+        return
+    with pytest.raises(UserError, match=named):
+        parallel.check_fits(model, tensor)
+
+
 def test_experts_of_a_dense_model_are_refused() -> None:
     dense = {k: v for k, v in MOE.items() if "exp" not in k and "moe" not in k}
     model = resolve_hf_config(dense | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]})

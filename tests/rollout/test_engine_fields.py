@@ -19,6 +19,7 @@ from transformers import AutoConfig
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.engine_fields import NEUTRAL, NEUTRAL_OF_ROPE, SAME_AS
+from megatron_dppo.models.families.decoder import FIXED
 from megatron_dppo.models.family import families
 from megatron_dppo.models.hf_config import load_hf_config, resolve_hf_config
 from megatron_dppo.models.rope import SUPPORTED, rope_frequencies
@@ -226,6 +227,40 @@ def test_the_tables_have_no_field_that_transformers_reads() -> None:
         fields = set(NEUTRAL) | set(families()[model_type].engine) | set(SAME_AS)
         assert not fields & set(vars(AutoConfig.for_model(families()[model_type].reference)))
     assert "rope_type" not in NEUTRAL_OF_ROPE
+
+
+@pytest.mark.parametrize("model_type", sorted(OWN_NAMES))
+def test_each_field_of_a_family_has_its_refusal(model_type: str) -> None:
+    """With any value but those that change nothing, by name; and with those it is taken."""
+    family, published = families()[model_type], PUBLISHED[model_type]
+    for name, neutral in family.engine.items():
+        number = any(isinstance(value, int) for value in neutral)
+        with pytest.raises(UserError, match=name):
+            resolve_hf_config(published | {name: 7 if number else "something"})
+        for value in neutral:
+            resolve_hf_config(published | {name: value})
+    for name, neutral in (FIXED | dict(family.fixed) | dict(family.engine_takes)).items():
+        other = not neutral if isinstance(neutral, bool) else (neutral or 0.5) * 2
+        with pytest.raises(UserError, match=name):
+            resolve_hf_config(published | {name: other})
+
+
+TIES = re.compile(r"tie_weights\(|lm_head(\.weight)? = self\.model\.embed_tokens")
+
+
+@pytest.mark.parametrize("model_type", sorted(OWN_NAMES))
+def test_a_tied_head_is_refused_where_vllm_ties_none(model_type: str) -> None:
+    """It starts from such a checkpoint without a word, and samples from whatever lies in memory."""
+    spec = importlib.util.find_spec(f"vllm.model_executor.models.{FILES.get(model_type, model_type)}")
+    assert spec is not None
+    assert spec.origin is not None
+    ties, config = bool(TIES.search(Path(spec.origin).read_text())), PUBLISHED[model_type]
+    assert ties == (families()[model_type].engine_takes.get("tie_word_embeddings") is None)
+    if ties:
+        assert resolve_hf_config(config | {"tie_word_embeddings": True}).tied
+        return
+    with pytest.raises(UserError, match="tie_word_embeddings is True"):
+        resolve_hf_config(config | {"tie_word_embeddings": True})
 
 
 @pytest.mark.parametrize("fields", [{"norm_topk_prob": True}, {"head_dim": 64}], ids=lambda fields: next(iter(fields)))

@@ -31,6 +31,8 @@ FIXED: dict[str, Any] = {
     "is_encoder_decoder": False,
     "is_causal": True,
 }
+UNTIED = {"tie_word_embeddings": False}
+"""For `Family.engine_takes`: vLLM's model has an output layer of its own, and leaves it as it is without weights."""
 LARGEST = {
     "num_hidden_layers": 2**10,
     "hidden_size": 2**20,
@@ -84,9 +86,11 @@ def check_sigmoid(topk: int, *, normalise: bool, groups: int = 1, group_topk: in
             f"norm_topk_prob is {normalise} with num_experts_per_tok {topk}; with sigmoid scores only several experts "
             "whose weights are divided by their sum, or one whose weight is not, are supported"
         )
+    if group_topk > groups:
+        raise UserError(f"topk_group is {group_topk}, of n_group {groups}")
     if groups == 1:
         return
-    if experts % groups or group_topk > groups or experts // groups < 2 or group_topk * (experts // groups) < topk:
+    if experts % groups or experts // groups < 2 or group_topk * (experts // groups) < topk:
         raise UserError(
             f"n_group {groups} and topk_group {group_topk} do not fit: {topk} of {experts} experts are to be chosen "
             f"from {group_topk} groups of equal size"
@@ -132,6 +136,12 @@ def latent(config: PreTrainedConfig) -> Latent:
         raise UserError(f"rope_parameters.mscale_all_dim is {mscale!r}, it must be a number from 0 on")
     if (pairs := whole(config, "qk_rope_head_dim")) % 2:
         raise UserError(f"qk_rope_head_dim is {pairs}; pairs are rotated: it must be an even number")
+    plain = whole(config, "qk_nope_head_dim")
+    for name, value in (("head_dim", pairs), ("qk_head_dim", plain + pairs)):
+        if (said := getattr(config, name)) != value:
+            raise UserError(
+                f"{name} is {said!r}; with qk_nope_head_dim {plain} and qk_rope_head_dim {pairs} it is {value}"
+            )
     if config.num_key_value_heads != config.num_attention_heads:
         raise UserError(
             f"num_key_value_heads is {config.num_key_value_heads!r} with num_attention_heads "
@@ -146,7 +156,7 @@ def latent(config: PreTrainedConfig) -> Latent:
     return Latent(
         query_rank=None if config.q_lora_rank is None else whole(config, "q_lora_rank"),
         rank=whole(config, "kv_lora_rank"),
-        plain_dim=whole(config, "qk_nope_head_dim"),
+        plain_dim=plain,
         rotary_dim=pairs,
         value_dim=whole(config, "v_head_dim"),
         yarn_factor=float(factor) if kind == "yarn" and isinstance(factor, int | float) else 1.0,

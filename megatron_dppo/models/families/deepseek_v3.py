@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.architecture import Architecture
-from megatron_dppo.models.families.decoder import decoder, further_layers, latent, sigmoid_moe, words
+from megatron_dppo.models.families.decoder import UNTIED, decoder, further_layers, latent, sigmoid_moe, words
 from megatron_dppo.models.families.tables import (
     DENSE_MLP,
     STACKED_EXPERTS,
@@ -73,6 +73,7 @@ FAMILY = Family(
     fixed=FIXED,
     largest=LARGEST,
     engine=ENGINE,
+    engine_takes=UNTIED,
     engine_scales_by_mscale=True,
     stacked=STACKED_EXPERTS,
     spec=SPEC,

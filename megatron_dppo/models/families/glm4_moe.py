@@ -4,7 +4,7 @@ layers before the first mixture of experts."""
 from transformers import PreTrainedConfig
 
 from megatron_dppo.models.architecture import Architecture
-from megatron_dppo.models.families.decoder import decoder, further_layers, sigmoid_moe, words
+from megatron_dppo.models.families.decoder import UNTIED, decoder, further_layers, sigmoid_moe, words
 from megatron_dppo.models.families.tables import (
     ATTENTION,
     DENSE_MLP,
@@ -50,5 +50,6 @@ FAMILY = Family(
         """
     ),
     largest={"n_routed_experts": 2**14, "num_local_experts": 2**14, "moe_intermediate_size": 2**24},
+    engine_takes=UNTIED,
     stacked=STACKED_EXPERTS,
 )

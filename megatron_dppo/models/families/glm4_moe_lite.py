@@ -5,7 +5,7 @@ from transformers import PreTrainedConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.architecture import Architecture
 from megatron_dppo.models.families import deepseek_v3
-from megatron_dppo.models.families.decoder import decoder, further_layers, latent, sigmoid_moe, words
+from megatron_dppo.models.families.decoder import UNTIED, decoder, further_layers, latent, sigmoid_moe, words
 from megatron_dppo.models.families.tables import STACKED_EXPERTS
 from megatron_dppo.models.family import Family
 
@@ -27,10 +27,11 @@ FAMILY = Family(
     architecture="Glm4MoeLiteForCausalLM",
     read=_read,
     layer=deepseek_v3.layer,
-    reads=deepseek_v3.READS | words("mlp_layer_types"),
+    reads=deepseek_v3.READS - words("scoring_func topk_method") | words("mlp_layer_types"),
     fixed=deepseek_v3.FIXED,
     largest=deepseek_v3.LARGEST,
     engine=deepseek_v3.ENGINE,
+    engine_takes=UNTIED,
     engine_scales_by_mscale=True,
     stacked=STACKED_EXPERTS,
     spec=deepseek_v3.SPEC,

@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.architecture import Architecture, MoE
-from megatron_dppo.models.families.decoder import decoder, megatron_fields, topk, whole, words
+from megatron_dppo.models.families.decoder import UNTIED, decoder, megatron_fields, topk, whole, words
 from megatron_dppo.models.families.tables import ATTENTION, QKV_BIAS
 from megatron_dppo.models.family import Family
 from megatron_dppo.models.names import Sections, Table, Whole
@@ -73,4 +73,5 @@ FAMILY = Family(
     fixed={"attention_bias": True, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5},
     largest={"num_experts": 2**14, "num_local_experts": 2**14},
     megatron=_megatron,
+    engine_takes=UNTIED,
 )

@@ -5,7 +5,7 @@ from transformers import PreTrainedConfig
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.architecture import Architecture, MoE
-from megatron_dppo.models.families.decoder import check_sigmoid, decoder, further_layers, topk, whole, words
+from megatron_dppo.models.families.decoder import UNTIED, check_sigmoid, decoder, further_layers, topk, whole, words
 from megatron_dppo.models.families.tables import ATTENTION, STACKED_EXPERTS, correction_bias, experts, qk_norm
 from megatron_dppo.models.family import Family
 
@@ -60,6 +60,7 @@ FAMILY = Family(
     fixed={"router_jitter_noise": 0.0},
     largest={"num_experts": 2**14, "num_local_experts": 2**14},
     engine={"attention_bias": (None, False)},
+    engine_takes=UNTIED,
     stacked=STACKED_EXPERTS
     | {f"{_PARAMETER}weight": f"{_TENSOR}gate.weight", f"{_PARAMETER}expert_bias": f"{_TENSOR}e_score_correction_bias"},
     spec="megatron_dppo.models.layers.projection_norm:spec",

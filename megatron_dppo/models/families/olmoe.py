@@ -3,7 +3,7 @@
 from transformers import PreTrainedConfig
 
 from megatron_dppo.models.architecture import Architecture, MoE
-from megatron_dppo.models.families.decoder import decoder, topk, whole, words
+from megatron_dppo.models.families.decoder import UNTIED, decoder, topk, whole, words
 from megatron_dppo.models.families.tables import ATTENTION, STACKED_EXPERTS, experts, qk_norm
 from megatron_dppo.models.family import Family
 
@@ -29,7 +29,7 @@ FAMILY = Family(
     # vLLM's q_norm and k_norm have this epsilon, whatever the config says
     fixed={"attention_bias": False, "clip_qkv": None, "rms_norm_eps": 1e-5},
     largest={"num_experts": 2**14, "num_local_experts": 2**14},
-    engine_takes={"norm_topk_prob": False},
+    engine_takes=UNTIED | {"norm_topk_prob": False},
     engine_divides_heads=True,
     stacked=STACKED_EXPERTS,
     spec="megatron_dppo.models.layers.projection_norm:spec",

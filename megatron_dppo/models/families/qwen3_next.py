@@ -5,7 +5,7 @@ from transformers import PreTrainedConfig
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.architecture import Architecture, DeltaRule, MoE
-from megatron_dppo.models.families.decoder import decoder, topk, whole, words
+from megatron_dppo.models.families.decoder import UNTIED, decoder, topk, whole, words
 from megatron_dppo.models.families.tables import (
     ATTENTION,
     DELTA_RULE,
@@ -96,6 +96,7 @@ FAMILY = Family(
     reads=READS | words("norm_topk_prob decoder_sparse_step mlp_only_layers"),
     fixed={"attention_bias": False},
     largest=LARGEST,
+    engine_takes=UNTIED,
     stacked=STACKED_EXPERTS,
     carried=("mtp.",),
     # vLLM makes every fourth layer one of attention where layer_types does not say
