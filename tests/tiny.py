@@ -3,6 +3,7 @@ too), so that a test sees a weight that went missing."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,22 @@ _LATENT: dict[str, Any] = _SIGMOID | {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
     "v_head_dim": 24,
+    "rms_norm_eps": 1e-3,  # which the norms of the latent vectors do not have
+}
+_DEEPSEEK: dict[str, Any] = _LATENT | {
+    "n_group": 2,
+    "topk_group": 1,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
 }
 
 _HYBRID: dict[str, Any] = {
@@ -127,23 +144,9 @@ _FAMILIES: dict[str, dict[str, Any]] = {
             "mrope_section": [2, 1, 1],
         },
     },
-    "deepseek_v3": _LATENT
-    | {
-        "n_group": 2,
-        "topk_group": 1,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 128,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-    },
-    "glm4_moe_lite": _LATENT | {"rms_norm_eps": 1e-5},
+    "deepseek_v3": _DEEPSEEK,
+    "kimi_k2": _DEEPSEEK | {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
+    "glm4_moe_lite": _LATENT,
     "gpt_oss": {
         "head_dim": 32,
         "num_local_experts": 8,
@@ -165,6 +168,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "llama": {"rms_norm_eps": 1e-5},
 }
+_ALIASES = {"kimi_k2": "deepseek_v3"}
+"""By which transformers knows a model type."""
 
 
 def tiny_model(family: str, path: Path | str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -175,7 +180,7 @@ def tiny_model(family: str, path: Path | str, seed: int = 0, **overrides: Any) -
     """
     dtype = overrides.pop("dtype", torch.float32)
     max_shard_size = overrides.pop("max_shard_size", "50GB")
-    config = make_config(family, **{**_COMMON, **_FAMILIES.get(family, {}), **overrides})
+    config = make_config(_ALIASES.get(family, family), **{**_COMMON, **_FAMILIES.get(family, {}), **overrides})
     config._attn_implementation = "eager" if family == "gpt_oss" else "sdpa"  # which has no sinks
     model = auto_class(config).from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
@@ -199,6 +204,9 @@ def tiny_model(family: str, path: Path | str, seed: int = 0, **overrides: Any) -
     for bias, value in zip(correction_biases(model), exact, strict=True):  # float32 in every checkpoint
         bias.data = value
     model.save_pretrained(path, max_shard_size=max_shard_size)
+    if family != config.model_type:
+        file = Path(path) / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": family}))
     tiny_tokenizer().save_pretrained(path)
     return AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval() if family in SEEING else model
 

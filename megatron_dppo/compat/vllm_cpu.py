@@ -6,6 +6,8 @@ Facts of vLLM 0.26 that this module answers:
   function that the router of the layer holds, so recorded routes come out all zero;
 - there sigmoid scores and a correction bias are known to the choice from groups of experts alone (MiniMax-M2: "assert
   scoring_func == 'softmax'");
+- its grouped product of experts takes rows of gate and up together in 64s, and is chosen for any multiple of 32: an
+  engine with experts of 48 dies at its start (a failed check in cpu_fused_moe.cpp, or "double free");
 - the same kernels take the ids of experts for places among their own weights, which under expert parallelism are those
   of a part of the experts only;
 - linear layers multiply by a packed copy of their weight, and reloading weights packs anew only the layers that a
@@ -62,6 +64,22 @@ def mend_rotation() -> None:
 
     forward.mended = True  # type: ignore[attr-defined]
     RotaryEmbedding.forward_cpu = forward
+
+
+def mend_expert_sizes() -> None:
+    """Let torch multiply experts of sizes that the grouped product does not take. Idempotent."""
+    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
+
+    check = CPUFusedMOE.check_grouped_gemm
+    if getattr(check, "mended", False):
+        return
+
+    @functools.wraps(check)
+    def check_sizes(self: Any, layer: Any) -> tuple[bool, str]:
+        return check(self, layer) if layer.w13_weight.size(1) % 64 == 0 else (False, "none")
+
+    check_sizes.mended = True  # type: ignore[attr-defined]
+    CPUFusedMOE.check_grouped_gemm = check_sizes
 
 
 def mend_expert_choice() -> None:

@@ -27,8 +27,8 @@ def register() -> None:
     """Prepare this vLLM process for our rollout engine. Idempotent, since vLLM may call it again.
 
     Names our weight-transfer backend, lets torch's store listen on one address, and on a CPU lets router replay see the
-    experts that the kernels choose, workers share them out, and heads of any form be rotated; on a GPU vLLM does that
-    itself.
+    experts that the kernels choose, workers share them out, experts have any size and heads any form; on a GPU vLLM
+    does that itself.
 
     A process that has imported vLLM walks 700,000 objects in its last garbage collection: two to five seconds in which
     the engine's core, its work done, is waited for and then killed. Frozen objects are not walked.
@@ -36,13 +36,14 @@ def register() -> None:
     atexit.register(gc.freeze)
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from megatron_dppo.compat.vllm_cpu import mend_expert_choice, mend_rotation, on_cpu
+    from megatron_dppo.compat.vllm_cpu import mend_expert_choice, mend_expert_sizes, mend_rotation, on_cpu
 
     with suppress(ValueError):  # the factory knows the name already
         WeightTransferEngineFactory.register_engine(BACKEND, *_RECEIVER)
     bind_stores()
     if on_cpu():
         mend_expert_choice()
+        mend_expert_sizes()
         mend_rotation()
 
 

@@ -11,6 +11,7 @@ from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.family import text_fields
 from megatron_dppo.models.hf_config import family_of, resolve_hf_config
 from megatron_dppo.models.names import Shape
+from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.router_replay.record import RouteSchema
 
 
@@ -35,6 +36,8 @@ class ModelFacts:
     """Whether layers have a gated delta rule in place of attention."""
     sinks: bool = False
     """Whether attention has sinks."""
+    latent_norm_eps: float | None = None
+    """Epsilon of the norms of latent vectors; None where keys and values are made of none."""
 
     @staticmethod
     def read(folder: Path, *, router_replay: bool) -> ModelFacts:
@@ -49,6 +52,7 @@ class ModelFacts:
             model = resolve_hf_config(raw, path=folder)
             vocab_size, tied, moe = model.vocab_size, model.tied, model.moe
             delta_rule, sinks = model.delta is not None, model.sinks
+            latent = model.latent
             tensors: Mapping[str, Shape] | None = model.tensors
             routes = model.routes if router_replay else None
         else:
@@ -59,6 +63,7 @@ class ModelFacts:
             vocab_size, tied, moe, routes = size, bool(raw.get("tie_word_embeddings")), None, None
             delta_rule = sinks = False
             tensors = None
+            latent = None
         return ModelFacts(
             folder=folder,
             vocab_size=vocab_size,
@@ -70,6 +75,30 @@ class ModelFacts:
             tensors=tensors,
             delta_rule=delta_rule,
             sinks=sinks,
+            latent_norm_eps=latent.norm_eps if latent else None,
+        )
+
+
+def check_end(facts: ModelFacts, config: RolloutConfig) -> None:
+    """Raise `UserError` where no token ends a response."""
+    if not facts.stop_token_ids and not config.stop_token_ids:
+        raise UserError(
+            f"{facts.folder}/config.json names no eos_token_id, so no response would end before "
+            f"{config.max_response_tokens} tokens; set rollout.stop_token_ids"
+        )
+
+
+def check_expert_parallel(facts: ModelFacts, config: RolloutConfig) -> None:
+    """Raise `UserError` where `rollout.expert_parallel` does not fit the model."""
+    if not config.expert_parallel:
+        return
+    where = f"rollout.expert_parallel=true: {facts.folder}"
+    if facts.experts == 0:
+        raise UserError(f"{where} has no experts; set it to false")
+    if facts.experts < config.tensor_parallel:
+        raise UserError(
+            f"{where} has {facts.experts} experts, fewer than rollout.tensor_parallel={config.tensor_parallel}; lower "
+            "the latter"
         )
 
 

@@ -44,6 +44,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 FAMILIES = ["mixtral", "olmoe", "glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe", "deepseek_v3", "gpt_oss"]
 """Model types beside Qwen3-MoE that are trained in the layouts of these tests."""
+KIN = ["glm4_moe_lite", "kimi_k2"]
+"""And those that are DeepSeek-V3 with other sizes, in the full matrix alone."""
 
 REFUSED = {"gpt_oss": ("context", "expert_tensor")}
 """Sizes above 1 that a family refuses by name."""

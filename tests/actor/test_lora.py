@@ -17,6 +17,7 @@ from tests.actor.matrix import (
     CLIP,
     EPSILON,
     FAMILIES,
+    KIN,
     LAYOUTS,
     LR,
     NORMALISER,
@@ -47,7 +48,7 @@ ONLY_IN_FULL = ("TP2 ETP2", "TP2 PP2 EP2", "PP2 VPP2", "CP2", "DP2", "TP2 EP2 ET
 
 
 @pytest.fixture(
-    scope="module", params=["qwen3_moe", *(pytest.param(family, marks=pytest.mark.full) for family in FAMILIES)]
+    scope="module", params=["qwen3_moe", *(pytest.param(family, marks=pytest.mark.full) for family in FAMILIES + KIN)]
 )
 def world(request: pytest.FixtureRequest, worlds: Callable[[str], World]) -> World:
     return worlds(request.param)

@@ -11,6 +11,7 @@ import pytest
 from tests.actor.conftest import World
 from tests.actor.matrix import (
     FAMILIES,
+    KIN,
     LAYOUTS,
     UPDATES,
     Case,
@@ -96,7 +97,7 @@ def test_other_families_equal_transformers(worlds: Callable[[str], World], ranks
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + KIN)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_other_families_equal_transformers_in_every_layout(
     worlds: Callable[[str], World], layout: str, family: str

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from tests.actor.matrix import FAMILIES, KIN
 from tests.checkpoint.training_ranks import load_and_step, train_and_save
 from tests.distributed import run_ranks
-from tests.tiny import tiny_qwen3_moe
+from tests.tiny import tiny_model
 
 TP2_EP2 = {"tensor": 2, "expert": 2, "sequence_parallel": True}
 OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -21,10 +22,14 @@ OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[dict[str, str]]]:
+@pytest.fixture(
+    scope="module", params=["qwen3_moe", *(pytest.param(family, marks=pytest.mark.full) for family in FAMILIES + KIN)]
+)
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, list[dict[str, str]]]:
     path, root = tmp_path_factory.mktemp("model") / "moe", tmp_path_factory.mktemp("states")
-    tiny_qwen3_moe(path, seed=3, mlp_only_layers=[1])
+    tiny_model(request.param, path, seed=3, **({"mlp_only_layers": [1]} if request.param == "qwen3_moe" else {}))
     return path, root, run_ranks(train_and_save, 2, path, root, TP2_EP2)[0]
 
 

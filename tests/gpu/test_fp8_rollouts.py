@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,17 +66,24 @@ if __name__ == "__main__":
 """
 
 
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and vLLM")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and vLLM")
+@NEEDS_CUDA
 @pytest.mark.parametrize("options", [{}, {"quantization": "fp8"}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}])
 def test_three_syncs(tmp_path: Path, options: dict[str, str]) -> None:
+    shape = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
+    check_three_syncs(tmp_path, "qwen3_moe", shape, options)
+
+
+def check_three_syncs(tmp_path: Path, family: str, shape: dict[str, Any], options: dict[str, str]) -> None:
     """Near transformers in float32 by the weights of the sync, far by the others; the same without FP8, nearer."""
-    from tests.tiny import tiny_qwen3_moe
+    from tests.tiny import tiny_model
 
     folders = [tmp_path / str(seed) for seed in range(4)]
-    shape = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
     for seed, folder in enumerate(folders):
-        tiny_qwen3_moe(folder, seed=seed, dtype=torch.bfloat16, **shape)
+        tiny_model(family, folder, seed=seed, dtype=torch.bfloat16, **shape)
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)

@@ -7,9 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from tests.gpu.test_fp8_rollouts import NEEDS_CUDA, check_three_syncs
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -70,3 +73,41 @@ def test_random_weights_arrive(tmp_path: Path, gpus: int, placement: str, ranks:
     assert steps[1]["sync/worker_by_views"] == 1, "vLLM's loaders had something to do"
     first, second = (step["memory/rank_allocated_gib"] for step in steps)
     assert second - first < 0.1, "a sync leaves its buffers behind"
+
+
+LATENT = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "q_lora_rank": 128} | {
+    "kv_lora_rank": 512,  # the rest is what kernels of latent attention take: the published sizes of heads
+    "qk_rope_head_dim": 64,
+}
+MOONLIGHT = LATENT | {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "q_lora_rank": None,
+}
+FLASH = LATENT | {
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+}
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+@pytest.mark.parametrize(
+    ("family", "shape", "options"),
+    [
+        ("deepseek_v3", MOONLIGHT, {}),
+        ("glm4_moe_lite", FLASH, {}),
+        ("deepseek_v3", MOONLIGHT, {"quantization": "fp8"}),
+    ],
+    ids=["Moonlight", "GLM-4.7-Flash", "Moonlight in FP8"],
+)
+def test_latent_attention_decodes_by_what_came(
+    tmp_path: Path, family: str, shape: dict[str, Any], options: dict[str, str]
+) -> None:
+    """vLLM decodes, in CUDA graphs, by two matrices made of `kv_b_proj`: made anew, in their place, at each sync, or
+    all tokens but the first would be those of old weights."""
+    check_three_syncs(tmp_path, family, shape, options)

@@ -14,7 +14,8 @@ from megatron_dppo.config.load import load_config
 from megatron_dppo.models.hf_config import load_hf_config, resolve_hf_config
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.planner.run import engine_gpus
-from megatron_dppo.preflight.rules import MODEL, SECTIONS, check_model, check_sections
+from megatron_dppo.preflight.model_rules import MODEL
+from megatron_dppo.preflight.rules import SECTIONS, check_model, check_sections
 from tests.models.public_configs import CONFIGS
 from tests.tiny import tiny_qwen3_moe
 
@@ -293,7 +294,43 @@ def test_every_rule_is_broken_above_or_is_a_warning(config: Path, model: Path) -
         "_adapters",
         "_unused",
         "_padded_experts",
+        "_served",
     }
+
+
+@pytest.mark.parametrize(
+    ("fields", "override", "problem"),
+    [
+        (
+            {"eos_token_id": None},
+            "rollout.max_response_tokens=8",
+            "{}/config.json names no eos_token_id, so no response would end before 8 tokens; set "
+            "rollout.stop_token_ids",
+        ),
+        (
+            {},
+            "rollout={expert_parallel: true, tensor_parallel: 16}",
+            "rollout.expert_parallel=true: {} has 8 experts, fewer than rollout.tensor_parallel=16; lower the latter",
+        ),
+    ],
+)
+def test_what_an_engine_would_refuse_of_the_model_at_its_start(
+    fields: dict, override: str, problem: str, config: Path, model: Path, tmp_path: Path, capsys
+) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(model, folder)
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    overrides, text = [f"model.path={folder}", override], problem.format(folder)
+    capsys.readouterr()
+    assert main(["train", str(config), *overrides]) == 2
+    assert capsys.readouterr().err == f"megatron-dppo: error: {text}\n"
+    assert main(["doctor", "--ranks", str(RANKS), str(config), *overrides]) == 1
+    assert f"error: engines: {text}" in capsys.readouterr().out.splitlines()
+    assert main(planned(config, overrides)) == 2
+    assert f"error: engines: {text}" in capsys.readouterr().err.splitlines()
+    own = [*overrides, "rollout.engine=tests.rollout.uniform_engine:make", "rollout.stop_token_ids=[7]"]
+    assert "engines" not in {f.check for f in check_model(load_config(config, own), load_hf_config(folder), RANKS)}
 
 
 def test_all_faults_are_told_at_once(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatron_dppo.batch import RolloutBatch
+from megatron_dppo.models.family import transformers_config
 from tests.actor.reference import moe_blocks, router, within_groups
 
 
@@ -29,7 +30,7 @@ class Reference:
 
 
 def load(path: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(path, config=transformers_config(path), dtype=torch.float32).eval()
 
 
 @torch.no_grad()

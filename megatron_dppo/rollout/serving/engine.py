@@ -19,7 +19,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import GenerationRequest, Health, SamplingConfig, check_requests
 from megatron_dppo.rollout.event_loop import EventLoop
-from megatron_dppo.rollout.model_facts import ModelFacts
+from megatron_dppo.rollout.model_facts import ModelFacts, check_end
 from megatron_dppo.rollout.serving.core import Core
 from megatron_dppo.rollout.serving.sampler import Sampler, join_parts, to_batch
 from megatron_dppo.rollout.serving.weight_updates import Gate, WeightUpdates
@@ -38,11 +38,7 @@ class ServedEngine[C: Core](WeightUpdates[C]):
         start  the core's start, which ends when it can sample
         """
         try:
-            if not facts.stop_token_ids and not config.stop_token_ids:
-                raise UserError(
-                    f"{facts.folder}/config.json names no eos_token_id, so no response would end before "
-                    f"{config.max_response_tokens} tokens; set rollout.stop_token_ids"
-                )
+            check_end(facts, config)
             dummy = config.load_format == "dummy"
             stored = None if dummy else read_shapes(facts.folder)
             expected = facts.tensors if stored and facts.tensors is not None else stored

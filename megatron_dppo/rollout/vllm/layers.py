@@ -1,5 +1,5 @@
 """What vLLM's layerwise reloading does not see to, in the layers of one worker's model: that each got all of its
-weights, that what CUDA graphs recorded stays, and that what must not be quantised is not."""
+weights, that what CUDA graphs recorded stays, and that what must not be quantised is not; and norms' epsilon."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
+LATENT_NORM_EPS = "megatron_dppo_latent_norm_eps"
+"""In vLLM's `additional_config`, which tells apart the graphs that it keeps compiled."""
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -58,6 +60,17 @@ def _own_numbers(layer: torch.nn.Module, padded: int) -> int:
             numbers += layer.local_num_experts * (gates * width + hidden)
         return min(padded, numbers)
     return padded
+
+
+def set_latent_norms(model: torch.nn.Module, eps: float) -> None:
+    """Give the norms of latent vectors this epsilon, before the model is compiled: vLLM has the config's `rms_norm_eps`
+    for them too, transformers and the trainer do not."""
+    names = ("q_a_layernorm", "kv_a_layernorm")
+    norms: list[Any] = [norm for path, norm in model.named_modules() if path.rpartition(".")[2] in names]
+    if not norms or not all(hasattr(norm, "variance_epsilon") for norm in norms):
+        raise RuntimeError(f"{type(model).__name__} has no {' and '.join(names)} whose epsilon could be set")
+    for norm in norms:
+        norm.variance_epsilon = eps
 
 
 class KeptKernels:

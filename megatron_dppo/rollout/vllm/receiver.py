@@ -30,7 +30,13 @@ from megatron_dppo.checkpoint.weight_layout import EXPERT, BucketLayout, TensorS
 from megatron_dppo.compat.vllm_cpu import repack_tied_head
 from megatron_dppo.rollout.engine import Rendezvous, TransferTerms
 from megatron_dppo.rollout.vllm.gpt_oss import mend_reload
-from megatron_dppo.rollout.vllm.layers import KeptKernels, incomplete_layers, wrongly_quantised
+from megatron_dppo.rollout.vllm.layers import (
+    LATENT_NORM_EPS,
+    KeptKernels,
+    incomplete_layers,
+    set_latent_norms,
+    wrongly_quantised,
+)
 from megatron_dppo.rollout.vllm.views import TrialLoad, ViewLoader
 from megatron_dppo.rollout.weight_transfer.incoming import Incoming, let_go
 from megatron_dppo.rollout.weight_transfer.segment import read_segment
@@ -225,6 +231,9 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
         self._buckets = Incoming(self.device)
         self._loader = BucketLoader(self.model, self.device)
         mend_reload(self.model)
+        # Here, since vLLM makes this object when it has loaded the model and before it compiles it.
+        if (eps := self.vllm_config.additional_config.get(LATENT_NORM_EPS)) is not None:
+            set_latent_norms(self.model, eps)
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
         parallel = self.parallel_config

@@ -19,7 +19,7 @@ from megatron_dppo.launch.imports import uncollected
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import EngineDead
 from megatron_dppo.rollout.event_loop import EventLoop
-from megatron_dppo.rollout.model_facts import ModelFacts
+from megatron_dppo.rollout.model_facts import ModelFacts, check_expert_parallel
 from megatron_dppo.rollout.serving.engine import ServedEngine
 from megatron_dppo.rollout.vllm.core import VllmCore
 from megatron_dppo.rollout.vllm.sampling import refuse_engine_defaults
@@ -223,6 +223,8 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from megatron_dppo.rollout.vllm.layers import LATENT_NORM_EPS
+
     if facts.routes is not None:
         check_version(vllm.__version__, {field.name for field in fields(AsyncEngineArgs)})
     if config.quantization == "fp8" and current_platform.is_device_capability(90):
@@ -254,6 +256,7 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
         "weight_transfer_config": {"backend": BACKEND},
         # Of a delta rule: rounded to half precision after every token it would drift from what is trained
         "mamba_ssm_cache_dtype": "float32" if facts.delta_rule else "auto",
+        "additional_config": {} if facts.latent_norm_eps is None else {LATENT_NORM_EPS: facts.latent_norm_eps},
         "worker_extension_cls": "megatron_dppo.rollout.vllm.receiver.ReportsWeights",
         "disable_log_stats": True,
     }
@@ -276,22 +279,15 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
     return core
 
 
-def check_expert_parallel(facts: ModelFacts, config: RolloutConfig) -> None:
-    """Raise `UserError` where `rollout.expert_parallel` does not fit the model."""
-    if not config.expert_parallel:
-        return
-    where = f"rollout.expert_parallel=true: {facts.folder}"
-    if facts.experts == 0:
-        raise UserError(f"{where} has no experts; set it to false")
+def check_cpu_workers(facts: ModelFacts, config: RolloutConfig) -> None:
+    """Raise `UserError` where a worker would have fewer experts than a token chooses, which the CPU's kernels do not
+    take."""
     workers = config.tensor_parallel
-    if facts.experts < workers:
+    if config.expert_parallel and on_cpu() and facts.experts // workers < facts.experts_per_token:
         raise UserError(
-            f"{where} has {facts.experts} experts, fewer than rollout.tensor_parallel={workers}; lower the latter"
-        )
-    if on_cpu() and facts.experts // workers < facts.experts_per_token:
-        raise UserError(
-            f"{where} runs {facts.experts_per_token} experts a token, and on a CPU each of rollout.tensor_parallel="
-            f"{workers} workers must have that many of the {facts.experts}; lower the latter"
+            f"rollout.expert_parallel=true: {facts.folder} runs {facts.experts_per_token} experts a token, and on a "
+            f"CPU each of rollout.tensor_parallel={workers} workers must have that many of the {facts.experts}; lower "
+            "the latter"
         )
 
 
@@ -311,5 +307,6 @@ def open_engine(model: Path, config: RolloutConfig) -> ServedEngine[VllmCore]:
     check_quantization(config)
     facts = ModelFacts.read(Path(model), router_replay=config.router_replay)
     check_expert_parallel(facts, config)
+    check_cpu_workers(facts, config)
     check_layers(facts)
     return ServedEngine(facts, config, CoreLoop("vllm-engine"), partial(start_vllm, facts, config))

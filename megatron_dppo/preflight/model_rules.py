@@ -1,0 +1,152 @@
+"""The rules that need the model's folder or the number of training ranks, one function each, as in `rules.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_dppo.config.schema import Config
+from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.lora.size import check_targets
+from megatron_dppo.preflight.finding import Finding, attempt, error, warning
+from megatron_dppo.rollout.config import ENGINES
+from megatron_dppo.rollout.model_facts import ModelFacts, check_end, check_expert_parallel
+
+
+def _layout(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+    found = attempt("layout", f"the model has to fit {ranks} ranks", lambda: config.parallel.check_fits(model, ranks))
+    return next(iter(found[1]), None)
+
+
+def _sequences(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+    """Every data-parallel rank trains on something in every gradient step."""
+    trainer, data = config.trainer, config.parallel.data(ranks)
+    sequences = trainer.prompts_per_mini_batch * trainer.samples_per_prompt
+    if sequences >= data:
+        return None
+    return error(
+        "batch",
+        f"a gradient step has {sequences} sequences for {data} data-parallel ranks: some would train on nothing",
+        "raise trainer.prompts_per_mini_batch, or use more model parallelism",
+    )
+
+
+def _engines(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+    """Colocated engines divide the trainer's GPUs among them."""
+    tensor = config.rollout.tensor_parallel
+    if config.rollout.placement != "colocated" or not ranks % tensor:
+        return None
+    return error(
+        "engines",
+        f"rollout.placement=colocated: {ranks} ranks are not a multiple of rollout.tensor_parallel={tensor}",
+        "change one of them",
+    )
+
+
+def _padded_experts(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+    """vLLM fills the experts of a worker up to whole blocks of FP8 scales."""
+    rollout = config.rollout
+    workers = 1 if rollout.expert_parallel else rollout.tensor_parallel
+    if rollout.quantization != "fp8" or model.moe is None or workers == 1:
+        return None
+    width = model.moe.intermediate_size // workers
+    problem = (
+        f"rollout.quantization=fp8 with rollout.tensor_parallel={workers}: each GPU has {width} rows of every expert, "
+        f"and vLLM pads them to {-(-width // 128) * 128}: memory and time for nothing"
+    )
+    remedy = "set rollout.expert_parallel=true, or lower rollout.tensor_parallel"
+    return warning("engines", problem, remedy) if width % 128 else None
+
+
+def _positions(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+    longest = config.rollout.max_model_len
+    if longest <= model.positions:
+        return None
+    return error(
+        "lengths",
+        f"prompts and responses reach {longest} tokens (rollout.max_prompt_tokens and rollout.max_response_tokens), "
+        f"the positions of the model {model.positions}",
+        "lower rollout.max_response_tokens",
+    )
+
+
+def _pack(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+    """The longest sequence that the engine may return fits a microbatch: a run would end there, hours after its
+    start."""
+    longest = config.parallel.packed_length(config.rollout.max_model_len)
+    budget = config.actor.max_tokens_per_microbatch
+    if longest <= budget or config.actor.long_sequences != "refuse":
+        return None
+    return error(
+        "lengths",
+        f"a sequence may have {longest} tokens (rollout.max_prompt_tokens and rollout.max_response_tokens), but "
+        f"actor.max_tokens_per_microbatch={budget}: the first that long would stop the run",
+        f"set it to {longest}, or actor.long_sequences=alone",
+    )
+
+
+def _replay(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+    if model.moe is None:
+        return None
+    mode = config.actor.router_replay
+    if mode == "r3" and not config.rollout.router_replay:
+        return error(
+            "router-replay",
+            "actor.router_replay=r3 needs rollout.router_replay=true: the engine must record the routes",
+            "set it, or actor.router_replay=none",
+        )
+    if mode == "r2" and not config.algorithm.resolve().needs_recomputed_logp:
+        return error(
+            "router-replay",
+            "actor.router_replay=r2 replays the trainer's own routes of the pass before the update, which the preset "
+            f"{config.algorithm.preset} does not run",
+            "set actor.router_replay=r3 or choose a preset with a recomputed anchor",
+        )
+    return None
+
+
+def _vocabulary(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+    preset = config.algorithm.resolve()
+    if not preset.needs_vocabulary or preset.topk == model.vocab_size:
+        return None
+    return error(
+        "algorithm",
+        f"algorithm.divergence={preset.divergence} is computed from all {model.vocab_size} tokens of the vocabulary, "
+        f"but K is {preset.topk}",
+        f"set algorithm.overrides.topk={model.vocab_size} and rollout.top_k_logprobs={model.vocab_size}, or choose a "
+        "divergence of fewer tokens",
+    )
+
+
+def _adapters(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+    lora = config.lora
+    if lora is None:
+        return None
+    return next(iter(attempt("lora", "see docs/lora.md", lambda: check_targets(model, lora))[1]), None)
+
+
+def _served(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+    """What an engine refuses of the model when it starts, after minutes."""
+    rollout, folder = config.rollout, model.path
+    if rollout.engine not in ENGINES or folder is None:
+        return None
+
+    def check() -> None:
+        facts = ModelFacts.read(folder, router_replay=False)
+        check_end(facts, rollout)
+        check_expert_parallel(facts, rollout)
+
+    return next(iter(attempt("engines", "see docs/rollouts.md", check)[1]), None)
+
+
+MODEL: tuple[Callable[[Config, HFConfig, int], Finding | None], ...] = (
+    _layout,
+    _sequences,
+    _engines,
+    _padded_experts,
+    _served,
+    _adapters,
+    _replay,
+    _pack,
+    _positions,
+    _vocabulary,
+)
