@@ -65,6 +65,23 @@ _HYBRID = _EXPERTS | {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }
+_LATENT: dict[str, Any] = {
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 64,
+    "intermediate_size": 256,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.5,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _EXPERTS
     | {"num_experts": 8, "moe_intermediate_size": 64, "intermediate_size": 256, "norm_topk_prob": True},
@@ -89,25 +106,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",
         "use_routing_bias": True,
     },
-    "deepseek_v3": {
-        "num_experts_per_tok": 2,
-        "n_routed_experts": 8,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 64,
-        "intermediate_size": 256,
-        "first_k_dense_replace": 1,
-        "n_shared_experts": 1,
-        "routed_scaling_factor": 1.5,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "num_key_value_heads": 4,
-        "q_lora_rank": 64,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
-    },
+    "deepseek_v3": _LATENT | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "glm4_moe_lite": _LATENT,
     "qwen3_next": _HYBRID | {"intermediate_size": 256},
     "qwen3_5_moe": _HYBRID,
     "olmoe": _EXPERTS | {"num_experts": 8, "intermediate_size": 64, "norm_topk_prob": False, "rms_norm_eps": 1e-5},
@@ -119,7 +119,7 @@ _SIGHT = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2
 
 def tiny_config(tokenizer: PreTrainedTokenizerBase, family: str) -> PreTrainedConfig:
     """Four layers (GLM's and DeepSeek's first is dense), eight experts of which two are chosen, grouped-query attention
-    4:2 (DeepSeek's is latent), untied head.
+    4:2 (that of DeepSeek and GLM-4.7-Flash is latent), untied head.
 
     The vocabulary is the tokenizer's own size, which no tensor-parallel size divides: like the large models' it has to
     be padded for training.

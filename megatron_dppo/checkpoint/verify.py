@@ -81,11 +81,12 @@ def compare_with_transformers(
 
 
 def sample_packs(folder: Path, model: HFConfig, parallel: ParallelConfig) -> list[Pack]:
-    """The prompts as one pack per pipeline stage; ids drawn at random where the folder has no tokenizer."""
-    if (folder / "tokenizer_config.json").is_file():
+    """The prompts as one pack per pipeline stage; ids drawn at random where the folder has no tokenizer, or
+    one that is code."""
+    if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         sequences = [torch.tensor(tokenizer.encode(prompt)) for prompt in PROMPTS]
     else:
         generator = torch.Generator().manual_seed(0)

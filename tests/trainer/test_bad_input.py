@@ -76,15 +76,27 @@ def test_top_k_that_the_preset_does_not_use(capsys, config):
 
 @pytest.mark.usefixtures("rank_zero_of_two")
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "has no tokenizer (none of tokenizer.json"), ("{}", "has no tokenizer that loads")]
+    ("files", "message"),
+    [
+        ({}, "has no tokenizer (none of tokenizer.json"),
+        ({"tokenizer.json": "{}"}, "has no tokenizer that loads"),
+        (  # as Kimi-K2 and Moonlight
+            {
+                "tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["tokenization_x.TikTokenTokenizer", null]}}',
+                "tokenization_x.py": "raise SystemExit",
+                "tiktoken.model": "IQ== 0",
+            },
+            "has its tokenizer as code alone (auto_map of tokenizer_config.json), which is not run",
+        ),
+    ],
 )
-def test_a_tokenizer_that_is_not_there(capsys, config, tmp_path, model, content, message):
+def test_a_tokenizer_that_is_not_there(capsys, config, tmp_path, model, files, message):
     """transformers would make one that turns every text into no tokens at all."""
     shutil.copytree(model, tmp_path / "copy")
     for file in (tmp_path / "copy").glob("*token*"):
         file.unlink()
-    if content is not None:
-        (tmp_path / "copy/tokenizer.json").write_text(content)
+    for name, content in files.items():
+        (tmp_path / "copy" / name).write_text(content)
     (tmp_path / "q.jsonl").write_text('{"problem": "1 + 1", "answer": "2"}\n')
     assert message in one_line(capsys, ["train", str(config), f"model.path={tmp_path / 'copy'}"])
     assert message in one_line(capsys, ["evaluate", str(tmp_path / "copy"), str(tmp_path / "q.jsonl")])
