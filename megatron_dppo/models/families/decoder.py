@@ -147,12 +147,6 @@ def latent(config: PreTrainedConfig) -> Latent:
             f"num_key_value_heads is {config.num_key_value_heads!r} with num_attention_heads "
             f"{config.num_attention_heads!r}; latent attention has as many of both"
         )
-    # transformers' norms of the vectors have an epsilon of 1e-6 and vLLM's the config's: no further apart than this
-    if isinstance(eps := config.rms_norm_eps, int | float) and eps > 1e-5:
-        raise UserError(
-            f"rms_norm_eps is {eps!r}, which vLLM takes for the norms of latent vectors too and transformers does not "
-            "(1e-6): at most 1e-5 is supported"
-        )
     return Latent(
         query_rank=None if config.q_lora_rank is None else whole(config, "q_lora_rank"),
         rank=whole(config, "kv_lora_rank"),
