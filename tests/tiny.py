@@ -78,23 +78,31 @@ _HYBRID: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
 }
-SEEING: dict[str, dict[str, Any]] = {
-    "qwen3_5_moe": {
-        "vision_config": {
-            "depth": 1,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-            "num_position_embeddings": 16,
-            "patch_size": 4,
-        },
-        "image_token_id": VOCAB_SIZE - 4,
-        "video_token_id": VOCAB_SIZE - 3,
-        "vision_start_token_id": VOCAB_SIZE - 2,
-        "vision_end_token_id": VOCAB_SIZE - 1,
+_SECTIONS: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True,
+        "mrope_section": [2, 1, 1],
     }
 }
+_SIGHT: dict[str, Any] = {
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 16,
+        "patch_size": 4,
+    },
+    "image_token_id": VOCAB_SIZE - 4,
+    "video_token_id": VOCAB_SIZE - 3,
+    "vision_start_token_id": VOCAB_SIZE - 2,
+    "vision_end_token_id": VOCAB_SIZE - 1,
+}
+SEEING = {"qwen3_5": _SIGHT, "qwen3_5_moe": _SIGHT}
 """What stands beside `text_config` of models that see images too."""
 
 _FAMILIES: dict[str, dict[str, Any]] = {
@@ -134,16 +142,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "use_routing_bias": True,
     },
     "qwen3_next": _HYBRID,
-    "qwen3_5_moe": _HYBRID
-    | {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e7,
-            "partial_rotary_factor": 0.25,
-            "mrope_interleaved": True,
-            "mrope_section": [2, 1, 1],
-        },
-    },
+    "qwen3_5_moe": _HYBRID | _SECTIONS,
+    "qwen3_5": {n: value for n, value in _HYBRID.items() if "expert" not in n and "moe" not in n} | _SECTIONS,
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK | {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
     "glm4_moe_lite": _LATENT,
@@ -215,7 +215,8 @@ def make_config(family: str, **fields: Any) -> PreTrainedConfig:
     """Of a model type of transformers; `fields` are its decoder's."""
     if family not in SEEING:
         return AutoConfig.for_model(family, **fields)
-    fields.pop("intermediate_size", None)  # it has no dense layer
+    if "num_experts" in fields:
+        fields.pop("intermediate_size", None)  # it has no dense layer
     tied = fields.get("tie_word_embeddings", False)
     return AutoConfig.for_model(family, text_config=fields, tie_word_embeddings=tied, **SEEING[family])
 

@@ -29,6 +29,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "one-kv-head": ("qwen2", {"num_key_value_heads": 1}),
     "five-layers": ("qwen3", {"num_hidden_layers": 5}),
+    "qwen3-5-tied": ("qwen3_5", {"tie_word_embeddings": True}),
 }
 MIXED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", {}),

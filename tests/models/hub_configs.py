@@ -255,6 +255,7 @@ LOADED: dict[str, Config] = {
     "zai-org/GLM-4.6": _sized(_GLM, *_355B, max_position_embeddings=202752),
     "zai-org/GLM-4.7": _sized(_GLM, *_355B, max_position_embeddings=202752, dtype="bfloat16", torch_dtype=_ABSENT),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": CONFIGS["Qwen3-Next-80B-A3B"],
+    "Qwen/Qwen3.5-27B": CONFIGS["Qwen3.5-27B"],
     "Qwen/Qwen3.5-35B-A3B": CONFIGS["Qwen3.5-35B-A3B"],
     "Qwen/Qwen3.5-397B-A17B": CONFIGS["Qwen3.5-397B-A17B"],
     "Qwen/Qwen3.6-35B-A3B": _seeing({"bos_token_id": 248044, "output_gate_type": "swish"}, language_model_only=False),

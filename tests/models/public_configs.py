@@ -507,6 +507,26 @@ CONFIGS["Moonlight-16B-A3B"] = CONFIGS["DeepSeek-V3"] | {
 }
 
 _35B: dict[str, Any] = CONFIGS["Qwen3.5-35B-A3B"]
+CONFIGS["Qwen3.5-27B"] = _35B | {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "text_config": {
+        name: value
+        for name, value in _35B["text_config"].items()
+        if "expert" not in name and name != "moe_intermediate_size"
+    }
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 16,
+        "linear_num_value_heads": 48,
+        "model_type": "qwen3_5_text",
+        "num_attention_heads": 24,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 4,
+    },
+    "vision_config": _35B["vision_config"] | {"model_type": "qwen3_5", "out_hidden_size": 5120},
+}
 CONFIGS["Qwen3.5-397B-A17B"] = _35B | {
     "text_config": _35B["text_config"]
     | {
@@ -576,6 +596,7 @@ PARAMETERS = {
     "GLM-4.5-Air": 110_468_824_832 - 3_616_573_568 - 45 * 128,
     "MiniMax-M2": 228_703_644_928 - 13_880_064 - 62 * 256,
     "Qwen3-Next-80B-A3B": 81_324_862_720 - 1_650_471_424,
+    "Qwen3.5-27B": 27_781_427_952 - 460_730_096 - 424_699_392,
     "Qwen3.5-35B-A3B": 35_951_822_704 - 446_571_248 - 844_640_768,
     "Qwen3.5-397B-A17B": 403_397_928_944 - 456_010_480 - 6_595_568_128,
     "DeepSeek-V3": 671_026_419_200 - 58 * 256,

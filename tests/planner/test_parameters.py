@@ -41,6 +41,7 @@ LAYOUTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     ],
     "MiniMax-M2": [(16, {"tensor": 4, "pipeline": 2, "expert": 8, "sequence_parallel": True})],
     "Qwen3-Next-80B-A3B": [(32, {"tensor": 2, "pipeline": 4, "expert": 8, "sequence_parallel": True})],
+    "Qwen3.5-27B": [(8, {"tensor": 4, "pipeline": 2, "sequence_parallel": True})],
     "Qwen3.5-35B-A3B": [(32, {"tensor": 2, "pipeline": 2, "expert": 16, "sequence_parallel": True})],
     "Qwen3.5-397B-A17B": [(256, {"tensor": 2, "pipeline": 4, "expert": 64, "sequence_parallel": True})],
     "DeepSeek-V3": [(128, {"tensor": 2, "pipeline": 4, "expert": 32, "sequence_parallel": True})],

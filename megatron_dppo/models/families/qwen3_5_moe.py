@@ -1,34 +1,17 @@
-"""Qwen3.5 and Qwen3.6 with experts (35B-A3B to 397B-A17B): Qwen3-Next's layers in a model that sees images too, whose
-text part is trained."""
+"""Qwen3.5 and Qwen3.6 with experts (35B-A3B to 397B-A17B): every layer has some, with a gated shared one beside."""
 
 from transformers import PreTrainedConfig
 
 from megatron_dppo.models.architecture import Architecture
 from megatron_dppo.models.families.decoder import whole
-from megatron_dppo.models.families.qwen3_next import ENGINE, LARGEST, READS, SPEC, hybrid, hybrid_layer
-from megatron_dppo.models.families.tables import ENDS, STACKED_EXPERTS
+from megatron_dppo.models.families.qwen3_5 import COMMON, HERE
+from megatron_dppo.models.families.qwen3_next import LARGEST, READS, hybrid
+from megatron_dppo.models.families.tables import STACKED_EXPERTS
 from megatron_dppo.models.family import Family
-from megatron_dppo.models.names import Below, Sections, Table, moved
-
-_HERE = "model.", "model.language_model."
-_IN_PROJ, _DELTA = "decoder.layers.{layer}.self_attention.in_proj.weight", "model.layers.{layer}.linear_attn"
-_SEPARATE = Below(
-    (
-        Sections(f"{_DELTA}.in_proj_qkv.weight", ("delta_key", "delta_key", "delta_value"), ("hidden",)),
-        Sections(f"{_DELTA}.in_proj_z.weight", ("delta_value",), ("hidden",)),
-        Sections(f"{_DELTA}.in_proj_b.weight", ("delta_heads",), ("hidden",)),
-        Sections(f"{_DELTA}.in_proj_a.weight", ("delta_heads",), ("hidden",)),
-    )
-)
 
 
 def _read(config: PreTrainedConfig) -> Architecture:
-    return hybrid(config, (True,) * whole(config, "num_hidden_layers"), normalise=True)
-
-
-def _layer(model: Architecture, layer: int) -> Table:
-    separate = {_IN_PROJ: _SEPARATE} if model.is_delta_layer(layer) else {}
-    return moved({**hybrid_layer(model, layer), **separate}, *_HERE)
+    return hybrid(config, (True,) * whole(config, "num_hidden_layers"))
 
 
 FAMILY = Family(
@@ -36,17 +19,9 @@ FAMILY = Family(
     text_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForConditionalGeneration",
     read=_read,
-    layer=_layer,
-    ends=moved(ENDS, *_HERE),
     reads=READS,
-    fixed={"attention_bias": False},
     largest=LARGEST,
-    stacked={parameter: tensor.replace(*_HERE, 1) for parameter, tensor in STACKED_EXPERTS.items()},
+    stacked={parameter: tensor.replace(*HERE, 1) for parameter, tensor in STACKED_EXPERTS.items()},
     writes_stacked=True,
-    carried=("model.visual.", "mtp."),
-    engine=ENGINE
-    | {"norm_topk_prob": (True,), "output_gate_type": ("silu", "swish")}
-    | {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
-    image_positions=True,
-    spec=SPEC,
+    **COMMON,
 )

@@ -38,9 +38,8 @@ def _delta(config: PreTrainedConfig, layers: int) -> DeltaRule | None:
     )
 
 
-def hybrid(config: PreTrainedConfig, sparse: tuple[bool, ...], *, normalise: bool) -> Architecture:
+def hybrid(config: PreTrainedConfig, sparse: tuple[bool, ...], *, normalise: bool = True) -> Architecture:
     """Of layers that are `sparse`, or have a dense MLP."""
-    number = whole(config, "num_experts")
     return decoder(
         config,
         qk_norm="head",
@@ -48,15 +47,20 @@ def hybrid(config: PreTrainedConfig, sparse: tuple[bool, ...], *, normalise: boo
         output_gate=True,
         centred_norms=True,
         delta=_delta(config, len(sparse)),
-        moe=MoE(
-            experts=number,
-            topk=topk(config, number),
-            intermediate_size=whole(config, "moe_intermediate_size"),
-            normalise=normalise,
-            layers=sparse,
-            shared_size=whole(config, "shared_expert_intermediate_size"),
-            shared_gate=True,
-        ),
+        moe=_moe(config, sparse, normalise) if any(sparse) else None,
+    )
+
+
+def _moe(config: PreTrainedConfig, sparse: tuple[bool, ...], normalise: bool) -> MoE:
+    number = whole(config, "num_experts")
+    return MoE(
+        experts=number,
+        topk=topk(config, number),
+        intermediate_size=whole(config, "moe_intermediate_size"),
+        normalise=normalise,
+        layers=sparse,
+        shared_size=whole(config, "shared_expert_intermediate_size"),
+        shared_gate=True,
     )
 
 
@@ -77,14 +81,13 @@ def hybrid_layer(model: Architecture, layer: int) -> Table:
 
 
 _WIDTHS = words("moe_intermediate_size shared_expert_intermediate_size")
-_COUNTS = words(
-    """
-        num_experts num_local_experts linear_num_key_heads linear_num_value_heads linear_key_head_dim
-        linear_value_head_dim linear_conv_kernel_dim
-    """
+_DELTA = words(
+    "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim"
 )
-READS = _WIDTHS | _COUNTS | words("num_experts_per_tok full_attention_interval")
-LARGEST = dict.fromkeys(_WIDTHS, 2**24) | dict.fromkeys(_COUNTS, 2**14)
+DENSE_READS = _DELTA | words("full_attention_interval")
+READS = DENSE_READS | _WIDTHS | words("num_experts num_local_experts num_experts_per_tok")
+DENSE_LARGEST = dict.fromkeys(_DELTA, 2**14)
+LARGEST = DENSE_LARGEST | dict.fromkeys(_WIDTHS, 2**24) | dict.fromkeys(("num_experts", "num_local_experts"), 2**14)
 ENGINE = {"attn_output_gate": (True,), "layer_scale": (None, False), "qkv_bias": (None, False)}
 SPEC = "megatron_dppo.models.layers.gated_delta:spec"
 
