@@ -147,6 +147,8 @@ def test_shapes_with_fewer_layers(model: Path, tmp_path: Path) -> None:
     tiny_model("qwen3", dense := tmp_path / "dense")
     assert len(json.loads((dense / "config.json").read_text())["layer_types"]) == 4
     assert load_hf_config(with_layers(dense, 2, tmp_path / "out" / "two")).layers == 2
+    tiny_model("qwen3_5", seeing := tmp_path / "seeing")
+    assert load_hf_config(with_layers(seeing, 3, tmp_path / "out" / "three")).layers == 3
     config = parity_config(folder, None, [], tmp_path / "out", random_weights=True)
     assert config.model.random_weights
 

@@ -8,7 +8,9 @@ of them), Qwen3-4B, 8B, 14B, 32B and 30B-A3B, Qwen3-Coder-480B-A35B-Instruct, De
 DeepSeek-R1-0528-Qwen3-8B, Llama-3.1-8B, 3.2-3B (but for the end tokens of their Instruct versions) and
 3.3-70B-Instruct, Llama-2-13b, SmolLM2-135M and 1.7B-Instruct. Qwen2.5-32B and the Coder were corrected by them.
 Sources: sglang/Model_Config.md of citsjtu2020/LLM-Prof, src/aiconfigurator/model_configs of ai-dynamo/aiconfigurator,
-and configurations that logs of training and serving print. DeepSeek-V3 is as in the test of Megatron-Bridge's bridge
+and configurations that logs of training and serving print. Qwen3.5-397B-A17B is as in the second, but for its rotary
+settings, which are 35B-A3B's as an inventory of its files has them; 27B's sizes give the hub's count of its numbers.
+DeepSeek-V3 is as in the test of Megatron-Bridge's bridge
 for it, V3.1 as in an instruction for torchtitan, R1 and GLM-4.7-Flash as reports on their files print them
 (`test_published_tensors.py`), Moonlight-16B-A3B-Instruct as a reader's test quotes it (the base model alone ends with
 another token); of Kimi-K2-Instruct the sizes, and of 0905 the rotation, stand in public files. Of the others

@@ -1,8 +1,9 @@
-"""Names, shapes and types of all tensors of two published checkpoints against what their config.json is read as.
+"""Names, shapes and types of all tensors of three published checkpoints against what their config.json is read as.
 
-The tables are of reports on the downloaded files in a public repository (DeepSeek-R1: 163 files, 91,991 tensors,
-684,531,386,000 numbers; GLM-4.7-Flash: 48 files, 9,703 tensors, 31,221,488,576 numbers), written shorter: `{0-60}` are
-the numbers from 0 to 60.
+The tables are of reports on the downloaded files in public repositories (DeepSeek-R1: 163 files, 91,991 tensors,
+684,531,386,000 numbers; GLM-4.7-Flash: 48 files, 9,703 tensors, 31,221,488,576 numbers; Qwen3.5-397B-A17B: headers of
+94 files, 1,038 tensors of the decoder, of 396,346,350,336 numbers, 45 x 2 of them float32, and 456,010,480 numbers of
+what sees images, the further layer left out here), written shorter: `{0-60}` are the numbers from 0 to 60.
 """
 
 from __future__ import annotations
@@ -79,7 +80,60 @@ model.layers.47.hnorm.weight 2048
 model.layers.47.shared_head.head.weight 154880 2048
 model.layers.47.shared_head.norm.weight 2048
 """
+QWEN = """
+lm_head.weight 248320 4096
+model.language_model.embed_tokens.weight 248320 4096
+model.language_model.norm.weight 4096
+model.language_model.layers.{0-59}.input_layernorm.weight 4096
+model.language_model.layers.{0-59}.post_attention_layernorm.weight 4096
+model.language_model.layers.{0-59}.mlp.experts.gate_up_proj 512 2048 4096
+model.language_model.layers.{0-59}.mlp.experts.down_proj 512 4096 1024
+model.language_model.layers.{0-59}.mlp.gate.weight 512 4096
+model.language_model.layers.{0-59}.mlp.shared_expert.gate_proj.weight 1024 4096
+model.language_model.layers.{0-59}.mlp.shared_expert.up_proj.weight 1024 4096
+model.language_model.layers.{0-59}.mlp.shared_expert.down_proj.weight 4096 1024
+model.language_model.layers.{0-59}.mlp.shared_expert_gate.weight 1 4096
+LINEAR.linear_attn.A_log 64
+LINEAR.linear_attn.dt_bias 64
+LINEAR.linear_attn.conv1d.weight 12288 1 4
+LINEAR.linear_attn.in_proj_qkv.weight 12288 4096
+LINEAR.linear_attn.in_proj_z.weight 8192 4096
+LINEAR.linear_attn.in_proj_b.weight 64 4096
+LINEAR.linear_attn.in_proj_a.weight 64 4096
+LINEAR.linear_attn.norm.weight 128
+LINEAR.linear_attn.out_proj.weight 4096 8192
+FULL.self_attn.q_proj.weight 16384 4096
+FULL.self_attn.k_proj.weight 512 4096
+FULL.self_attn.v_proj.weight 512 4096
+FULL.self_attn.o_proj.weight 4096 8192
+FULL.self_attn.q_norm.weight 256
+FULL.self_attn.k_norm.weight 256
+model.visual.patch_embed.proj.weight 1152 3 2 16 16
+model.visual.patch_embed.proj.bias 1152
+model.visual.pos_embed.weight 2304 1152
+model.visual.blocks.{0-26}.norm1.weight 1152
+model.visual.blocks.{0-26}.norm1.bias 1152
+model.visual.blocks.{0-26}.norm2.weight 1152
+model.visual.blocks.{0-26}.norm2.bias 1152
+model.visual.blocks.{0-26}.attn.qkv.weight 3456 1152
+model.visual.blocks.{0-26}.attn.qkv.bias 3456
+model.visual.blocks.{0-26}.attn.proj.weight 1152 1152
+model.visual.blocks.{0-26}.attn.proj.bias 1152
+model.visual.blocks.{0-26}.mlp.linear_fc1.weight 4304 1152
+model.visual.blocks.{0-26}.mlp.linear_fc1.bias 4304
+model.visual.blocks.{0-26}.mlp.linear_fc2.weight 1152 4304
+model.visual.blocks.{0-26}.mlp.linear_fc2.bias 1152
+model.visual.merger.norm.weight 1152
+model.visual.merger.norm.bias 1152
+model.visual.merger.linear_fc1.weight 4608 4608
+model.visual.merger.linear_fc1.bias 4608
+model.visual.merger.linear_fc2.weight 4096 4608
+model.visual.merger.linear_fc2.bias 4096
+"""
+KINDS = {"LINEAR": [n for n in range(60) if n % 4 != 3], "FULL": range(3, 60, 4)}
+"""Of QWEN's layers."""
 PUBLISHED = {
+    "Qwen3.5-397B-A17B": (QWEN, 1_038 + 333, 396_346_350_336 + 456_010_480),
     "DeepSeek-V3": (R1, 91_991, 684_531_386_000),
     "GLM-4.7-Flash": (FLASH, 9_703, 31_221_488_576),
 }
@@ -87,7 +141,11 @@ PUBLISHED = {
 
 def expanded(table: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """(name, shape, float32 | blocks | nothing) of every tensor but the scales."""
-    for line in table.split("\n")[1:-1]:
+    lines = table.split("\n")[1:-1]
+    for kind, layers in KINDS.items():
+        each = [(line, layers if line.startswith(kind) else [0]) for line in lines]
+        lines = [line.replace(kind, f"model.language_model.layers.{n}", 1) for line, numbers in each for n in numbers]
+    for line in lines:
         pattern, *rest = line.split()
         kind = rest.pop() if not rest[-1].isdigit() else ""
         bounds = re.findall(r"\{(\d+)-(\d+)\}", pattern)
@@ -104,7 +162,8 @@ def test_every_published_tensor_has_its_place(name: str) -> None:
     assert sum(prod(shape) for _, shape, _ in found) + sum(scales) == numbers
 
     trained = {tensor: shape for tensor, shape, _ in found if not model.carries(tensor)}
-    assert trained == {tensor: tuple(shape) for tensor, shape in model.tensors.items()}
+    held = model.stacked_tensors if model.family.writes_stacked else model.tensors
+    assert trained == {tensor: tuple(shape) for tensor, shape in held.items()}
     assert {tensor for tensor, _, kind in found if kind == "float32" and tensor in trained} == model.float32_tensors
     biases = sum(prod(trained[tensor]) for tensor in model.float32_tensors)
     assert sum(map(prod, trained.values())) - biases == PARAMETERS[name]
