@@ -22,6 +22,9 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {}),
     ("minimax_m2", {}),
     ("deepseek_v3", {}),
+    ("glm4_moe_lite", {}),
+    ("gpt_oss", {}),
+    ("qwen3_next", {"linear_key_head_dim": 32, "linear_value_head_dim": 32}),
     ("qwen2", {}),
 ]
 
@@ -37,10 +40,13 @@ def folders_of(path: Path, family: str, **overrides: Any) -> tuple[Path, ...]:
 def test_after_syncs_every_parameter_is_that_of_a_fresh_load(tmp_path: Path, workers: int, divided: bool) -> None:
     models = MODELS[:-1] if divided else MODELS
     folders = [folders_of(tmp_path / str(i), family, **overrides) for i, (family, overrides) in enumerate(models)]
-    for rank in run_ranks(synced, workers, folders, workers, divided):
-        for model, outcome in zip(models, rank, strict=True):
+    for rank, outcomes in enumerate(run_ranks(synced, workers, folders, workers, divided)):
+        for model, outcome in zip(models, outcomes, strict=True):
             assert outcome.wrong == [], model
-            assert outcome.reloaded == set(), model  # every layer is loaded by views
+            left = set()
+            if model[0] == "gpt_oss" and rank > 0 and not divided:  # a bias is made zero there: no copy of what came
+                left = {f"model.layers.{layer}.mlp.experts.routed_experts" for layer in range(4)}
+            assert outcome.reloaded == left, model  # every other layer is loaded by views
 
 
 def test_a_layer_whose_weights_vllm_permutes_is_left_to_it(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def _load(
         if kind == "sinks":
             share = weight.narrow(0, head_start, heads_per_rank)
         elif kind in ("w13_weight", "w13_bias", "w2_weight", "w2_bias"):
-            share = weight[ep_rank_start:ep_rank_end]
+            share = weight if divided else weight[ep_rank_start:ep_rank_end]
             if kind.endswith("_weight"):
                 share = share.transpose(1, 2)  # outputs are last in checkpoints
             if divided:
