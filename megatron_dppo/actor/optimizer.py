@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -86,6 +87,8 @@ def build_optimizer(
     # The standard overrides keep weight decay off norms and biases.
     overrides = get_standard_config_overrides(settings)
     optimizer = get_megatron_optimizer(settings, list(model_chunks), config_overrides=overrides)
+    if offload:
+        gc.collect()  # Megatron-Core made the optimizer twice, and the first one, float32 copies and all, is in cycles
     MultiTensorOptimizer.adopt(optimizer)
     if settings.fp16:
         _share_loss_scale(optimizer, settings)

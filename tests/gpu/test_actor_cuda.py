@@ -101,7 +101,8 @@ def test_optimizer_state_on_the_host(found: dict[str, Any]) -> None:
     got = result(found, "state_on_the_host")
     assert got["gaps"]["0.5"] < 3e-6, "another Adam, the same steps"
     assert got["gaps"]["1.0"] < 3e-6
-    assert got["bytes"]["1.0"] < got["bytes"]["0.5"] < got["bytes"]["0.0"]
+    all_here, half, none = (got["bytes"][fraction] for fraction in ("0.0", "0.5", "1.0"))
+    assert half == pytest.approx((all_here + none) / 2, rel=0.08), "copies of weights stay that nothing needs"
     assert list(got["losses"].values()) == pytest.approx([got["losses"]["0.0"]] * 3, rel=0.02, abs=0.01)
     assert got["loaded"] == 0, "a training state holds it"
     assert got["next_step"] < 1e-7

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.model_facts import ModelFacts
+from megatron_dppo.rollout.vllm import start
 from megatron_dppo.rollout.vllm.start import check_engine, check_version, engine_options
 from megatron_dppo.router_replay.record import RouteSchema
 from tests.tiny import tiny_qwen3_moe
@@ -105,3 +107,16 @@ def test_a_vllm_without_the_options_is_refused() -> None:
         check_version("0.21.0", options - {"enable_return_routed_experts"})
     with pytest.raises(UserError, match="has no option scheduler_cls"):
         check_version("0.1", options - {"scheduler_cls"})
+
+
+@pytest.mark.parametrize(("installed", "chosen"), [(True, None), (False, "triton")])
+def test_gated_delta_layers_take_a_kernel_that_is_installed(
+    installed: bool, chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Hopper vLLM takes FlashInfer's without asking, and the engine dies at the first prompt."""
+    from vllm import AsyncEngineArgs
+
+    monkeypatch.setattr(start, "on_cpu", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
+    options = engine_options(RolloutConfig())
+    assert AsyncEngineArgs(model="none", **options).gdn_prefill_backend == chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import tempfile
@@ -160,7 +161,7 @@ def engine_environment(config: RolloutConfig) -> dict[str, str]:
 
 
 def engine_options(config: RolloutConfig) -> dict[str, Any]:
-    """Arguments of `AsyncEngineArgs` that a CPU needs on top of the common ones; empty on a GPU. Of vLLM 0.26 there:
+    """Arguments of `AsyncEngineArgs` that the machine needs on top of the common ones. Of vLLM 0.26 on a CPU:
 
     - the CPU platform replaces the in-core executor by a third process unless the executor is named by its class path;
     - a request with a seed of its own whose prompt is prefilled in chunks ends the engine: the runner rewinds the
@@ -168,7 +169,8 @@ def engine_options(config: RolloutConfig) -> dict[str, Any]:
     - without a stated size the KV cache takes most of the machine's memory.
     """
     if not on_cpu():
-        return {}
+        # vLLM takes FlashInfer's kernel for gated delta layers on Hopper without asking whether it is installed.
+        return {} if importlib.util.find_spec("flashinfer") else {"gdn_prefill_backend": "triton"}
     options: dict[str, Any] = {
         "enforce_eager": True,
         "block_size": 32,
