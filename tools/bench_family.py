@@ -8,8 +8,8 @@
 By the planner two layers with experts are 112 GiB for a trainer of GLM-4.5-Air and 150 for one of MiniMax-M2. With
 `fleet` the rank has one H200 and the engine another; on one (`colocated`, the default) the host must hold what the
 trainer lends, 16 bytes a parameter. With `rollout.enable_sleep=false` both stay on it:
-GLM-4.5-Air's two layers with `rollout.gpu_memory_utilization=0.125 actor.max_tokens_per_microbatch=12288`. An engine takes
-95 s to start with CUDA graphs, less with `rollout.enforce_eager=true`.
+GLM-4.5-Air's two layers with `rollout.gpu_memory_utilization=0.125` and packs of 12,288 tokens. An engine takes 95 s to
+start with CUDA graphs, less with `rollout.enforce_eager=true`.
 
 Shapes are those of `tests/models/public_configs.py`. Each depth is a run of `examples/run_qwen3_moe_dppo.sh
 --random-weights`, four steps unless an override says otherwise, in `runs/bench_family/NAME-N`. Printed of each: the
