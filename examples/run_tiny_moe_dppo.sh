@@ -6,7 +6,7 @@
 #   torchrun --nproc-per-node 2 examples/run_tiny_moe_dppo.sh [--family NAME] [a.b=c ...]
 #
 # --family trains a tiny model of another family: mixtral, olmoe, glm4_moe, glm4_moe_lite, minimax_m2, deepseek_v3, or
-# qwen3_next or qwen3_5_moe with rollout.engine=reference. Each a.b=c overrides a key of
+# qwen3_next, qwen3_5_moe or gpt_oss with rollout.engine=reference. Each a.b=c overrides a key of
 # tiny_moe_dppo/tiny_moe_dppo.yaml. Variables:
 #   SEED       of the model and of the run's sampling (default 0); the questions and their order stay those of task.seed
 #   FAMILY     the same as --family (default qwen3_moe)

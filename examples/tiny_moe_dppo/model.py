@@ -108,6 +108,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": _LATENT | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "glm4_moe_lite": _LATENT,
+    "gpt_oss": _EXPERTS
+    | {
+        "num_local_experts": 8,
+        "intermediate_size": 64,
+        "sliding_window": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 256,
+        },
+    },
     "qwen3_next": _HYBRID | {"intermediate_size": 256},
     "qwen3_5_moe": _HYBRID,
     "olmoe": _EXPERTS | {"num_experts": 8, "intermediate_size": 64, "norm_topk_prob": False, "rms_norm_eps": 1e-5},

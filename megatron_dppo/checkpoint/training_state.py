@@ -359,6 +359,8 @@ def model_signature(model: HFConfig) -> dict[str, Any]:
         kinds["delta"] = {**asdict(model.delta), "layers": list(model.delta.layers)}
     if model.latent:
         kinds["latent"] = asdict(model.latent)
+    if model.windows:
+        kinds["windows"] = list(model.windows)
     return {
         "model_type": model.family.model_type,
         "layers": model.layers,

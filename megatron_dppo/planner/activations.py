@@ -22,6 +22,7 @@ rows that reach its experts, h hidden, q and k the query and key-value widths on
     experts, fc1      rows sorted by expert, their probabilities                  2 R h + 4 R
     SwiGLU            both halves                                                 2 R 2 f
     fc2               its input; with "activation" it is computed again           2 R f; nothing
+      its bias        nothing (each expert's rows with it, and all of them side by side, are freed at once)
     combine           nothing
 
 A layer that has a gated delta rule in place of attention (c: queries, keys and values, v: values, n heads of key size d
@@ -267,6 +268,7 @@ def _experts(layout: Layout) -> Sequence[Operator]:
     # The forward's own variables hold the rows as sent and as arrived, and the chosen experts, until the layer returns.
     held = sent + arrived + rows * moe.experts * (_FLOAT + 1) + (residual if moe.shared_size else 0)
     scores = _FLOAT * rows * moe.experts if moe.score == "sigmoid" else 0
+    biased = 2 * received if moe.linear_bias else 0
     return (
         Operator("norm", 2 * residual + _FLOAT * rows, residual, 3 * residual),
         *_shared(layout),
@@ -287,8 +289,8 @@ def _experts(layout: Layout) -> Sequence[Operator]:
         Operator(
             "experts, fc2",
             (0 if again else down if adapted else 0) + low,
-            held + (3 if lora else 1) * received + (down if again or not adapted else 0),
-            residual + received + (2 if again else 1) * down + fc2,
+            held + (3 if lora else 1) * received + (down if again or not adapted else 0) + biased,
+            residual + received + (2 if again else 1) * down + fc2 + biased,
         ),
         Operator("combine", 0, held + 2 * received, residual + received + max(received, sent)),
     )

@@ -17,7 +17,7 @@ from megatron_dppo.errors import UserError
 from tests.distributed import run_ranks
 from tests.megatron import build_from
 from tests.peft_adapters import LORA, write_adapter
-from tests.tiny import tiny_qwen3_moe
+from tests.tiny import tiny_model, tiny_qwen3_moe
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,6 +56,18 @@ def test_there_and_back_under_torchrun_layouts(source: Path, tmp_path: Path) -> 
     assert "is not empty" in run_ranks(convert, 1, megatron, back)[0]
     assert run_ranks(convert, 1, megatron, back, "--overwrite", "--dtype", "bfloat16") == [""]
     assert load_file(back / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+
+
+def test_numbers_of_a_head_and_experts_biases_lie_in_a_state(tmp_path: Path) -> None:
+    """Of attention's sinks each rank has those of its heads, of experts' biases each rank all of its experts'."""
+    source, state, back = tmp_path / "source", tmp_path / "state", tmp_path / "back"
+    tiny_model("gpt_oss", source, seed=8, num_hidden_layers=2)
+    assert run_ranks(convert, 2, source, state, "--tensor", 2, "--expert", 2, "--verify") == ["", ""]
+    assert run_ranks(convert, 2, state, back, "--pipeline", 2, "--verify") == ["", ""]
+    original, written = load_file(source / "model.safetensors"), load_file(back / "model.safetensors")
+    assert original.keys() == written.keys()
+    assert all(torch.equal(written[name], original[name]) for name in original)
+    assert len(original["model.layers.0.self_attn.sinks"].unique()) == 4
 
 
 def test_a_damaged_state_is_not_converted_and_an_older_one_is_named(source: Path, tmp_path: Path) -> None:

@@ -399,6 +399,10 @@ def test_adapters_that_fit_no_layer(config: Path, model: Path, tmp_path: Path) -
     run = load_config(config, ["lora={targets: [mlp]}"])
     found = [str(finding) for finding in check_model(run, load_hf_config(model), RANKS)]
     assert found == ["error: lora: lora.targets=['mlp'] name no layer of this qwen3_moe model; add another"]
+    biased, every = resolve_hf_config(CONFIGS["gpt-oss-20b"]), load_config(config, ["lora={rank: 4}"])
+    found = [str(one) for one in check_model(every, biased, RANKS) if one.check == "lora"]
+    assert len(found) == 1
+    assert "the experts of gpt_oss carry biases, and such get no adapters; leave out experts" in found[0]
 
 
 @pytest.mark.parametrize(
