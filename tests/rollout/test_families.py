@@ -89,8 +89,10 @@ def unchecked(folder: Path, config: RolloutConfig) -> RolloutEngine:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", NOT_ON_A_CPU)
-def test_vllm_in_half_precision_has_what_was_sent(ray_session: RaySession, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(("family", "workers"), [*((family, 1) for family in sorted(NOT_ON_A_CPU)), ("gpt_oss", 2)])
+def test_vllm_in_half_precision_has_what_was_sent(
+    ray_session: RaySession, tmp_path: Path, family: str, workers: int
+) -> None:
     """After a sync the same first token of each answer as an engine that loaded those weights. Prefill works."""
     if family in SEEING:
         pytest.importorskip("torchvision", reason="vLLM's class imports it, and without a GPU it is not installed")
@@ -98,14 +100,15 @@ def test_vllm_in_half_precision_has_what_was_sent(ray_session: RaySession, tmp_p
     heads = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}  # multiples of 32 there
     for seed, folder in enumerate(folders, start=50):
         tiny_model(family, folder, seed, dtype=torch.bfloat16, **heads)
-    config, one_token = CONFIG.model_copy(update={"dtype": "bfloat16"}), SamplingConfig(max_tokens=1, top_k_logprobs=5)
+    config = CONFIG.model_copy(update={"dtype": "bfloat16", "tensor_parallel": workers})
+    one_token = SamplingConfig(max_tokens=1, top_k_logprobs=5)
     found = []
     for number, folder in enumerate(folders):
         remote = RemoteEngine(partial(unchecked, folder, config), name=f"{family}-half-{number}")
         try:
             if number == 0:
                 syncs = [(str(folders[1]), 1, "broadcast")]
-                assert run_ranks(sync, 2, ray_session.where, [remote.name], TP2_EP2, syncs)[0] == {}
+                assert run_ranks(sync, 2, ray_session.where, [remote.name], TP2_EP2, syncs, workers)[0] == {}
             found.append(Asked(remote).generate(requests(40, "half"), one_token, training=True))
         finally:
             remote.close()
