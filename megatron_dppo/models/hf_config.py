@@ -191,6 +191,12 @@ def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig
     where = f"{path}/config.json" if path else "model config"
     family = family_of(raw)
     if family is None:
+        for whole in families().values():
+            if whole.text_type and whole.text_type == raw.get("model_type"):
+                raise UserError(
+                    f"{where}: model_type {whole.text_type!r} is the text part of {whole.model_type} alone, for which "
+                    f"vLLM has no class; use the folder of the whole {whole.architecture}"
+                )
         raise UserError(
             f"{where}: model_type {raw.get('model_type')!r} is not supported; there are {sorted(families())}"
         )

@@ -417,6 +417,10 @@ REFUSED: dict[str, tuple[Config, str]] = {
         "linear_num_value_heads",
     ),
     "Qwen3.5 with a decoder of another type": (_seeing({"model_type": "qwen3_5_text"}), r"text_config\.model_type"),
+    "Qwen3.5's decoder alone": (
+        CONFIGS["Qwen3.5-35B-A3B"]["text_config"],
+        "qwen3_5_moe_text.* alone, for which vLLM has no class",
+    ),
     "Qwen3.5 without a decoder": (_without(CONFIGS["Qwen3.5-35B-A3B"], "text_config"), r"text_config\.model_type"),
     "Qwen3.5 of two minds about the output layer": (_seeing({}, tie_word_embeddings=True), "tie_word_embeddings"),
     "Qwen3.5 whose decoder alone has one matrix": (_seeing({"tie_word_embeddings": True}), "tie_word_embeddings"),
