@@ -80,7 +80,9 @@ class RolloutConfig(ConfigModel):
     into handing over. A CPU has nothing to give back."""
     compile_cache: Path | None = None
     """Folder in which vLLM keeps what it, Triton and torch's compiler make for a model and a GPU, for the next engine
-    and the next run; on every node that has engines. None leaves it where these have it, which a container forgets."""
+    and the next run; on every node that has engines. Before it is ready an engine meets every shape then, which takes
+    the first one longer. None leaves what is made where these have it, which a container forgets, and compiles in the
+    first rollouts."""
     cpu_threads: int = Field(default=1, ge=1)
     """Threads of an engine on a CPU. One is best up to some millions of parameters: more wait for each other longer
     than they compute, above all on cores shared with others. On a GPU without effect."""

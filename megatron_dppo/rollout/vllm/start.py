@@ -276,7 +276,7 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
             if wrong:
                 raise UserError(f"rollout.quantization=fp8: {facts.folder}: {'; '.join(wrong[:4])}; set it to none")
     core = VllmCore(engine, facts.routes)
-    if not on_cpu():  # where nothing is compiled
+    if config.compile_cache is not None and not on_cpu():  # where nothing is compiled
         await warm_up(core, facts, config)
     return core
 
