@@ -36,11 +36,13 @@ def main(argv: Sequence[str]) -> int:
     if "wait=1" in argv:
         time.sleep(100)
     if "lost=1" in argv and "trainer.resume=true" not in argv:
-        if os.environ["RANK"] == "0":
-            time.sleep(100)
         folder = [one.partition("=")[2] for one in argv if one.startswith("run.dir=")][-1]
         state = pathlib.Path(folder, "checkpoints/step_00000003")
-        state.mkdir(parents=True)
+        if os.environ["RANK"] == "0":
+            state.mkdir(parents=True)
+            time.sleep(100)
+        while not state.exists():  # rank 0 has said what it was called with
+            time.sleep(0.01)
         (state / "state.json").touch()
         os.kill(os.getpid(), 9)
     if "wrong.key=1" in argv:

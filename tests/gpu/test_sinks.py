@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and TransformerEngine"),
+]
 
 HEADS, GROUPS, SIZE, WINDOW = 8, 2, 64, 128
 LENGTHS = [300, 17, 129, 1000]
