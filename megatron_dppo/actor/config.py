@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from megatron_dppo.actor.packing import LongSequences
 from megatron_dppo.config_base import ConfigModel
+from megatron_dppo.models.parallel import Recompute
 
 ReplayMode = Literal["none", "r2", "r3"]
 
@@ -24,7 +25,7 @@ class ActorConfig(ConfigModel):
     """A sequence over that budget stops the run ("refuse") or gets a microbatch of its own ("alone")."""
     token_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """How tokens reach their experts. With allgather all microbatches are padded to the longest."""
-    recompute: Literal["none", "activation", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     """Activation recomputation: nothing, the experts' gated SiLU ("activation", on GPUs), core attention ("selective"),
     or whole layers."""
     router_replay: ReplayMode = "r3"

@@ -38,18 +38,17 @@ class BlockScaledFiles(HFFiles):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._scales: dict[str, StoredTensor] = {}
-        stored = dict(self.tensors)
-        for name, tensor in stored.items():
+        for name, tensor in self._stored.items():
             if tensor.dtype is torch.float8_e4m3fn:
-                self._scales[name] = self._scale_of(name, tensor, stored.get(name + _SCALE))
+                self._scales[name] = self._scale_of(name, tensor, self._stored.get(name + _SCALE))
                 self.tensors[name] = StoredTensor(tensor.file, tensor.shape, torch.bfloat16)
-        for name in stored:
+        for name in self._stored:
             weight = name.removesuffix(_SCALE)
             if weight != name:
                 if weight not in self._scales:
-                    raise UserError(f"{stored[name].file}: {name} belongs to no 8-bit tensor; fetch the folder again")
+                    file = self._stored[name].file
+                    raise UserError(f"{file}: {name} belongs to no 8-bit tensor; fetch the folder again")
                 del self.tensors[name]
-        self._stored = stored
 
     def _scale_of(self, name: str, tensor: StoredTensor, scale: StoredTensor | None) -> StoredTensor:
         if scale is None:
@@ -70,6 +69,3 @@ class BlockScaledFiles(HFFiles):
         for dim, (start, stop, *_) in enumerate(block):
             scales = scales.repeat_interleave(SIDE, dim).narrow(dim, start % SIDE, stop - start)
         return (super().read(name, block).float() * scales).bfloat16()
-
-    def _where(self, name: str) -> StoredTensor:
-        return self._stored[name]

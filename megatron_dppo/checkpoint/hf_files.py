@@ -91,6 +91,8 @@ class HFFiles:
         require_unchanged(folder, which=lambda name: not name.endswith(WEIGHTS))
         for file, indexed in ({folder / only: None} if only else _files(folder)).items():
             self._add(file, indexed)
+        self._stored = dict(self.tensors)
+        """What the files hold; a subclass may offer other tensors, which it makes of these."""
 
     def check_weights(self, share: tuple[int, int] = (0, 1)) -> None:
         """`UserError` where the folder has checksums and a weight file is not what was written. Reads all of them, or
@@ -128,7 +130,7 @@ class HFFiles:
 
     def read(self, name: str, block: Block) -> torch.Tensor:
         """A copy of one block, in the stored dtype."""
-        stored = self._where(name)
+        stored = self._stored[name]
         if self._open_file != stored.file or self._touched > self.REOPEN_BYTES:
             self.close()
             self._handle = safe_open(stored.file, "pt")
@@ -142,9 +144,6 @@ class HFFiles:
         # Whole rows are touched where columns are cut out of them.
         self._touched += tensor.numel() * tensor.element_size() * max(1, stored.shape[-1] // max(1, tensor.shape[-1]))
         return tensor
-
-    def _where(self, name: str) -> StoredTensor:
-        return self.tensors[name]
 
     def close(self) -> None:
         if self._handle is not None:

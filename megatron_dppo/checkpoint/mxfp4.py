@@ -36,7 +36,6 @@ class Mxfp4Files(HFFiles):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._stored = dict(self.tensors)
         for name, tensor in self._stored.items():
             if name.endswith(_SCALES) and (plain := name.removesuffix(_SCALES)) + _BLOCKS not in self._stored:
                 raise UserError(f"{tensor.file}: {name} belongs to no {plain}{_BLOCKS}; fetch the folder again")
@@ -78,6 +77,3 @@ class Mxfp4Files(HFFiles):
         values = torch.ldexp(_VALUES[codes.int()], scales[..., None].int() - 127)
         inputs = slice(start - first * SIDE, stop - first * SIDE, *step)
         return values.flatten(-2)[..., inputs].transpose(1, 2).bfloat16()
-
-    def _where(self, name: str) -> StoredTensor:
-        return self._stored[name]

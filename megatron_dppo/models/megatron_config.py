@@ -10,9 +10,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig
-from megatron_dppo.models.parallel import ParallelConfig, uneven_layout
-
-Recompute = Literal["none", "activation", "selective", "full"]
+from megatron_dppo.models.parallel import ParallelConfig, Recompute, uneven_layout
 
 
 def transformer_config(

@@ -1,9 +1,9 @@
-"""How a model is spread over ranks."""
+"""How a model is spread over ranks, and what of its activations they keep."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,9 @@ from megatron_dppo.errors import UserError
 
 if TYPE_CHECKING:
     from megatron_dppo.models.hf_config import HFConfig
+
+Recompute = Literal["none", "activation", "selective", "full"]
+"""What the backward computes again, from the fastest to the leanest."""
 
 
 class ParallelConfig(ConfigModel):

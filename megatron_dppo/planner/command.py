@@ -7,13 +7,14 @@ import functools
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.lora.config import TARGETS, LoraConfig
+from megatron_dppo.models.parallel import Recompute
 from megatron_dppo.planner.gpus import GPUS, find_gpu
-from megatron_dppo.planner.workload import EXPERT_IMBALANCE, RECOMPUTE, Workload
+from megatron_dppo.planner.workload import EXPERT_IMBALANCE, Workload
 
 if TYPE_CHECKING:
     from megatron_dppo.models.hf_config import HFConfig
@@ -65,7 +66,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("cp", "context")):
         parser.add_argument(f"--{name}", type=int, dest=what, metavar="N", help=f"{what}-parallel size (searched)")
     parser.add_argument("--engine-tp", type=int, metavar="N", help="GPUs of one vLLM engine (searched)")
-    parser.add_argument("--recompute", choices=RECOMPUTE, help="activation recomputation (the least that fits)")
+    parser.add_argument(
+        "--recompute", choices=get_args(Recompute), help="activation recomputation (the least that fits)"
+    )
     with_default = functools.partial(_with_default, parser)
     with_default("sequence", "tokens of the longest sequence")
     with_default("prompt", "of them prompt")

@@ -10,11 +10,11 @@ import numpy as np
 
 from megatron_dppo.actor.pack_shape import Split
 from megatron_dppo.errors import UserError
+from megatron_dppo.models.parallel import Recompute
 from megatron_dppo.planner.engine import ENGINE_SIZES
 from megatron_dppo.planner.plan import Plan, largest_utilization
 from megatron_dppo.planner.run import Run
 from megatron_dppo.planner.search import SIZES
-from megatron_dppo.planner.workload import Recompute
 
 MOST_CHANGES = 3
 MORE_GPUS = (2, 4, 8)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import get_args
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.lora.config import LoraConfig
-from megatron_dppo.models.parallel import ParallelConfig
+from megatron_dppo.models.parallel import ParallelConfig, Recompute
 from megatron_dppo.planner.engine import EngineSettings
 from megatron_dppo.planner.gpus import Gpu
 from megatron_dppo.planner.plan import Plan, largest_utilization, make_plan
-from megatron_dppo.planner.workload import EXPERT_IMBALANCE, RECOMPUTE, Layout, Recompute, Workload
+from megatron_dppo.planner.workload import EXPERT_IMBALANCE, Layout, Workload
 
 SIZES = (1, 2, 4, 8)
 """Tensor- and context-parallel sizes: powers of two within a node."""
-"""From the fastest to the leanest."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _leanest_needed(
 ) -> Plan:
     """The plan with the first recomputation that fits with a margin, else the first that fits, else the last."""
     barely: Plan | None = None
-    kinds = tuple(kind for kind in RECOMPUTE if model.moe or kind != "activation")
+    kinds = tuple(kind for kind in get_args(Recompute) if model.moe or kind != "activation")
     if wanted.recompute:
         kinds = (wanted.recompute,)
     for recompute in kinds:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from megatron_dppo.models.lora.config import LoraConfig, Target
-from megatron_dppo.models.parallel import ParallelConfig
+from megatron_dppo.models.parallel import ParallelConfig, Recompute
 from megatron_dppo.planner.gpus import Gpu
 
 if TYPE_CHECKING:
@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 
 EXPERT_IMBALANCE = 1.2
 """Rows of the fullest expert-parallel rank over the mean, where nothing else is said."""
-
-type Recompute = Literal["none", "activation", "selective", "full"]
-RECOMPUTE: tuple[Recompute, ...] = ("none", "activation", "selective", "full")
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,17 @@ def _other_type(tensors: dict[str, Any]) -> None:
     tensors[name] = tensors[name].float().to(torch.float8_e5m2)
 
 
+def check_refused(folder: Path, out: Path, change: Callable[..., None], named: str) -> None:
+    """After a `change` of its tensors the folder is not converted, and one line says why."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=named) as refusal:
+        convert(folder, out)
+    assert "\n" not in str(refusal.value)
+    assert not out.exists()
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -126,13 +137,14 @@ def _other_type(tensors: dict[str, Any]) -> None:
 )
 def test_other_tensors_are_refused(folder: Path, tmp_path: Path, change: Callable[..., None], named: str) -> None:
     in_8_bits(folder)
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=named) as refusal:
-        convert(folder, tmp_path / "plain")
-    assert "\n" not in str(refusal.value)
-    assert not (tmp_path / "plain").exists()
+    check_refused(folder, tmp_path / "plain", change, named)
+
+
+def check_scheme_refused(folder: Path, out: Path, scheme: Any, named: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": scheme}))
+    with pytest.raises(UserError, match=named):
+        convert(folder, out)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +160,4 @@ def test_other_tensors_are_refused(folder: Path, tmp_path: Path, change: Callabl
     ],
 )
 def test_other_schemes_are_refused(folder: Path, tmp_path: Path, scheme: Any, named: str) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": scheme}))
-    with pytest.raises(UserError, match=named):
-        convert(folder, tmp_path / "plain")
+    check_scheme_refused(folder, tmp_path / "plain", scheme, named)

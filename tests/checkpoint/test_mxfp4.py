@@ -15,6 +15,7 @@ from megatron_dppo.checkpoint.convert import convert_command as convert
 from megatron_dppo.checkpoint.mxfp4 import Mxfp4Files
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import load_hf_config
+from tests.checkpoint.test_block_scaled import check_refused, check_scheme_refused
 from tests.tiny import tiny_model
 
 SCHEME = {
@@ -143,13 +144,7 @@ def _others(tensors: dict[str, torch.Tensor]) -> None:
 )
 def test_other_tensors_are_refused(folder: Path, tmp_path: Path, change: Callable[..., None], named: str) -> None:
     in_4_bits(folder)
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=named) as refusal:
-        convert(folder, tmp_path / "plain")
-    assert "\n" not in str(refusal.value)
-    assert not (tmp_path / "plain").exists()
+    check_refused(folder, tmp_path / "plain", change, named)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +155,4 @@ def test_other_tensors_are_refused(folder: Path, tmp_path: Path, change: Callabl
     ],
 )
 def test_other_schemes_are_refused(folder: Path, tmp_path: Path, scheme: dict, named: str) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": scheme}))
-    with pytest.raises(UserError, match=named):
-        convert(folder, tmp_path / "plain")
+    check_scheme_refused(folder, tmp_path / "plain", scheme, named)

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.paper.make_shapes import SHAPES
 from megatron_dppo.models.family import text_fields
-from megatron_dppo.planner.workload import Recompute
+from megatron_dppo.models.parallel import Recompute
 from tests.models.public_configs import CONFIGS
 
 QWEN3_30B_A3B: dict[str, Any] = SHAPES | {"max_position_embeddings": 40960}

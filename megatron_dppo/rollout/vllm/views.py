@@ -110,7 +110,7 @@ class TrialLoad:
         self._model: Any = model
         self._device = device
         self._dense: list[list[TensorSlot]] = [[] for _ in layouts]
-        self._stacks: list[dict[str, tuple[int, TensorSlot]]] = [{} for _ in layouts]
+        self._stacks: list[list[TensorSlot]] = [[] for _ in layouts]
         self._tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._experts: list[list[TensorSlot]] = [[] for _ in layouts]
         """Stacks that go one by one."""
@@ -129,7 +129,7 @@ class TrialLoad:
                     self._dense[index].append(slot)
                 else:
                     self._stacked.add(slot.name)
-                    self._stacks[index][slot.name] = count, slot
+                    self._stacks[index].append(slot)
 
     def load(self, hand_over: Callable[[TensorSlot, torch.Tensor], None]) -> _Recorder:
         """Load everything. The model's layers must be open for reloading. `hand_over` takes a stack of experts."""
@@ -140,9 +140,9 @@ class TrialLoad:
                 recorder.tensors = {_memory(tensor): name for name, tensor in tensors.items()}
                 if tensors:
                     self._model.load_weights(list(tensors.items()))
-                for name, (_, slot) in stacks.items():
-                    tensor = self._numbers(name)
-                    recorder.tensors = {_memory(tensor): name}
+                for slot in stacks:
+                    tensor = self._numbers(slot.name)
+                    recorder.tensors = {_memory(tensor): slot.name}
                     hand_over(slot, tensor)
                 recorder.tensors = {}
                 for slot in experts:

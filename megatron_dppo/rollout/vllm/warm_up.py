@@ -22,8 +22,9 @@ CACHES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTO
 def keep_compiled(folder: Path | None) -> None:
     """Have the engine's processes, which start later, keep what they compile below `folder` (`rollout.compile_cache`);
     None leaves it where they have it."""
-    for variable, name in CACHES.items() if folder is not None else ():
-        assert folder is not None
+    if folder is None:
+        return
+    for variable, name in CACHES.items():
         try:
             (folder / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
