@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import owned_parameters
-from megatron_dppo.models.names import Block, Shape
+from megatron_dppo.models.names import Block, Piece, Shape
 
 
 @torch.no_grad()
@@ -19,12 +19,15 @@ def fill_random(models: Sequence[torch.nn.Module], model: HFConfig, groups: Proc
     """Fill every parameter of this rank's chunks with its part of `random_tensor`. Rows of the padded vocabulary become
     zero. Memory: one whole tensor beside the shard. No collectives.
     """
+    places: dict[str, list[tuple[torch.Tensor, Piece]]] = {}
     for owned in owned_parameters(models, model, groups):
         owned.parameter.zero_()
         for piece in owned.pieces:
-            target = owned.parameter[_slices(piece.local)]
-            drawn = random_tensor(piece.hf_name, model, seed, owned.parameter.device)
-            target.copy_(piece.from_tensor(drawn[_slices(piece.source)]))
+            places.setdefault(piece.hf_name, []).append((owned.parameter, piece))
+    for name, pieces in places.items():
+        drawn = random_tensor(name, model, seed, pieces[0][0].device)
+        for parameter, piece in pieces:
+            parameter[_slices(piece.local)].copy_(piece.from_tensor(drawn[_slices(piece.source)]))
 
 
 def random_tensors(model: HFConfig, seed: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -33,8 +36,13 @@ def random_tensors(model: HFConfig, seed: int, device: torch.device) -> Iterator
 
 
 def random_tensor(name: str, model: HFConfig, seed: int, device: torch.device) -> torch.Tensor:
-    """A Hugging Face tensor as a checkpoint of the config's dtype would hold it: norms 1 (0 where the model
-    adds 1), biases 0, everything else normal with the config's `initializer_range`.
+    """A Hugging Face tensor as a checkpoint of the config's dtype would hold it. Norms are 1, or 0 where the model adds
+    1; the rest is normal around 0, with this standard deviation (s: the config's `initializer_range`):
+
+        weights, and biases of sums that go to the residual stream    s
+        biases of products with what a norm gives                     s sqrt(hidden size) / 4: a quarter of the product's
+        scores of attention sinks                                     1, as those of tokens are
+        correction biases of routers                                  0.02, of scores between 0 and 1
 
     Each is drawn from a generator of its own (of `seed` and its name), so the weights are the same under every layout
     on the same kind of device.
@@ -44,10 +52,18 @@ def random_tensor(name: str, model: HFConfig, seed: int, device: torch.device) -
     if "norm" in name.rsplit(".", 2)[-2]:
         neutral = torch.zeros if model.centred_norms and ".linear_attn." not in name else torch.ones
         return neutral(shape, dtype=dtype, device=device)
-    if name.endswith((".bias", "_proj_bias")):
-        return torch.zeros(shape, dtype=dtype, device=device)
-    spread = float(getattr(model.config, "initializer_range", None) or 0.02)
-    return (spread * _draw(name, shape, seed, device)).to(dtype)
+    return (_spread(name, model) * _draw(name, shape, seed, device)).to(dtype)
+
+
+def _spread(name: str, model: HFConfig) -> float:
+    weights = float(getattr(model.config, "initializer_range", None) or 0.02)
+    if name.endswith(".sinks"):
+        return 1.0
+    if name.endswith("correction_bias"):
+        return 0.02
+    if name.endswith((".bias", "_proj_bias")) and not name.endswith(("o_proj.bias", "down_proj_bias")):
+        return weights * model.hidden_size**0.5 / 4
+    return weights
 
 
 def _draw(name: str, shape: Shape, seed: int, device: torch.device) -> torch.Tensor:
