@@ -40,8 +40,8 @@ def random_tensor(name: str, model: HFConfig, seed: int, device: torch.device) -
     1; the rest is normal around 0, with this standard deviation (s: the config's `initializer_range`):
 
         weights, and biases of sums that go to the residual stream    s
-        biases of products with what a norm gives                     s sqrt(hidden size) / 4: a quarter of the product's
-        scores of attention sinks                                     1, as those of tokens are
+        biases of products with what a norm gives                     s sqrt(hidden size) / 4, a quarter of a product
+        scores of attention sinks                                     1, about what tokens score
         correction biases of routers                                  0.02, of scores between 0 and 1
 
     Each is drawn from a generator of its own (of `seed` and its name), so the weights are the same under every layout
