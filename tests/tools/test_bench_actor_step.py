@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from actor_step.cases import CASES
+from actor_step.report import whole_step
 from bench_actor_step import Job, _visible, drive
 
 
@@ -48,3 +49,28 @@ def test_what_was_measured_is_written_when_a_case_ends(tmp_path: Path, monkeypat
     assert seen == [[names[0]]]
     assert sorted(json.loads((out / "bench.json").read_text())["cases"]) == sorted(names)
     assert (out / "bench.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "kinds"),
+    [
+        ("full-1", {"layer": 48}, {"layer": 0.03}),
+        (
+            "full-1-next",
+            {"linear_attention": 36, "full_attention": 12},
+            {"linear_attention": 0.05, "full_attention": 0.02},
+        ),
+        (
+            "full-1-oss",
+            {"sliding_attention": 12, "full_attention": 12},
+            {"sliding_attention": 0.01, "full_attention": 0.02},
+        ),
+    ],
+)
+def test_a_whole_step_is_its_kinds_of_layers(name: str, layers: dict[str, int], kinds: dict[str, float]) -> None:
+    """Those of the published model, in their number, whatever the mixture of the depths that were measured."""
+    cases = [case for case in CASES if case.name.rpartition("-")[0] == name]
+    steps = [0.1 + sum(kinds[kind] * count for kind, count in case.kinds.items()) for case in cases]
+    assert whole_step(cases, steps) == pytest.approx(0.1 + sum(kinds[kind] * layers[kind] for kind in layers))
+    if len(kinds) == 2 and len(cases) == 3:
+        assert whole_step(cases[1:], steps[1:]) is None, "what tells the kinds apart is missing"

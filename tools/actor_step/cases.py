@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -61,10 +62,13 @@ def cut(name: str, moe_layers: int) -> dict[str, Any]:
     dense = min(1, config.get("first_k_dense_replace", 0))
     further |= {"first_k_dense_replace": dense} if dense else {}
     layers = dense + moe_layers
-    if "full_attention_interval" in config:  # one of each kind in turn
-        further |= {"layer_types": [("linear_attention", "full_attention")[layer % 2] for layer in range(layers)]}
-    elif "layer_types" in config:
-        further |= {"layer_types": config["layer_types"][:layers]}
+    if "full_attention_interval" in config or "layer_types" in config:
+        every = config.get("full_attention_interval", layers + 1)
+        kinds = ["full_attention" if layer % every == every - 1 else "linear_attention" for layer in range(layers)]
+        kinds = list(config.get("layer_types", kinds))[:layers]
+        if "linear_attention" in kinds and "full_attention" not in kinds and layers > 1:
+            kinds[-1] = "full_attention"  # both kinds, however few the layers
+        further |= {"layer_types": kinds}
     decoder = config | further | {"num_hidden_layers": layers}
     return decoder if config is whole else whole | {"text_config": decoder}
 
@@ -90,8 +94,8 @@ class Case:
     """One run: `gpus` processes, one model.
 
     time       median step of several ways to train (`actor_step.arms`)
-    depth      the step with this project's kernels and with stock ones in turn, at one of two depths, from which the
-               whole model's is computed
+    depth      the step with this project's kernels and with stock ones in turn, at one of several depths, from which
+               the whole model's is computed
     agreement  loss and gradient norm of three steps on a batch that is the same for every layout
     experts    one layer of experts, by this project's kernels and by stock ones in turn
     """
@@ -143,6 +147,11 @@ class Case:
         return QWEN3_30B_A3B | self.shapes | {"num_hidden_layers": self.layers}
 
     @property
+    def kinds(self) -> dict[str, int]:
+        """How many layers with experts there are of each kind."""
+        return Counter(text_fields(self.config).get("layer_types", ["layer"] * self.layers)[-self.layers :])
+
+    @property
     def sizes(self) -> Sizes:
         return Sizes(self.length, 4 * self.length)
 
@@ -166,7 +175,7 @@ _QWEN3_235B_A22B = {
 }
 
 
-def _depths(name: str, gpus: int, layers: tuple[int, int], **options: Any) -> list[Case]:
+def _depths(name: str, gpus: int, layers: tuple[int, ...], **options: Any) -> list[Case]:
     return [Case(f"{name}-{n}", gpus, n, measure="depth", most_rounds=20, **options) for n in layers]
 
 
@@ -214,7 +223,9 @@ CASES = [
     *_depths("full-1-glm", 1, (1, 2), family="GLM-4.5-Air", whole=45),
     *_depths("full-1-moonlight", 1, (2, 4), family="Moonlight-16B-A3B", whole=26),
     *_depths("full-1-flash", 1, (2, 4), family="GLM-4.7-Flash", whole=46),
-    *_depths("full-1-next", 1, (2, 4), family="Qwen3-Next-80B-A3B", recompute="full", whole=48),
+    *_depths("full-1-oss", 1, (2, 4), family="gpt-oss-20b", whole=24),
+    *_depths("full-1-next", 1, (1, 2, 3), family="Qwen3-Next-80B-A3B", whole=48),
+    *_depths("full-1-qwen3.5", 1, (1, 2, 3), family="Qwen3.5-35B-A3B", whole=40),
     *_depths("full-ep2-minimax", 2, (1, 2), family="MiniMax-M2", layout={"expert": 2}, whole=62),
     *_depths("full-ep2", 2, (2, 4), layout={"expert": 2}),
     *_depths("full-ep2-overlap", 2, (2, 4), layout={"expert": 2}, overlap=True),

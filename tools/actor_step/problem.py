@@ -27,6 +27,8 @@ def describe(case: Case, *, tiny: bool) -> HFConfig:
     if tiny and case.family:
         decoder = text_fields(config)
         decoder |= {name: size for name, size in TINY_OTHERWISE.items() if decoder.get(name) is not None}
+        if "mrope_section" in decoder.get("rope_parameters", {}):
+            decoder["rope_parameters"] = decoder["rope_parameters"] | {"mrope_section": [1, 1, 0]}
     elif tiny:
         config |= TINY | {"num_hidden_layers": 2}
     return resolve_hf_config(config)

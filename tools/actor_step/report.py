@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,38 +42,53 @@ def _median(found: dict[str, Any], group: str, arm: str) -> float | None:
     return statistics.median(times) if times else None
 
 
+def whole_step(cases: list[Case], steps: list[float]) -> float | None:
+    """The whole model's step: layers of each kind times what such a layer takes, and the rest, by `cases`; None where
+    they do not tell kinds apart whose shares in the whole differ."""
+    if len(cases) < 2:
+        return None
+    whole = replace(cases[0], layers=cases[0].whole).kinds
+    depths = np.array([[1.0, *(case.kinds.get(kind, 0) for kind in whole)] for case in cases])
+    wanted = np.array([1.0, *whole.values()])
+    if not np.allclose(np.linalg.pinv(depths) @ depths @ wanted, wanted):
+        return None
+    return float(wanted @ np.linalg.pinv(depths) @ np.array(steps))
+
+
 def _depth(found: Found) -> str:
-    """Pairs of depths, and the whole model's step from them."""
+    """Depths of a model, and the whole model's step from them."""
     rows = []
-    cases = _cases(found, "depth")
-    for shallow, deep in [
-        (a, b) for a in cases for b in cases if a.name.rpartition("-")[0] == b.name.rpartition("-")[0]
-    ]:
-        if shallow.layers >= deep.layers:
-            continue
-        low, high = found[shallow.name], found[deep.name]
+    names: dict[str, list[Case]] = {}
+    for case in sorted(_cases(found, "depth"), key=lambda one: one.layers):
+        names.setdefault(case.name.rpartition("-")[0], []).append(case)
+    for cases in names.values():
         for arm in (MAIN, STOCK_KERNELS):
-            few, many = _median(low, "with_replay", arm), _median(high, "with_replay", arm)
-            if few is None or many is None:
+            medians = [_median(found[case.name], "with_replay", arm) for case in cases]
+            measured = {case.layers: step for case, step in zip(cases, medians, strict=True) if step is not None}
+            reached = [case for case in cases if case.layers in measured]
+            whole = whole_step(reached, list(measured.values()))
+            if whole is None:
                 continue
-            layer = (many - few) / (deep.layers - shallow.layers)
-            whole = many + (deep.whole - deep.layers) * layer
-            stock = _median(high, "with_replay", STOCK_KERNELS)
+            deep = reached[-1]
+            high = found[deep.name]
+            layer = (whole - measured[deep.layers]) / (deep.whole - deep.layers)
             spread = np.quantile(high["with_replay"][arm], [0.25, 0.75])
+            ratio = _ratio(measured[deep.layers], _median(high, "with_replay", STOCK_KERNELS))
             rows.append(
                 [
-                    *(deep.name, deep.layout_text, "ours" if arm == MAIN else "stock", f"{few:.4f}", f"{many:.4f}"),
-                    *(f"{spread[0]:.4f} to {spread[1]:.4f}", len(high["with_replay"][arm]), _ratio(many, stock)),
+                    *(deep.name, deep.layout_text, "ours" if arm == MAIN else "stock"),
+                    ", ".join(f"{step:.4f}" for step in measured.values()),
+                    *(f"{spread[0]:.4f} to {spread[1]:.4f}", len(high["with_replay"][arm]), ratio),
                     *(f"{layer * 1e3:.1f}", f"{whole:.2f}", f"{high['tokens'] / whole / deep.gpus:,.0f}"),
                     f"{high['whole_flops_per_gpu'] / whole / H100_BF16_DENSE:.1%}",
                     f"{high.get(f'peak_gib, {arm}', 0):.1f}",
                 ]
             )
     title = (
-        "The whole model's step from two depths: a layer, its weights' optimizer step included, takes what the deeper "
-        "model takes longer, by layer. Arms in turn in one process; medians."
+        "The whole step from several depths: a layer, its weights' optimizer step included, takes what a deeper "
+        "model takes longer, by layer and kind of layer. Arms in turn in one process; medians."
     )
-    head = ["case", "layout", "kernels", "shallow s", "deep s", "quartiles", "steps", "of stock", "layer ms"]
+    head = ["case", "layout", "kernels", "depths' steps s", "quartiles of the deepest", "steps", "of stock", "layer ms"]
     head += ["whole step s", "tokens/s per GPU", "MFU at full depth", "peak GiB"]
     return _table(title, head, rows)
 
