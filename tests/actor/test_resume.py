@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.actor.conftest import World
-from tests.actor.matrix import LAYOUTS, Case, Lesson, build_actor, exported
+from tests.actor.matrix import FAMILIES, KIN, LAYOUTS, Case, Lesson, build_actor, exported
 from tests.distributed import run_ranks
 
 SCHEDULE = {"lr": 2e-3, "schedule": "cosine", "warmup_steps": 3, "decay_steps": 12, "min_lr": 1e-5}
@@ -56,10 +57,33 @@ def cosine(step: int) -> float:
 )
 def test_eight_steps_are_four_and_four(world: World, tmp_path: Path, first: str, others: list[str]) -> None:
     """Under the layout that saved the state, to the bit, and under others."""
+    check_resumed(world, tmp_path, first, others)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["gpt_oss", *(pytest.param(name, marks=pytest.mark.full) for name in FAMILIES + KIN if name != "gpt_oss")],
+)
+def test_states_of_other_families(worlds: Callable[[str], World], family: str, tmp_path: Path) -> None:
+    world = worlds(family)
+    expected = check_resumed(world, tmp_path, "TP2 EP2", ["TP2 EP2", "PP2"])
+    if family != "gpt_oss":
+        return
+    before = dict(world.model.named_parameters())
+    for kind in ("sinks", "router.bias", "o_proj.bias", "q_proj.bias", "gate_up_proj_bias", "down_proj_bias"):
+        names = [name for name in expected if name.endswith(kind)]
+        assert len(names) == world.model.config.num_hidden_layers
+        for name in names:  # trained as well, none of it zero
+            assert expected[name].all()
+            assert not np.array_equal(expected[name], before[name].detach().numpy())
+
+
+def check_resumed(world: World, folder: Path, first: str, others: list[str]) -> dict[str, np.ndarray]:
+    """The weights after eight steps under `first`."""
 
     def run(layout: str, *steps: Any) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
         ranks, sizes = LAYOUTS[layout]
-        return run_ranks(train_eight, ranks, str(world.path), sizes, world.lesson, tmp_path, *steps)[0]
+        return run_ranks(train_eight, ranks, str(world.path), sizes, world.lesson, folder, *steps)[0]
 
     whole, expected = run(first, 0, 8)
     for second in others:
@@ -77,6 +101,7 @@ def test_eight_steps_are_four_and_four(world: World, tmp_path: Path, first: str,
                 assert other["optimizer/loss"] == one["optimizer/loss"]
                 assert other["optimizer/grad_norm"] == one["optimizer/grad_norm"]
             else:
-                assert other["optimizer/loss"] == pytest.approx(one["optimizer/loss"], abs=1e-6)
-                # The rounding of the weights (1e-7) comes back enlarged by the curvature.
+                # The rounding of the weights (1e-7) comes back enlarged by the slope, and by the curvature.
+                assert other["optimizer/loss"] == pytest.approx(one["optimizer/loss"], abs=5e-6)
                 assert other["optimizer/grad_norm"] == pytest.approx(one["optimizer/grad_norm"], rel=1e-3)
+    return expected
