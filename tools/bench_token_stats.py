@@ -40,6 +40,7 @@ class Problem:
     topk_ids: Tensor
     grad_logp: Tensor
     grad_entropy: Tensor
+    grad_topk: Tensor
     shard: VocabShard
 
     @classmethod
@@ -63,6 +64,7 @@ class Problem:
             ids[:, 1:].contiguous(),
             grads[0].contiguous(),
             (0.01 * grads[1]).contiguous(),
+            0.01 * torch.randn(tokens, topk, generator=generator, device=device),
             shard,
         )
 
@@ -122,13 +124,15 @@ def floors(problem: Problem) -> dict[str, Callable[[], object]]:
     }
 
 
-def ours(problem: Problem, implementation: Literal["fused", "chunked"]) -> Forward:
+def ours(problem: Problem, implementation: Literal["fused", "chunked"], topk_gradient: bool = False) -> Forward:
     def forward(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         stats = token_stats(
             hidden, weight, problem.token_ids, problem.topk_ids, shard=problem.shard, implementation=implementation
         )
         assert stats.entropy is not None
-        return stats.logp, stats.entropy
+        assert stats.topk_logp is not None
+        both = (stats.logp, stats.entropy)
+        return (*both, stats.topk_logp) if topk_gradient else both
 
     return forward
 
@@ -138,6 +142,7 @@ def contenders(problem: Problem, only: str | None) -> Iterator[tuple[str, Forwar
     ids = problem.token_ids
     if only is None or "ours" in only:
         yield "token_stats, fused (logp, entropy, per-token top-K)", ours(problem, "fused")
+        yield "token_stats, fused, with a gradient through the top K", ours(problem, "fused", topk_gradient=True)
     if only is None or "chunked" in only:
         yield "token_stats, chunked PyTorch (the same)", ours(problem, "chunked")
     if problem.shard.world_size > 1 or only is not None:
@@ -199,7 +204,7 @@ def forward_and_backward(name: str, forward: Forward, problem: Problem) -> Calla
         outputs = forward(problem.hidden, problem.weight)
         seeds = None
         if outputs[0].ndim:
-            grads = (problem.grad_logp, problem.grad_entropy)[: len(outputs)]
+            grads = (problem.grad_logp, problem.grad_entropy, problem.grad_topk)[: len(outputs)]
             seeds = [grad.to(output.dtype) for grad, output in zip(grads, outputs, strict=True)]
         return torch.autograd.grad(outputs, (problem.hidden, problem.weight), seeds)
 

@@ -18,7 +18,7 @@ from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
 from megatron_dppo.actor.dispatched import release_dispatched
 from megatron_dppo.actor.microbatch import Microbatch
 from megatron_dppo.actor.multi_tensor import prepare_step
-from megatron_dppo.actor.objective import MicrobatchReport, MiniBatchObjective, Recomputed, collect
+from megatron_dppo.actor.objective import MicrobatchReport, MiniBatchObjective, Recomputed, collect, kl_of_rows
 from megatron_dppo.actor.offload import PARTS, Offloader, Part
 from megatron_dppo.actor.optimizer import build_optimizer, guarded_step
 from megatron_dppo.actor.passes import Passes
@@ -36,8 +36,6 @@ from megatron_dppo.algorithm import (
     Preset,
     ReferenceKL,
     TokenMetrics,
-    kl_of_sampled,
-    kl_of_topk,
 )
 from megatron_dppo.batch import SequenceSource
 from megatron_dppo.checkpoint.hf_export import WeightExporter
@@ -183,11 +181,13 @@ class MegatronActor:
         reference = None
         if self._reference_kl is not None and self._reference_kl.place is KLPlace.LOSS:
             assert self._reference is not None
+            topk = self._reference_kl.estimator is KLEstimator.TOPK
+
+            def keep(_: Microbatch, stats: TokenStats) -> Recomputed:
+                return Recomputed(stats.logp, stats.topk_logp if topk else None)
+
             with self.phases("reference"), progress.inside(), self._reference.in_place():
-                reference = [
-                    self._passes.reference(source, plan, lambda _, stats: Recomputed(stats.logp, None))
-                    for plan in plans
-                ]
+                reference = [self._passes.reference(source, plan, keep) for plan in plans]
 
         # Gradient steps.
         metrics = TokenMetrics.empty(device)
@@ -275,13 +275,8 @@ class MegatronActor:
             if not self._passes.contributes:
                 return
             assert rows is not None
-            if estimator is KLEstimator.TOPK:
-                assert rows.topk_mu_logp is not None
-                assert rows.topk_member is not None
-                assert stats.topk_logp is not None
-                kl = kl_of_topk(rows.topk_mu_logp, stats.topk_logp, rows.topk_member)
-            else:
-                kl = kl_of_sampled(estimator, rows.mu_logp, stats.logp, rows.loss_mask)
+            mu = Recomputed(rows.mu_logp, rows.topk_mu_logp)
+            kl = kl_of_rows(estimator, rows, mu, Recomputed(stats.logp, stats.topk_logp))
             sums.index_add_(0, rows.sequence.clamp(min=0), torch.where(rows.loss_mask, kl, 0.0))
 
         with self._reference.in_place():

@@ -8,16 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.actor.microbatch import Microbatch
+from megatron_dppo.actor.microbatch import Microbatch, RowTensors
 from megatron_dppo.actor.signal import AdvantageAt
 from megatron_dppo.algorithm import (
     Denominators,
+    KLEstimator,
     Preset,
     ReferenceKL,
     TokenMetrics,
     aggregate,
     divergence_for,
     kl_of_sampled,
+    kl_of_topk,
     masked_token_counts,
     policy_loss,
     token_weights,
@@ -27,7 +29,8 @@ from megatron_dppo.vocab_parallel.stats import TokenStats
 
 @dataclass(frozen=True)
 class Recomputed:
-    """Statistics of one microbatch before the update, `S` rows: the trainer's own, or the reference's."""
+    """Statistics of one microbatch, `S` rows, of a policy that does not change in the update: the trainer's own before
+    it, the reference, or mu."""
 
     logp: Tensor
     topk_logp: Tensor | None
@@ -80,7 +83,8 @@ class MiniBatchObjective:
     """Of rows, where they change within sequences, in place of `advantages`."""
 
     def __call__(self, index: int, microbatch: Microbatch, stats: TokenStats) -> tuple[Tensor, MicrobatchReport]:
-        """This microbatch's share of the mini-batch loss; gradient through `stats.logp` (and entropy bonus) only."""
+        """This microbatch's share of the mini-batch loss; gradient through `stats.logp`, and where the configuration
+        says so `stats.entropy` (a bonus) and `stats.topk_logp` (a KL to the reference)."""
         rows = microbatch.rows
         assert rows is not None, "the loss is computed on the last pipeline stage"
         sequence = rows.sequence.clamp(min=0)
@@ -99,7 +103,7 @@ class MiniBatchObjective:
         )
         penalty = None
         if self.reference is not None and self.reference_kl is not None:
-            penalty = kl_of_sampled(self.reference_kl.estimator, stats.logp, self.reference[index].logp, rows.loss_mask)
+            penalty = kl_of_rows(self.reference_kl.estimator, rows, stats, self.reference[index])
         by_sequence = self.preset.needs_sequences
         loss = policy_loss(
             self.preset,
@@ -134,6 +138,18 @@ class MiniBatchObjective:
     def _sum_over_context(self, totals: Tensor) -> Tensor:
         dist.all_reduce(totals, group=self.context_group)
         return totals
+
+
+def kl_of_rows(
+    estimator: KLEstimator, rows: RowTensors, policy: TokenStats | Recomputed, reference: Recomputed
+) -> Tensor:
+    """float64 `[S]`: the estimate of KL(policy || reference), with gradient to the policy's statistics alone."""
+    if estimator is not KLEstimator.TOPK:
+        return kl_of_sampled(estimator, policy.logp, reference.logp, rows.loss_mask)
+    assert policy.topk_logp is not None
+    assert reference.topk_logp is not None
+    assert rows.topk_member is not None
+    return kl_of_topk(policy.topk_logp, reference.topk_logp, rows.topk_member, rows.loss_mask)
 
 
 def collect(index: int, microbatch: Microbatch, stats: TokenStats) -> tuple[Tensor, tuple[Microbatch, TokenStats]]:

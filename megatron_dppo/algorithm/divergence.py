@@ -1,8 +1,9 @@
 """Divergence between the policy that is trained and the policy that the trust region is anchored to: the functions, and
 `DIVERGENCES`, the table of them that the presets, their checks and the objective read.
 
-Everything here is computed in float64, whatever comes in, and carries no gradient: a divergence only decides
-masks and metrics. The KL is D(anchor || policy), as in the paper; the arguments are named for the usual anchor, mu.
+Everything here is computed in float64, whatever comes in, and but for `kl_over_sets` carries no gradient: a divergence
+only decides masks and metrics. The KL is D(anchor || policy), as in the paper; the arguments are named for the usual
+anchor, mu.
 
 A float32 log-probability of a near-certain token is often exactly 0, so the complement 1 - p of such a token
 is known to about 1e-7 and no better. Every complement (1 - p, and the "other" bucket of top-K) is therefore
@@ -26,13 +27,14 @@ COMPLEMENT_FLOOR = 1e-6
 
 
 def _log_probability(logp: Tensor) -> Tensor:
-    """float64, without gradient, at most 0: rounding may leave a log-probability slightly above 0."""
-    return logp.detach().double().clamp(max=0.0)
+    """float64, at most 0: rounding may leave a log-probability slightly above 0."""
+    return logp.double().clamp(max=0.0)
 
 
 def _kl_terms(mu: Tensor, mu_logp: Tensor, pi_logp: Tensor) -> Tensor:
     """mu log(mu / pi) elementwise, with 0 log(0 / x) = 0 also where x = 0; +inf where pi = 0 < mu."""
-    return torch.where(mu > 0, mu * (mu_logp - pi_logp), 0.0)
+    # Selected before the product: the derivative of what is selected after it would be 0 times infinity.
+    return mu * torch.where(mu > 0, mu_logp - pi_logp, 0.0)
 
 
 @torch.no_grad()
@@ -113,6 +115,13 @@ def topk_kl(
     Arguments as in `topk_tv`. Returns float64 [T] >= 0; +inf only where a member has pi = 0 < mu (the "other"
     bucket is floored, so it cannot cause one). Raises ValueError on unequal shapes. No gradient, no collective.
     """
+    return kl_over_sets(mu_logp, pi_logp, member)
+
+
+def kl_over_sets(
+    mu_logp: Float[Tensor, "*T K1"], pi_logp: Float[Tensor, "*T K1"], member: Bool[Tensor, "*T K1"]
+) -> Float[Tensor, "*T"]:
+    """`topk_kl` with the gradient to both sides; where a bucket is held at the floor, none flows through it."""
     _check_topk(mu_logp, pi_logp, member)
     mu_logp, pi_logp = _members(mu_logp, member), _members(pi_logp, member)
     mu, pi = mu_logp.exp(), pi_logp.exp()

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from megatron_dppo.algorithm.divergence import topk_kl
+from megatron_dppo.algorithm.divergence import kl_over_sets
 
 
 class KLEstimator(StrEnum):
@@ -26,7 +26,7 @@ class KLEstimator(StrEnum):
     unbiased estimate of that of KL(pi_ref || pi)."""
     TOPK = "topk"
     """The KL of the two distributions over the rollout's K likeliest tokens, the sampled one and the rest (Eq. 16):
-    exact but for the rest, and no sample's. Without gradient, so for the reward."""
+    exact but for the rest, and no sample's. In the loss its gradient is that of this sum, also exact."""
 
 
 class KLPlace(StrEnum):
@@ -70,7 +70,16 @@ def kl_of_sampled(
 
 
 def kl_of_topk(
-    logp: Float[Tensor, "T K1"], reference_logp: Float[Tensor, "T K1"], member: Bool[Tensor, "T K1"]
+    logp: Float[Tensor, "T K1"],
+    reference_logp: Float[Tensor, "T K1"],
+    member: Bool[Tensor, "T K1"],
+    loss_mask: Bool[Tensor, " T"],
 ) -> Float[Tensor, " T"]:
-    """KL(pi || pi_ref) over the members and the rest, in nats, float64, without gradient; see `divergence.topk_kl`."""
-    return topk_kl(logp, reference_logp, member)
+    """KL(pi || pi_ref) of each row over the members and the rest, in nats, float64, with gradient to `logp` alone; 0,
+    also as a gradient, where `loss_mask` is. `divergence.topk_kl` says what members are and how the rest is floored.
+
+    With P = the sum of pi over the members, d KL / d log pi_i = pi_i (log pi_i / pi_ref,i - log (1 - P) / (1 -
+    P_ref)): finite, and 0 at pi = pi_ref. +inf where the reference has lost a token that the policy has not. No
+    collective.
+    """
+    return kl_over_sets(logp, reference_logp.detach(), member & (loss_mask != 0)[:, None])

@@ -27,8 +27,8 @@ class ReferenceKLConfig(ConfigModel):
     """Weight of the KL per token, in units of the reward (`reward`) or of the token loss (`loss`). 0 measures it and
     changes nothing else."""
     estimator: KLEstimator = KLEstimator.K3
-    """k1, k2, k3 of the sampled token; topk over the rollout's K likeliest tokens (in the reward). k1 in the loss
-    has no useful gradient."""
+    """k1, k2, k3 of the sampled token; topk over the rollout's K likeliest tokens. k1 in the loss has no useful
+    gradient."""
     place: KLPlace = KLPlace.LOSS
     """In the loss of every trained token, or subtracted from the reward of the answer."""
 

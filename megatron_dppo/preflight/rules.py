@@ -141,12 +141,6 @@ def _reference_kl(config: Config) -> Finding | None:
     kl = config.algorithm.reference_kl
     if kl is None:
         return None
-    if kl.estimator is KLEstimator.TOPK and kl.place is KLPlace.LOSS:
-        return error(
-            "algorithm",
-            "algorithm.reference_kl: the top-K estimate has no gradient, so it cannot be in the loss",
-            "set algorithm.reference_kl.place=reward, or estimator k2 or k3",
-        )
     if kl.estimator is KLEstimator.TOPK and config.rollout.top_k_logprobs < 1:
         return error(
             "algorithm",

@@ -52,10 +52,11 @@ def forward(
 def backward(
     hidden: Float[Tensor, "N H"],
     weight: Float[Tensor, "V H"],
-    token_ids: Int[Tensor, " N"],
+    ids: Int[Tensor, "N I"],
+    logp: Float[Tensor, "N I"],
     lse: Float[Tensor, " N"],
     entropy: Float[Tensor, " N"] | None,
-    grad_logp: Float[Tensor, " N"],
+    grad_logp: Float[Tensor, "N I"],
     grad_entropy: Float[Tensor, " N"] | None,
     *,
     start: int,
@@ -66,24 +67,27 @@ def backward(
 ) -> Float[Tensor, "N H"] | None:
     """This shard's part of the gradients: the weight's go to ``weight_grad``, the hidden's come back, unrounded.
 
-    With ``p_j = exp(z_j - lse)``, ``g = dL/dlogp`` and ``g_H = dL/dentropy``::
+    With ``p_j = exp(z_j - lse)``, ``g_i = dL/dlogp_i`` of each row's global ids, absent ones (``-1``) 0, and ``g_H =
+    dL/dentropy``::
 
-        dL/dz_j = g (1[j = a] - p_j) - g_H p_j (ln p_j + entropy)
+        dL/dz_j = sum_i g_i 1[j = i] - (sum_i g_i) p_j - g_H p_j (ln p_j + entropy)
 
-    Logits are recomputed by vocabulary chunk over all rows, so a chunk of dW is written once.
+    The second sum is over all ids, also those of other shards. ``logp`` is not read here. Logits are recomputed by
+    vocabulary chunk over all rows, so a chunk of dW is written once.
     """
     columns = vocab_chunk or max(1024, _CHUNK_ELEMENTS // max(1, hidden.shape[0]))
     hidden_grad = torch.zeros_like(hidden, dtype=accumulation_dtype(hidden.dtype)) if need_hidden else None
+    total = grad_logp.sum(1, keepdim=True)
     for j in range(0, weight.shape[0], columns):
         chunk = weight[j : j + columns]
         log_p = product(hidden, chunk.t()).div_(temperature).sub_(lse[:, None])
-        scale = grad_logp[:, None]
+        scale = total
         if grad_entropy is not None and entropy is not None:
             scale = scale + grad_entropy[:, None] * (log_p + entropy[:, None])
         dz = log_p.exp_().mul_(scale).neg_()
-        column = token_ids - (start + j)
+        column = ids - (start + j)
         own = ((column >= 0) & (column < chunk.shape[0])).to(dz.dtype)
-        dz.scatter_add_(1, column.clamp(0, chunk.shape[0] - 1)[:, None], (grad_logp * own)[:, None])
+        dz.scatter_add_(1, column.clamp(0, chunk.shape[0] - 1), grad_logp * own)
         dz = dz.div_(temperature)
         # Half-precision tensor cores take half-precision factors; a CPU computes in float32 anyway.
         if dz.is_cuda:

@@ -2,8 +2,9 @@
 
 Same functions as ``chunked``. Forward: one pass over the weight, which leaves the wanted logits and statistics of
 256-column tiles, and then their merge. Backward: by vocabulary chunk, gradients of the logits in half precision by one
-pass, then two cuBLAS products. Memory beyond results: forward ``16 T ceil(V / 256)`` bytes for up to 32,768 tokens at a
-time; backward one ``[T, chunk]`` in half precision of 512 MiB, or 4,096 columns where that is more.
+pass (and, where a loss uses the top K, of its entries by a small kernel), then two cuBLAS products. Memory beyond
+results: forward ``16 T ceil(V / 256)`` bytes for up to 32,768 tokens at a time; backward one ``[T, chunk]`` in half
+precision of 512 MiB, or 4,096 columns where that is more.
 """
 
 from __future__ import annotations
@@ -187,10 +188,11 @@ def _sorted_ids(
 def backward(
     hidden: Float[Tensor, "N H"],
     weight: Float[Tensor, "V H"],
-    token_ids: Int[Tensor, " N"],
+    ids: Int[Tensor, "N I"],
+    logp: Float[Tensor, "N I"],
     lse: Float[Tensor, " N"],
     entropy: Float[Tensor, " N"] | None,
-    grad_logp: Float[Tensor, " N"],
+    grad_logp: Float[Tensor, "N I"],
     grad_entropy: Float[Tensor, " N"] | None,
     *,
     start: int,
@@ -201,16 +203,25 @@ def backward(
 ) -> Float[Tensor, "N H"] | None:
     """This shard's part of the gradients: the weight's go to ``weight_grad``, the hidden's come back, unrounded.
 
-    The logits are recomputed by the forward's products, so ``p`` is the same to the bit.
+    The logits are recomputed by the forward's products, so ``p`` is the same to the bit. With one id a row (I = 1, the
+    token) the pass adds its gradient on the way. With more the pass leaves ``-(sum_i g_i) p_j`` everywhere, and the
+    entries of the ids are written over from their ``logp``: added to what is rounded already, a near-certain token's
+    gradient, ``g (1 - p)``, would be lost.
     """
     from megatron_dppo.vocab_parallel import hopper_kernels
+    from megatron_dppo.vocab_parallel.row_kernels import put_gradients
 
     rows, columns = hidden.shape[0], weight.shape[0]
     if rows == 0 or columns == 0:
         return torch.zeros_like(hidden, dtype=torch.float32) if need_hidden else None
     with_entropy = grad_entropy is not None and entropy is not None
-    per_row = [token_ids, lse, entropy if with_entropy else lse, grad_logp, grad_entropy if with_entropy else lse]
+    slots = ids.shape[1]
+    total, token_ids = grad_logp.sum(1), ids[:, 0] if slots == 1 else torch.full_like(ids[:, 0], -1)
+    per_row = [token_ids, lse, entropy if with_entropy else lse, total, grad_entropy if with_entropy else lse]
     per_row = [x.contiguous() for x in per_row if x is not None]
+    ids, logp, grad_logp = (x.contiguous() for x in (ids, logp, grad_logp))
+    block_slots = max(2, 1 << (slots - 1).bit_length())
+    block_rows = max(1, 256 // block_slots)
 
     chunk = vocab_chunk or max(_LEAST_COLUMNS, _CHUNK_BYTES // (rows * hidden.element_size()))
     # Chunks of one size: the last would otherwise be a fraction that fills the GPU badly.
@@ -238,6 +249,23 @@ def backward(
             WITH_ENTROPY=with_entropy,
             num_warps=4,
         )
+        if slots > 1:
+            put_gradients[(-(-rows // block_rows),)](
+                grads,
+                ids,
+                logp,
+                grad_logp,
+                *per_row[2:],
+                rows,
+                slots,
+                grads.stride(0),
+                start + j,
+                part.shape[0],
+                1.0 / temperature,
+                WITH_ENTROPY=with_entropy,
+                BLOCK_ROWS=block_rows,
+                BLOCK_SLOTS=block_slots,
+            )
         if need_hidden and hidden_grad is None:
             hidden_grad = product(grads, part)
         elif hidden_grad is not None:

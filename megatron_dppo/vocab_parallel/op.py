@@ -58,8 +58,10 @@ def token_stats(
 
     With ``z = hidden weight^T / temperature`` over the columns below ``shard.vocab_size`` of all ranks::
 
-        log pi(a) = z_a - ln sum_j exp z_j          entropy = -sum_j p_j ln p_j
-        dL/dz_j = g (1[j = a] - p_j) - g_H p_j (ln p_j + entropy)
+        log pi(i) = z_i - ln sum_j exp z_j          entropy = -sum_j p_j ln p_j
+        dL/dz_j = sum_i g_i (1[j = i] - p_j) - g_H p_j (ln p_j + entropy)
+
+    where i runs over the token and its top-K ids, whatever rank holds them.
 
     Arguments
         hidden: ``[T, H]``, the same on every rank; or with ``hidden_layout="sequence_sharded"`` this rank's
@@ -81,8 +83,9 @@ def token_stats(
     all-reduce (replicated) or reduce-scatter (sequence-sharded) of the hidden gradient, so it is reduced exactly once.
     They run even where no row is left.
 
-    Gradients flow from ``logp`` and ``entropy`` to ``hidden`` and ``weight``; ranks must back-propagate the same
-    gradients. Rows whose gradients are all zero are dropped before the backward's products. With Megatron's
+    Gradients flow from ``logp``, ``entropy`` and ``topk_logp`` to ``hidden`` and ``weight``; ranks must back-propagate
+    the same gradients. What no loss uses costs nothing: the backward is then that of the others alone. Rows whose
+    gradients are all zero are dropped before the backward's products. With Megatron's
     ``weight.main_grad`` the weight gradient is added there (see :class:`WeightGrad`). Not twice differentiable.
 
     Raises ``ValueError`` for shapes or ids that do not fit together.
@@ -174,31 +177,40 @@ class _TokenStats(torch.autograd.Function):
         ctx.plan = plan
         # A leaf's saved tensor may come back as another object (saved-tensor hooks), which would lack main_grad.
         ctx.weight = weight
-        ctx.save_for_backward(hidden, weight, token_ids, rows, lse, entropy)
         ctx.set_materialize_grads(False)
         absent = token_ids == -1
         topk_logp = None
         if topk_ids is not None:
             topk_logp = topk_rows(put_rows(logp[:, 1:], rows, total), topk_ids, absent)
-            ctx.mark_non_differentiable(topk_logp)
         row_entropy = None if entropy is None else put_rows(entropy, rows, total).masked_fill(absent, 0.0)
-        return put_rows(logp[:, 0], rows, total).masked_fill(absent, 0.0), row_entropy, topk_logp
+        token_logp = put_rows(logp[:, 0], rows, total).masked_fill(absent, 0.0)
+        ctx.save_for_backward(hidden, weight, token_ids, topk_ids, rows, lse, entropy, token_logp, topk_logp)
+        return token_logp, row_entropy, topk_logp
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
-        hidden, weight, token_ids, rows, lse, entropy = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None, grad_topk: Tensor | None
+    ) -> tuple[Any, ...]:
+        hidden, weight, token_ids, topk_ids, rows, lse, entropy, logp, topk_logp = ctx.saved_tensors
         plan: _Plan = ctx.plan
         shard, total = plan.shard, token_ids.shape[0]
         need_hidden, need_weight = ctx.needs_input_grad[:2]
 
-        g = take_rows(token_ids.new_zeros(total, dtype=lse.dtype) if grad_logp is None else grad_logp, rows)
+        # Column 0 is the token's; the others are there where a loss used them.
+        g = (token_ids.new_zeros(total, dtype=lse.dtype) if grad_logp is None else grad_logp)[:, None]
+        ids, logp = token_ids[:, None], logp[:, None]
+        if grad_topk is not None:
+            # An absent id's log-probability is -inf: what comes back through it may be anything.
+            g = torch.cat([g, grad_topk.masked_fill(topk_ids == -1, 0.0)], dim=1)
+            ids, logp = torch.cat([ids, topk_ids], dim=1), torch.cat([logp, topk_logp], dim=1)
+        ids, g, logp = (take_rows(x, rows) for x in (ids, g, logp))
         g_h = None if grad_entropy is None else take_rows(grad_entropy, rows)
-        ids = take_rows(token_ids, rows)
-        live = (g != 0 if g_h is None else (g != 0) | (g_h != 0)) & (ids != -1)
+        live = (g != 0).any(1)
+        live = (live if g_h is None else live | (g_h != 0)) & (ids[:, 0] != -1)
         kept = live.nonzero().squeeze(1)
         if kept.shape[0] < lse.shape[0]:
-            ids, lse, g = ids[kept], lse[kept], g[kept]
+            ids, lse, g, logp = ids[kept], lse[kept], g[kept], logp[kept]
             entropy, g_h = (None if x is None else x[kept] for x in (entropy, g_h))
             rows = kept if rows is None else rows[kept]
 
@@ -209,6 +221,7 @@ class _TokenStats(torch.autograd.Function):
             live_hidden,
             weight[: shard.valid],
             ids,
+            logp,
             lse,
             entropy,
             g,

@@ -25,12 +25,12 @@ def token_stats_from_logits(
 
     With ``z = logits / temperature`` over the columns below ``shard.vocab_size``::
 
-        log pi(a) = z_a - ln sum_j exp z_j          entropy = -sum_j p_j ln p_j
+        log pi(i) = z_i - ln sum_j exp z_j          entropy = -sum_j p_j ln p_j
 
     Shapes: ``logits_local [T, V_local]`` with ``V_local = shard.stop - shard.start``; ids are global; results are
     replicated over ``shard.group``. Below float64 everything is computed in float32. Collectives: one all-gather of
-    ``[3 + 1 + K, T]``. Gradients flow from ``logp`` and ``entropy`` to ``logits_local``; every rank must
-    back-propagate the same gradients. Memory is that of several ``[T, V_local]`` tensors: this is what
+    ``[3 + 1 + K, T]``. Gradients flow from all three to ``logits_local``; every rank must back-propagate the same
+    gradients. Memory is that of several ``[T, V_local]`` tensors: this is what
     :func:`token_stats` is tested against, not what trains.
     """
     if logits_local.shape[1] != shard.stop - shard.start:
@@ -50,7 +50,7 @@ def token_stats_from_logits(
     return TokenStats(
         logp=logp[:, 0].masked_fill(absent, 0.0),
         entropy=None if row_entropy is None else row_entropy.masked_fill(absent, 0.0),
-        topk_logp=None if topk_ids is None else topk_rows(logp[:, 1:].detach(), topk_ids, absent),
+        topk_logp=None if topk_ids is None else topk_rows(logp[:, 1:], topk_ids, absent),
     )
 
 

@@ -1,4 +1,5 @@
-"""Two small Triton kernels around the Hopper forward: sorting wanted ids for it, and folding its tile statistics."""
+"""Small Triton kernels around the Hopper ones: sorting wanted ids for the forward, folding its tile statistics, and the
+entries of the top K in the backward's gradients."""
 
 # mypy: ignore-errors
 import triton
@@ -79,3 +80,54 @@ def sort_ids(
         below = tl.sum((ids[:, None, :] < edge[None, :, None]).to(tl.int32), axis=2)
         inside = (row < rows)[:, None] & (tile <= tiles)[None, :]
         tl.store(first_slot_ptr + row[:, None] * (tiles + 1) + tile[None, :], below, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "slots", "stride", "first_column", "columns"])
+def put_gradients(
+    out_ptr,
+    ids_ptr,
+    logp_ptr,
+    grads_ptr,
+    entropies_ptr,
+    totals_ptr,
+    grads_entropy_ptr,
+    rows,
+    slots,
+    stride,
+    first_column,
+    columns,
+    inverse_temperature,
+    WITH_ENTROPY: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+):
+    """Write over the columns of ``out [rows, columns]`` that are wanted ids, from ``logp`` and ``g [rows, slots]``::
+
+        (sum of g over the slots of the same id - total p - g_H p (logp + entropy)) / temperature,   p = exp(logp)
+
+    ``ids [rows, slots]`` are global, in any order; columns start at ``first_column``, and ids outside them are passed
+    over. Repeats of an id write the same number. ``total`` is the sum of the row's ``g``; with ``WITH_ENTROPY`` False
+    the entropy pointers are not read.
+    """
+    row = (tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+    slot = tl.arange(0, BLOCK_SLOTS)
+    at = row[:, None] * slots + slot[None, :]
+    mask = (row < rows)[:, None] & (slot < slots)[None, :]
+    ids = tl.load(ids_ptr + at, mask=mask, other=-1)
+    own = tl.zeros([BLOCK_ROWS, BLOCK_SLOTS], tl.float32)
+    for other in range(slots):
+        beside = row * slots + other
+        other_id = tl.load(ids_ptr + beside, mask=row < rows, other=-1)
+        other_grad = tl.load(grads_ptr + beside, mask=row < rows, other=0.0)
+        own += tl.where(ids == other_id[:, None], other_grad[:, None], 0.0)
+    logp = tl.load(logp_ptr + at, mask=mask, other=0.0)
+    p = tl.exp(logp)
+    grad = own - tl.load(totals_ptr + row, mask=row < rows, other=0.0)[:, None] * p
+    if WITH_ENTROPY:
+        entropy = tl.load(entropies_ptr + row, mask=row < rows, other=0.0)
+        grad_entropy = tl.load(grads_entropy_ptr + row, mask=row < rows, other=0.0)
+        grad -= grad_entropy[:, None] * p * (logp + entropy[:, None])
+    column = ids - first_column
+    inside = mask & (column >= 0) & (column < columns)
+    value = (grad * inverse_temperature).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row[:, None] * stride + column, value, mask=inside)

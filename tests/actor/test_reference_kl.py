@@ -35,9 +35,11 @@ COEFFICIENT = 0.05
 
 @dataclass
 class WithKL(Reference):
-    """+ coefficient d^2 / 2 on every trained token, d = log pi - log of the model at the start."""
+    """+ coefficient k on every trained token: with d = log pi - log of the model at the start k2, d^2 / 2, or the KL
+    over the rollout's top K, the token and the rest."""
 
     start: dict[int, torch.Tensor] = field(default_factory=dict)
+    estimator: str = "k2"
 
     def loss(self, sequences: np.ndarray, before: dict[int, torch.Tensor]) -> tuple[torch.Tensor, float]:
         total, size = super().loss(sequences, before)
@@ -46,8 +48,17 @@ class WithKL(Reference):
             logp, rows = self.log_probs(int(i))
             for t, row in enumerate(rows):
                 if self.batch.loss_mask[row + 1]:
-                    token = int(self.batch.token_ids[row + 1])
-                    term = COEFFICIENT * (logp[t, token] - self.start[int(i)][t, token]) ** 2 / 2 / scale
+                    token, start = int(self.batch.token_ids[row + 1]), self.start[int(i)][t]
+                    if self.estimator == "k2":
+                        kl = (logp[t, token] - start[token]) ** 2 / 2
+                    else:
+                        kl = torch.zeros((), dtype=torch.float64)
+                        members = sorted({token, *self.batch.topk_ids[row + 1].tolist()})
+                        for one in members:
+                            kl = kl + logp[t, one].exp() * (logp[t, one] - start[one])
+                        rest = torch.clamp(1 - logp[t, members].exp().sum(), min=1e-6)
+                        kl = kl + rest * (rest / torch.clamp(1 - start[members].exp().sum(), min=1e-6)).log()
+                    term = COEFFICIENT * kl / scale
                     total, size = total + term, size + float(term.detach())
         return total, size
 
@@ -69,13 +80,21 @@ def kl(coefficient: float, estimator: str = "k2", place: str = "loss") -> Any:
 
 
 @pytest.mark.parametrize(
-    "layout", ["1 rank", *(pytest.param(name, marks=pytest.mark.full) for name in ("TP2 EP2", "PP2 CP2"))]
+    ("layout", "estimator"),
+    [
+        ("1 rank", "k2"),
+        ("TP2 CP2", "topk"),
+        *(pytest.param(name, "k2", marks=pytest.mark.full) for name in ("TP2 EP2", "PP2 CP2")),
+        *(pytest.param(name, "topk", marks=pytest.mark.full) for name in ("1 rank", "TP2 EP2", "PP2 CP2", "DP2")),
+    ],
 )
-def test_three_steps_equal_transformers(world: World, layout: str) -> None:
-    """With a penalty every gradient and weight; at a coefficient of 0 what the run without one computes, to the bit."""
+def test_three_steps_equal_transformers(world: World, layout: str, estimator: str) -> None:
+    """With a penalty every gradient and weight, however sequences and vocabulary are split; at a coefficient of 0 what
+    the run without one computes, to the bit."""
     ranks, sizes = LAYOUTS[layout]
     case = Case("dppo-binary-tv")
-    arguments = (str(world.path), sizes, world.lesson, case, [None, kl(0.0), kl(COEFFICIENT)])
+    kls = [None, kl(0.0, estimator), kl(COEFFICIENT, estimator)]
+    arguments = (str(world.path), sizes, world.lesson, case, kls)
     without, at_zero, penalised = run_ranks(train_rank, ranks, *arguments)[0]
     for name, weight in without.weights.items():
         np.testing.assert_array_equal(at_zero.weights[name], weight, err_msg=name)
@@ -89,6 +108,7 @@ def test_three_steps_equal_transformers(world: World, layout: str) -> None:
     model.set_experts_implementation("eager")
     lesson = world.lesson
     reference = WithKL(model, lesson.batch, lesson.advantages, case.preset, NORMALISER, TEMPERATURE, case.replay)
+    reference.estimator = estimator
     with torch.no_grad():
         reference.start = {i: reference.log_probs(i)[0] for i in range(len(lesson.batch))}
     history = reference.train(lesson.updates, lr=LR, clip=CLIP, epsilon=EPSILON)

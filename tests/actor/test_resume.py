@@ -18,7 +18,7 @@ MINI_BATCHES = [np.arange(first, first + 6) for first in (0, 3, 6, 2, 5, 1, 4, 0
 
 
 def train_eight(
-    rank: int, path: str, layout: dict, lesson: Lesson, root: Path, first: int, stop: int
+    rank: int, path: str, layout: dict, lesson: Lesson, root: Path, estimator: str, first: int, stop: int
 ) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
     """Gradient steps `first .. stop - 1`; from a saved state unless first is 0; saved at the fourth. The metrics of
     each, and the weights (rank 0)."""
@@ -28,7 +28,7 @@ def train_eight(
     from megatron_dppo.checkpoint.training_state import TrainingStates
 
     # With a KL to the weights that the first run began with, which are not those of the state.
-    kl = ReferenceKL(coefficient=0.05, estimator=KLEstimator.K2, place=KLPlace.LOSS)
+    kl = ReferenceKL(coefficient=0.05, estimator=KLEstimator(estimator), place=KLPlace.LOSS)
     actor = build_actor(path, layout, Case("dppo-binary-tv"), reference_kl=kl, **SCHEDULE)
     states = TrainingStates(root, actor.trainee)
     if first:
@@ -53,11 +53,15 @@ def cosine(step: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("first", "others"), [("TP2 EP2", ["TP2 EP2", "1 rank"]), ("DP2", ["PP2 VPP2"])], ids=["TP2 EP2", "DP2"]
+    ("first", "others", "estimator"),
+    [("TP2 EP2", ["TP2 EP2", "1 rank"], "topk"), ("DP2", ["PP2 VPP2"], "k2")],
+    ids=["TP2 EP2", "DP2"],
 )
-def test_eight_steps_are_four_and_four(world: World, tmp_path: Path, first: str, others: list[str]) -> None:
+def test_eight_steps_are_four_and_four(
+    world: World, tmp_path: Path, first: str, others: list[str], estimator: str
+) -> None:
     """Under the layout that saved the state, to the bit, and under others."""
-    check_resumed(world, tmp_path, first, others)
+    check_resumed(world, tmp_path, first, others, estimator)
 
 
 @pytest.mark.parametrize(
@@ -78,12 +82,14 @@ def test_states_of_other_families(worlds: Callable[[str], World], family: str, t
             assert not np.array_equal(expected[name], before[name].detach().numpy())
 
 
-def check_resumed(world: World, folder: Path, first: str, others: list[str]) -> dict[str, np.ndarray]:
+def check_resumed(
+    world: World, folder: Path, first: str, others: list[str], estimator: str = "k2"
+) -> dict[str, np.ndarray]:
     """The weights after eight steps under `first`."""
 
     def run(layout: str, *steps: Any) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
         ranks, sizes = LAYOUTS[layout]
-        return run_ranks(train_eight, ranks, str(world.path), sizes, world.lesson, folder, *steps)[0]
+        return run_ranks(train_eight, ranks, str(world.path), sizes, world.lesson, folder, estimator, *steps)[0]
 
     whole, expected = run(first, 0, 8)
     for second in others:

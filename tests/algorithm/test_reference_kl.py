@@ -61,12 +61,62 @@ def test_k1_and_k3_are_unbiased_and_topk_is_exact() -> None:
         mean = (logp.exp() * kl_of_sampled(KLEstimator(name), logp, reference, ALL)).sum()
         torch.testing.assert_close(mean, exact, rtol=1e-12, atol=0)
     every = torch.ones(1, 7, dtype=torch.bool)
-    torch.testing.assert_close(kl_of_topk(logp[None], reference[None], every)[0], exact, rtol=1e-9, atol=0)
+    one = torch.ones(1, dtype=torch.bool)
+    torch.testing.assert_close(kl_of_topk(logp[None], reference[None], every, one)[0], exact, rtol=1e-9, atol=0)
     some = every.clone()
     some[:, 4:] = False
     rest, other = logp[4:].exp().sum(), reference[4:].exp().sum()
     reduced = (logp[:4].exp() * (logp[:4] - reference[:4])).sum() + rest * (rest / other).log()
-    torch.testing.assert_close(kl_of_topk(logp[None], reference[None], some)[0], reduced, rtol=1e-9, atol=0)
+    torch.testing.assert_close(kl_of_topk(logp[None], reference[None], some, one)[0], reduced, rtol=1e-9, atol=0)
+
+
+def sets() -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of pi with gradient, log of the reference, and members that leave some tokens out: `[5, 9]`."""
+    generator = torch.Generator().manual_seed(5)
+    logits, reference = torch.randn(2, 5, 9, generator=generator, dtype=torch.float64)
+    member = torch.rand(5, 9, generator=generator) < 0.6
+    member[:, 0], member[:, 1] = True, False
+    return logits.requires_grad_(), reference.log_softmax(-1), member
+
+
+def test_the_gradient_over_sets_is_that_of_the_formula() -> None:
+    logits, reference, member = sets()
+    every = torch.ones(5, dtype=torch.bool)
+
+    def kl(logits: Tensor) -> Tensor:
+        return kl_of_topk(logits.log_softmax(-1), reference, member, every)
+
+    assert torch.autograd.gradcheck(kl, logits)
+    logp = logits.detach().log_softmax(-1).requires_grad_()
+    (gradient,) = torch.autograd.grad(kl_of_topk(logp, reference, member, every).sum(), logp)
+    with torch.no_grad():
+        rest, other = (1 - torch.where(member, one.exp(), 0.0).sum(-1, keepdim=True) for one in (logp, reference))
+        formula = torch.where(member, logp.exp() * (logp - reference - (rest / other).log()), 0.0)
+    torch.testing.assert_close(gradient, formula, rtol=1e-9, atol=1e-14)
+    (at_reference,) = torch.autograd.grad(kl_of_topk(logp, logp.detach(), member, every).sum(), logp)
+    torch.testing.assert_close(at_reference, torch.zeros_like(logp), rtol=0, atol=1e-14)
+
+
+def test_no_gradient_comes_from_what_does_not_count_and_none_is_nan() -> None:
+    """Columns and rows that are left out hold anything; certain tokens and lost ones."""
+    logits, reference, member = sets()
+    trained = torch.tensor([True, False, True, True, True])
+    logp = logits.detach().log_softmax(-1)
+    logp[2] = torch.tensor([0.0, *[-math.inf] * 8])  # all mass on one token, and float32 may say so
+    logp[3, 0] = 0.0  # more than 1 in all, as rounding may leave it
+    logp[4, 2] = -200.0
+    member[4, 2] = True
+    expected = kl_of_topk(logp, reference, member, trained)
+    dirty = logp.masked_fill(~(member & trained[:, None]), math.nan).requires_grad_()
+    found = kl_of_topk(dirty, reference.masked_fill(~member, math.nan), member, trained)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert found[1] == 0
+    (gradient,) = torch.autograd.grad(found.sum(), dirty)
+    assert gradient.isfinite().all()
+    assert (gradient[~(member & trained[:, None])] == 0).all()
+    assert gradient[3, 0] != 0
+    reference[0, 0] = -math.inf  # what the reference has lost shows as a loss that is not finite
+    assert kl_of_topk(logp, reference, member, trained)[0] == math.inf
 
 
 def test_the_penalty_is_added_on_trained_rows_blocked_or_not() -> None:

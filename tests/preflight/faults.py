@@ -102,14 +102,8 @@ FAULTS: dict[str, tuple[list[str], str, str]] = {
         "but K is 7; set algorithm.overrides.topk=300 and rollout.top_k_logprobs=300, or choose a divergence of fewer "
         "tokens",
     ),
-    "top-K in the loss": (
-        ["algorithm.reference_kl={coefficient: 0.1, estimator: topk}"],
-        "algorithm",
-        "algorithm.reference_kl: the top-K estimate has no gradient, so it cannot be in the loss; set "
-        "algorithm.reference_kl.place=reward, or estimator k2 or k3",
-    ),
     "top-K that nobody records": (
-        ["algorithm.reference_kl={coefficient: 0.1, estimator: topk, place: reward}", "rollout.top_k_logprobs=0"],
+        ["algorithm.reference_kl={coefficient: 0.1, estimator: topk}", "rollout.top_k_logprobs=0"],
         "algorithm",
         "algorithm.reference_kl.estimator=topk needs the engine's top-K log-probabilities; set rollout.top_k_logprobs",
     ),

@@ -20,7 +20,7 @@ def dense_stats(
 ) -> Dense:
     """log-softmax over the true vocabulary of the whole head, all of it in memory, differentiable."""
     log_p = torch.log_softmax(hidden @ weight[:vocab_size].t() / temperature, dim=-1)
-    topk = log_p.detach().gather(1, topk_ids.clamp(min=0)).masked_fill(topk_ids == -1, -torch.inf)
+    topk = log_p.gather(1, topk_ids.clamp(min=0)).masked_fill(topk_ids == -1, -torch.inf)
     return Dense(log_p.gather(1, token_ids[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1), topk)
 
 
@@ -32,9 +32,16 @@ class Problem:
     topk_ids: Tensor
     grad_logp: Tensor
     grad_entropy: Tensor
+    grad_topk: Tensor
 
-    def gradients(self, logp: Tensor, entropy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad((logp * self.grad_logp + entropy * self.grad_entropy).sum(), inputs)
+    def gradients(
+        self, logp: Tensor, entropy: Tensor, *inputs: Tensor, topk: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Of a loss of the first two, and of `topk` where it is given; the graph stays."""
+        outputs, upstream = [logp, entropy], [self.grad_logp, self.grad_entropy]
+        if topk is not None:
+            outputs, upstream = [*outputs, topk], [*upstream, self.grad_topk]
+        return torch.autograd.grad(outputs, inputs, upstream, retain_graph=True)
 
 
 def random_problem(
@@ -52,4 +59,5 @@ def random_problem(
         ids,
         torch.randn(tokens, dtype=torch.float64, generator=generator),
         torch.randn(tokens, dtype=torch.float64, generator=generator),
+        torch.randn(tokens, topk, dtype=torch.float64, generator=generator),
     )

@@ -95,6 +95,7 @@ def train(path: Path, layout: dict[str, Any], hook: bool) -> dict[str, Tensor]:
             columns = [stats.logp[:, None], stats.entropy[:, None], stats.topk_logp]
             outputs[name] = torch.cat(columns, dim=1).detach()[mask]
             value = ((batch["weight"][0] * stats.logp + 0.1 * batch["weight"][1] * stats.entropy) * mask).sum()
+            value = value + (0.2 * stats.topk_logp.exp().sum(1) * mask).sum()
             return value, torch.tensor(1, dtype=torch.int), {}
 
         return out, loss

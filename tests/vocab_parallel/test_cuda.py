@@ -42,15 +42,21 @@ class Problem:
             self.token_ids[::2] = likeliest[::2]
         self.grad_logp = torch.randn(tokens, generator=g, device="cuda")
         self.grad_entropy = torch.randn(tokens, generator=g, device="cuda")
+        self.grad_topk = torch.randn(tokens, topk, generator=g, device="cuda")
         self.shard = VocabShard(0, rows, vocab_size)
 
     def stats(self, **options) -> TokenStats:  # type: ignore[no-untyped-def]
         return token_stats(self.hidden, self.weight, self.token_ids, self.topk_ids, **({"shard": self.shard} | options))
 
-    def gradients(self, stats: TokenStats) -> tuple[Tensor, Tensor]:
-        assert stats.entropy is not None
-        loss = (stats.logp * self.grad_logp).sum() + (stats.entropy * self.grad_entropy).sum()
-        return torch.autograd.grad(loss, (self.hidden, self.weight))
+    def gradients(
+        self, stats: TokenStats, topk: bool = False, inputs: tuple[Tensor, ...] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """Of a loss of `logp` and `entropy`, with `topk` of the top K as well; the graph stays."""
+        outputs, upstream = [stats.logp, stats.entropy], [self.grad_logp, self.grad_entropy]
+        if topk:
+            outputs, upstream = [*outputs, stats.topk_logp], [*upstream, self.grad_topk]
+        upstream = [grad.to(output.dtype) for grad, output in zip(upstream, outputs, strict=True)]
+        return torch.autograd.grad(outputs, inputs or (self.hidden, self.weight), upstream, retain_graph=True)  # type: ignore[return-value,arg-type]
 
 
 def relative_error(got: Tensor, exact: Tensor) -> float:
@@ -84,17 +90,16 @@ def test_equals_float64(
     exact = token_stats_from_logits(
         h @ w.t(), problem.token_ids, problem.topk_ids, shard=problem.shard, temperature=temperature
     )
-    assert exact.entropy is not None
-    loss = (exact.logp * problem.grad_logp).sum() + (exact.entropy * problem.grad_entropy).sum()
-    expected = torch.autograd.grad(loss, (h, w))
     got = problem.stats(implementation=implementation, temperature=temperature, vocab_chunk=3000)
     close = {"rtol": 0.0, "atol": 4e-4}
     torch.testing.assert_close(got.logp.double(), exact.logp, **close)
     torch.testing.assert_close(got.entropy.double(), exact.entropy, **close)  # type: ignore[union-attr]
     torch.testing.assert_close(got.topk_logp.double(), exact.topk_logp, **close)  # type: ignore[union-attr]
     assert (got.logp <= 0).all()
-    for ours, theirs in zip(problem.gradients(got), expected, strict=True):
-        assert relative_error(ours, theirs) < 4e-3
+    for topk_used in (False, True):
+        expected = problem.gradients(exact, topk_used, (h, w))
+        for ours, theirs in zip(problem.gradients(got, topk_used), expected, strict=True):
+            assert relative_error(ours, theirs) < 4e-3
 
 
 def test_extreme_logits() -> None:
@@ -106,18 +111,19 @@ def test_extreme_logits() -> None:
         assert stats.logp.isfinite().all()
         assert (stats.logp <= 0).all()
         assert (stats.entropy >= -1e-6).all()
-        assert all(g.isfinite().all() for g in problem.gradients(stats))
+        assert all(g.isfinite().all() for g in problem.gradients(stats, topk=True))
     torch.testing.assert_close(stats.logp, torch.full_like(stats.logp, -math.log(2999)))
 
 
-def test_errors_no_worse_than_a_plain_product_and_a_bf16_oracle() -> None:
+@pytest.mark.parametrize("topk_used", [False, True])
+def test_errors_no_worse_than_a_plain_product_and_a_bf16_oracle(topk_used: bool) -> None:
     """At the real vocabulary: log pi against float64 beside an fp32-output product; gradients beside exact logit
     gradients rounded once to bf16 and multiplied exactly."""
     tokens, vocab = 2048, 151936
     problem = Problem(tokens, 2048, vocab, vocab, 20)
     h, w = problem.hidden.detach(), problem.weight.detach()
     stats = problem.stats(implementation="fused")
-    d_hidden, d_weight = problem.gradients(stats)
+    d_hidden, d_weight = problem.gradients(stats, topk_used)
     h64, w64, ids = h.double(), w.double(), problem.token_ids[:, None]
     z = h64 @ w64.t()
     lse = z.logsumexp(1, keepdim=True)
@@ -129,8 +135,11 @@ def test_errors_no_worse_than_a_plain_product_and_a_bf16_oracle() -> None:
     log_p = z.sub_(lse)
     entropy = torch.stack([-(row.exp() * row).sum() for row in log_p])
     g, g_h = problem.grad_logp.double()[:, None], problem.grad_entropy.double()[:, None]
-    dz = log_p.exp() * -(g + g_h * (log_p + entropy[:, None]))
-    dz.scatter_add_(1, ids, g)
+    if topk_used:
+        ids = torch.cat([ids, problem.topk_ids], dim=1)
+        g = torch.cat([g, problem.grad_topk.double()], dim=1).masked_fill(ids == -1, 0.0)
+    dz = log_p.exp() * -(g.sum(1, keepdim=True) + g_h * (log_p + entropy[:, None]))
+    dz.scatter_add_(1, ids.clamp(min=0), g)
     del z, log_p
     for got, factor in ((d_hidden, lambda x: x @ w64), (d_weight, lambda x: x.t() @ h64)):
         exact_grad = factor(dz)
@@ -146,15 +155,18 @@ def test_peak_memory_and_same_bits_twice() -> None:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     stats = problem.stats()
-    gradients = problem.gradients(stats)
+    gradients = problem.gradients(stats, topk=True)
     assert (torch.cuda.max_memory_allocated() - before) / GIB <= 2.5
     again = problem.stats()
     for a, b in zip(
         (stats.logp, stats.entropy, stats.topk_logp, *gradients),
-        (again.logp, again.entropy, again.topk_logp, *problem.gradients(again)),
+        (again.logp, again.entropy, again.topk_logp, *problem.gradients(again, topk=True)),
         strict=True,
     ):
         assert torch.equal(a, b)  # type: ignore[arg-type]
+    without = token_stats(problem.hidden, problem.weight, problem.token_ids, shard=problem.shard)
+    for a, b in zip(problem.gradients(stats), problem.gradients(without), strict=True):
+        assert torch.equal(a, b), "a top K that no loss uses changes no bit"
 
 
 def test_masked_rows_and_main_grad() -> None:
@@ -165,15 +177,15 @@ def test_masked_rows_and_main_grad() -> None:
     assert torch.equal(masked.logp, whole.logp * mask)
     problem.grad_logp *= mask
     problem.grad_entropy *= mask
-    expected = problem.gradients(masked)
+    expected = problem.gradients(masked, topk=True)
     main_grad = torch.ones(5000, 256, device="cuda")
     problem.weight.main_grad = main_grad  # type: ignore[attr-defined]
     problem.weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-    d_hidden, _ = problem.gradients(problem.stats(loss_mask=mask))
+    d_hidden, _ = problem.gradients(problem.stats(loss_mask=mask), topk=True)
     assert torch.equal(d_hidden, expected[0])
     torch.testing.assert_close(main_grad - 1, expected[1].float(), rtol=1e-2, atol=1e-3)
     nothing = problem.stats(loss_mask=torch.zeros_like(mask))
-    d_hidden, _ = problem.gradients(nothing)
+    d_hidden, _ = problem.gradients(nothing, topk=True)
     assert (nothing.logp == 0).all()
     assert (d_hidden == 0).all()
 
@@ -198,7 +210,7 @@ def _nccl_rank(rank: int, world: int, port: int) -> None:
     rows = -(-20000 // (128 * world)) * 128
     whole = Problem(1024, 512, rows * world, 20000, 20)
     expected = whole.stats()
-    expected_hidden, expected_weight = whole.gradients(expected)
+    expected_hidden, expected_weight = whole.gradients(expected, topk=True)
     shard = VocabShard.even(rows, 20000, dist.group.WORLD)
     for layout in ("replicated", "sequence_sharded"):
         part = Problem(1024, 512, rows * world, 20000, 20)
@@ -206,7 +218,7 @@ def _nccl_rank(rank: int, world: int, port: int) -> None:
         if layout == "sequence_sharded":
             part.hidden = part.hidden.detach().chunk(world)[rank].clone().requires_grad_()
         stats = part.stats(shard=shard, hidden_layout=layout, implementation="fused")
-        d_hidden, d_weight = part.gradients(stats)
+        d_hidden, d_weight = part.gradients(stats, topk=True)
         torch.testing.assert_close(stats.logp, expected.logp, rtol=0, atol=1e-5)
         torch.testing.assert_close(stats.topk_logp, expected.topk_logp, rtol=0, atol=1e-5)
         packed = torch.stack([stats.logp, stats.entropy])  # type: ignore[list-item]

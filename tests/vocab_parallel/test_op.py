@@ -31,22 +31,25 @@ def assert_equals_dense(problem: Problem, vocab_size: int, temperature: float = 
     torch.testing.assert_close(got.entropy, expected.entropy, **EXACT)
     torch.testing.assert_close(got.topk_logp, expected.topk_logp, **EXACT)
     inputs = (problem.hidden, problem.weight)
-    for ours, theirs in zip(
-        problem.gradients(got.logp, got.entropy, *inputs),
-        problem.gradients(expected.logp, expected.entropy, *inputs),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs, **EXACT)
+    for topk in (False, True):
+        for ours, theirs in zip(
+            problem.gradients(got.logp, got.entropy, *inputs, topk=got.topk_logp if topk else None),
+            problem.gradients(expected.logp, expected.entropy, *inputs, topk=expected.topk_logp if topk else None),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, theirs, **EXACT)
 
 
-@pytest.mark.parametrize("outputs", ["logp", "entropy", "both"])
+@pytest.mark.parametrize("outputs", ["logp", "entropy", "topk", "all"])
 def test_gradcheck(outputs: str) -> None:
     problem = random_problem(5, 4, 14, 11, 3)
     pick: dict[str, Callable[[TokenStats], object]] = {
         "logp": lambda s: s.logp,
         "entropy": lambda s: s.entropy,
-        "both": lambda s: (s.logp, s.entropy),
+        "topk": lambda s: s.topk_logp,
+        "all": lambda s: (s.logp, s.entropy, s.topk_logp),
     }
+    problem.topk_ids.clamp_(min=0)  # the log-probability of an absent id is -inf, which has no difference quotient
 
     def run(hidden: Tensor, weight: Tensor) -> object:
         shard = VocabShard(0, 14, 11)
@@ -152,11 +155,11 @@ def test_masked_rows_are_constants_without_gradient_and_change_nothing() -> None
     absent = problem.topk_ids == -1
     assert (got.topk_logp[absent] == -torch.inf).all()
     assert (got.topk_logp[~counts[:, None] & ~absent] == 0).all()
-    d_hidden, d_weight = problem.gradients(got.logp, got.entropy, problem.hidden, problem.weight)
+    d_hidden, d_weight = problem.gradients(got.logp, got.entropy, problem.hidden, problem.weight, topk=got.topk_logp)
     assert (d_hidden[~counts] == 0).all()
     assert (d_hidden[counts] != 0).any(1).all()
-    weights = (problem.grad_logp[kept], problem.grad_entropy[kept])
-    expected = torch.autograd.grad((alone.logp * weights[0] + alone.entropy * weights[1]).sum(), problem.weight)[0]
+    weights = (problem.grad_logp[kept], problem.grad_entropy[kept], problem.grad_topk[kept])
+    expected = torch.autograd.grad((alone.logp, alone.entropy, alone.topk_logp), problem.weight, weights)[0]
     torch.testing.assert_close(d_weight, expected, **EXACT)
 
 
@@ -164,6 +167,7 @@ def test_rows_with_zero_gradient_are_dropped_exactly() -> None:
     problem = random_problem(9, 5, 20, 20, 2)
     problem.grad_logp[::2] = 0.0
     problem.grad_entropy[::2] = 0.0
+    problem.grad_topk[::4] = 0.0  # rows that only a top-K loss trains are among the others
     assert_equals_dense(problem, 20)
 
 
@@ -192,8 +196,6 @@ def test_optional_outputs_and_frozen_inputs() -> None:
     assert plain.topk_logp is None
     full = stats_of(problem, 20)
     torch.testing.assert_close(plain.logp, full.logp, **EXACT)
-    assert full.topk_logp is not None
-    assert not full.topk_logp.requires_grad
     frozen = token_stats(problem.hidden, problem.weight.detach(), problem.token_ids, shard=shard)
     d_hidden = torch.autograd.grad(frozen.logp.sum(), problem.hidden)[0]
     head_only = token_stats(problem.hidden.detach(), problem.weight, problem.token_ids, shard=shard)
@@ -225,11 +227,27 @@ def test_reference_is_differentiable_and_equal() -> None:
     torch.testing.assert_close(got.topk_logp, expected.topk_logp, **EXACT)
     inputs = (problem.hidden, problem.weight)
     for ours, theirs in zip(
-        problem.gradients(got.logp, got.entropy, *inputs),
-        problem.gradients(expected.logp, expected.entropy, *inputs),
+        problem.gradients(got.logp, got.entropy, *inputs, topk=got.topk_logp),
+        problem.gradients(expected.logp, expected.entropy, *inputs, topk=expected.topk_logp),
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs, **EXACT)
+
+
+def test_a_top_k_that_no_loss_uses_changes_no_bit() -> None:
+    """Nor does one whose ids are all absent, whatever comes back through them."""
+    problem = random_problem(33, 16, 300, 290, 4)
+    shard, inputs = VocabShard(0, 300, 290), (problem.hidden, problem.weight)
+    without = token_stats(*inputs, problem.token_ids, shard=shard)
+    beside = stats_of(problem, 290)
+    absent = token_stats(*inputs, problem.token_ids, torch.full_like(problem.topk_ids, -1), shard=shard)
+    problem.grad_topk.fill_(torch.nan)
+    found = [
+        [stats.logp, stats.entropy, *problem.gradients(stats.logp, stats.entropy, *inputs, topk=topk)]  # type: ignore[arg-type]
+        for stats, topk in ((without, None), (beside, None), (absent, absent.topk_logp))
+    ]
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
 def test_two_runs_give_the_same_bits() -> None:
@@ -238,7 +256,7 @@ def test_two_runs_give_the_same_bits() -> None:
     for _ in range(2):
         stats = stats_of(problem, 290)
         assert stats.entropy is not None
-        gradients = problem.gradients(stats.logp, stats.entropy, problem.hidden, problem.weight)
+        gradients = problem.gradients(stats.logp, stats.entropy, problem.hidden, problem.weight, topk=stats.topk_logp)
         runs.append((stats.logp, stats.entropy, stats.topk_logp, *gradients))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 

@@ -56,12 +56,13 @@ def _outputs(rank: int, edges: list[int], layout: str, op: str, masked: bool) ->
         )
     assert got.entropy is not None
     assert got.topk_logp is not None
-    d_hidden, d_weight = problem.gradients(got.logp, got.entropy, hidden, weight)
+    d_hidden, d_weight = problem.gradients(got.logp, got.entropy, hidden, weight, topk=got.topk_logp)
 
     dense = dense_stats(problem.hidden, problem.weight, problem.token_ids, problem.topk_ids, VOCAB, 0.8)
     keep = torch.ones(12) if mask is None else mask
-    loss = (dense.logp * problem.grad_logp + dense.entropy * problem.grad_entropy) * keep
-    dense_hidden, dense_weight = torch.autograd.grad(loss.sum(), (problem.hidden, problem.weight))
+    upstream = (problem.grad_logp * keep, problem.grad_entropy * keep, problem.grad_topk * keep[:, None])
+    outputs = (dense.logp, dense.entropy, dense.topk_logp)
+    dense_hidden, dense_weight = torch.autograd.grad(outputs, (problem.hidden, problem.weight), upstream)
     rows = keep.bool()
     close = {"rtol": 0.0, "atol": 1e-12}
     torch.testing.assert_close(got.logp[rows], dense.logp[rows], **close)
@@ -127,7 +128,8 @@ def _count_collectives(world: int) -> None:
         )
         forward = list(calls)
         calls.clear()
-        stats.logp.sum().backward()
+        assert stats.topk_logp is not None
+        (stats.logp.sum() + stats.topk_logp.exp().sum()).backward()
         for p in patches:
             p.stop()
         statistics = ("all_gather_into_tensor", 12 * 4 * (4 + 5))
