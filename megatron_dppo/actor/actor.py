@@ -340,11 +340,11 @@ class MegatronActor:
         self._require("weights")
         return self._exporter.stream()
 
-    def weight_buckets(self, bucket_bytes: int) -> WeightBuckets:
-        """The weights as they go to an engine, planned once."""
+    def weight_buckets(self, bucket_bytes: int, shares: int = 1) -> WeightBuckets:
+        """The weights as they go to engines whose experts `shares` workers divide, planned once."""
         self._require("weights")
         if self._buckets is None:
-            self._buckets = self._exporter.buckets(bucket_bytes)
+            self._buckets = self._exporter.buckets(bucket_bytes, shares)
         return self._buckets
 
     def offload(self, parts: Iterable[Part] = PARTS) -> int:

@@ -19,6 +19,7 @@ from megatron_dppo.checkpoint.weight_layout import (
     aligned,
     extent,
     lies_whole,
+    share_of,
 )
 from megatron_dppo.models.names import Block
 
@@ -40,6 +41,8 @@ class _Item:
     slot: TensorSlot
     sources: tuple[tuple[str, Source], ...]
     """(name, source) in the order in which the bytes lie."""
+    share: int | None = None
+    """See `BucketLayout.share`."""
 
     def take(self, count: int) -> tuple[_Item, _Item | None]:
         """The first `count` experts of a stack, and the rest."""
@@ -49,7 +52,21 @@ class _Item:
         first, stop = self.slot.experts
         head = replace(self.slot, experts=(first, first + count))
         tail = replace(self.slot, experts=(first + count, stop))
-        return _Item(head, self.sources[:count]), _Item(tail, self.sources[count:])
+        return replace(self, slot=head, sources=self.sources[:count]), replace(
+            self, slot=tail, sources=self.sources[count:]
+        )
+
+    def divided(self, shares: int) -> Iterator[_Item]:
+        """A layer's stack of experts, by the worker that needs them; anything else as it is."""
+        if shares == 1 or self.slot.experts is None:
+            yield self
+            return
+        rest: _Item | None = self
+        for share in range(shares):
+            first, stop = share_of(self.slot.experts[1], share, shares)
+            if rest is not None and stop > first:
+                own, rest = rest.take(stop - first)
+                yield replace(own, share=share)
 
 
 @dataclass(frozen=True)
@@ -67,6 +84,7 @@ class WeightBuckets:
 
     Within a layer the experts' tensors are stacked by matrix (all gate projections, all up projections, ...), so that a
     rank writes its experts with one concatenation and a receiver loads them with one call, not with one per tensor.
+    Where the workers of an engine divide the experts, those of each worker have buckets of their own.
     """
 
     def __init__(
@@ -77,6 +95,7 @@ class WeightBuckets:
         *,
         rank: int,
         bucket_bytes: int,
+        shares: int = 1,
     ) -> None:
         """
         tensors       (Hugging Face name, shape, dtype) of the whole model, in the order of `by_matrix`
@@ -84,31 +103,51 @@ class WeightBuckets:
         local         blocks that this rank sends: how to get one, asked anew for each sync (Megatron-Core's buffers,
                       and offloading, put other memory behind a parameter)
         bucket_bytes  of a bucket; a dense tensor that is larger gets a bucket of its own
+        shares        workers of an engine that divide the experts among them
         """
         self._local, self._rank = local, rank
         self._own: list[list[_Own]] = []
         self.layouts: list[BucketLayout] = []
-        filled: list[_Item] = []
-        used = 0
+        open_buckets: dict[int | None, list[_Item]] = {}
         for whole in _items(tensors, sources):
-            item: _Item | None = whole
-            while item is not None:
-                start = aligned(used)
-                room = (bucket_bytes - start) // (item.slot.nbytes // item.slot.count)
-                if room < 1 and filled:
-                    self._close(filled, used)
-                    filled, used = [], 0
-                    continue
-                taken, item = item.take(max(room, 1) if item.slot.experts else 1)
-                filled.append(_Item(replace(taken.slot, offset=start), taken.sources))
-                used = start + taken.slot.nbytes
-        if filled:
-            self._close(filled, used)
+            for part in whole.divided(shares):
+                filled = open_buckets.setdefault(part.share, [])
+                item: _Item | None = part
+                while item is not None:
+                    start = aligned(_end(filled))
+                    room = (bucket_bytes - start) // (item.slot.nbytes // item.slot.count)
+                    if room < 1 and filled:
+                        self._close(filled)
+                        filled.clear()
+                        continue
+                    taken, item = item.take(max(room, 1) if item.slot.experts else 1)
+                    filled.append(replace(taken, slot=replace(taken.slot, offset=start)))
+        for filled in open_buckets.values():
+            if filled:
+                self._close(filled)
+        self.shares = sorted({layout.share for layout in self.layouts if layout.share is not None})
+        """Workers of an engine that have buckets of their own."""
 
     @property
     def owners(self) -> list[int]:
         """Ranks that send anything, in order."""
-        return sorted({segment.source for layout in self.layouts for segment in layout.segments})
+        return self.senders(self.layouts)
+
+    def owners_of(self, share: int) -> list[int]:
+        """Ranks that send anything of what one worker of an engine alone needs, in order."""
+        return self.senders(layout for layout in self.layouts if layout.share == share)
+
+    @staticmethod
+    def senders(layouts: Iterable[BucketLayout]) -> list[int]:
+        """Ranks that send anything of these, in order."""
+        return sorted({segment.source for layout in layouts for segment in layout.segments})
+
+    @property
+    def worker_nbytes(self) -> int:
+        """Most that a worker of an engine takes."""
+        return max(
+            sum(layout.size for layout in self.layouts if layout.goes_to(worker)) for worker in self.shares or [0]
+        )
 
     @property
     def nbytes(self) -> int:
@@ -149,13 +188,14 @@ class WeightBuckets:
         for request in dist.batch_isend_irecv(under_way) if under_way else ():
             request.wait()
 
-    def spread(self, index: int, payload: torch.Tensor) -> None:
-        """`write`, and the whole bucket on every rank. Collective over the world: a broadcast per segment."""
+    def spread(self, index: int, payload: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+        """`write`, and the whole bucket on every rank of `group` (None: of the world). Collective over it: a broadcast
+        per segment."""
         self.write(index, payload)
         for segment in self.layouts[index].segments:
-            dist.broadcast(payload[segment.start : segment.stop], src=segment.source)
+            dist.broadcast(payload[segment.start : segment.stop], src=segment.source, group=group)
 
-    def _close(self, items: list[_Item], size: int) -> None:
+    def _close(self, items: Sequence[_Item]) -> None:
         """Make a bucket of what was collected."""
         segments: list[Segment] = []
         own: list[_Own] = []
@@ -176,7 +216,13 @@ class WeightBuckets:
                         own.append(_Own(place, stop, dtype, [self._local[name, source.block]]))
                 place = stop
         self._own.append(own)
-        self.layouts.append(BucketLayout(tuple(item.slot for item in items), tuple(segments), size))
+        slots = tuple(item.slot for item in items)
+        self.layouts.append(BucketLayout(slots, tuple(segments), _end(items), items[0].share))
+
+
+def _end(items: Sequence[_Item]) -> int:
+    """Bytes that these take in a bucket."""
+    return items[-1].slot.offset + items[-1].slot.nbytes if items else 0
 
 
 def by_matrix(names: Iterable[str]) -> list[str]:

@@ -69,6 +69,20 @@ class BucketLayout:
     slots: tuple[TensorSlot, ...]
     segments: tuple[Segment, ...]
     size: int
+    share: int | None = None
+    """Number in its engine of the only worker that needs it, of those that divide the experts; None: all do."""
+
+    def goes_to(self, worker: int) -> bool:
+        """Whether the worker of this number in its engine needs it."""
+        return self.share in (None, worker)
+
+
+def share_of(experts: int, share: int, shares: int) -> tuple[int, int]:
+    """(first, last + 1) of a layer's experts that worker `share` of `shares` has, as vLLM divides them: in order, the
+    first workers one more where it does not come out even."""
+    each, left = divmod(experts, shares)
+    first = share * each + min(share, left)
+    return first, first + each + (share < left)
 
 
 def aligned(offset: int) -> int:

@@ -152,6 +152,10 @@ class RolloutConfig(ConfigModel):
             return "object_store"
         return "ipc" if self.placement == "colocated" else "broadcast"
 
+    def weight_shares(self, device: str) -> int:
+        """Workers of an engine of which each gets the weights of its own experts alone, on a device type."""
+        return self.tensor_parallel if self.expert_parallel and self.transfer_for(device) != "object_store" else 1
+
     @model_validator(mode="after")
     def _cross_check(self) -> RolloutConfig:
         if self.max_num_batched_tokens < self.max_num_seqs:

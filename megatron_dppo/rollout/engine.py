@@ -66,6 +66,9 @@ class Rendezvous:
     key: str
     size: int
     timeout_s: float
+    shares: Sequence[Sequence[int]] = ()
+    """Members, by number, of further communicators: of buckets that one worker of each engine alone needs, by
+    `BucketLayout.share`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,7 +123,8 @@ class WeightSync:
         return held + held // 4 + 2 * buckets.largest + _LOADING - torch.cuda.mem_get_info(device)[0]
 
     def _buckets(self) -> WeightBuckets:
-        return self._actor.weight_buckets(self._rollout.weight_sync_bucket_mib << 20)
+        shares = self._rollout.weight_shares(self._runtime.device.type)
+        return self._actor.weight_buckets(self._rollout.weight_sync_bucket_mib << 20, shares)
 
     def _transfer(self, version: int, to: Recipients | None, clock: _Clock) -> None:
         buckets = self._buckets()
@@ -143,7 +144,7 @@ class WeightSync:
             for workers in to.wait(to.ask(lambda engine: engine.end_update(version, packed))).values():
                 for worker in workers:
                     clock.add_worker(worker)
-        clock.metrics["sync/bytes"] = float(buckets.nbytes)
+        clock.metrics |= {"sync/bytes": float(buckets.nbytes), "sync/worker_bytes": float(buckets.worker_nbytes)}
         if clock.metrics["sync/transfer_s"] > 0:
             clock.metrics["sync/gb_per_s"] = buckets.nbytes / clock.metrics["sync/transfer_s"] / 1e9
 

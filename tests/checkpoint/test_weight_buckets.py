@@ -45,7 +45,7 @@ def _cut(tensor: torch.Tensor, block: Block) -> torch.Tensor:
     return tensor[tuple(slice(*span) for span in block)]
 
 
-def buckets_of(rank: int, bucket_bytes: int) -> WeightBuckets:
+def buckets_of(rank: int, bucket_bytes: int, shares: int = 1) -> WeightBuckets:
     tensors, sources = model()
     local = {
         (name, source.block): partial(_cut, tensors[name], source.block)
@@ -54,13 +54,14 @@ def buckets_of(rank: int, bucket_bytes: int) -> WeightBuckets:
         if source.rank == rank
     }
     described = [(name, tuple(tensors[name].shape), tensors[name].dtype) for name in by_matrix(tensors)]
-    return WeightBuckets(described, sources, local, rank=rank, bucket_bytes=bucket_bytes)
+    return WeightBuckets(described, sources, local, rank=rank, bucket_bytes=bucket_bytes, shares=shares)
 
 
+@pytest.mark.parametrize("shares", [1, 2, 4])
 @pytest.mark.parametrize("bucket_bytes", [40, 128, 300, 10_000])
-def test_what_the_ranks_write_is_the_model(bucket_bytes: int) -> None:
+def test_what_the_ranks_write_is_the_model(bucket_bytes: int, shares: int) -> None:
     tensors, _ = model()
-    ranks = [buckets_of(rank, bucket_bytes) for rank in (0, 1)]
+    ranks = [buckets_of(rank, bucket_bytes, shares) for rank in (0, 1)]
     assert ranks[0].layouts == ranks[1].layouts
     assert ranks[0].owners == [0, 1]
     received: dict[str, torch.Tensor] = {}
@@ -153,3 +154,26 @@ def test_a_block_is_that_of_the_parameter_wherever_its_memory_is() -> None:
     assert block().tolist() == [8] * 8
     parameter.data = torch.full((6, 4), 5.0)  # in another buffer
     assert block().tolist() == [5] * 8
+
+
+@pytest.mark.parametrize("shares", [2, 4])
+@pytest.mark.parametrize("bucket_bytes", [40, 300, 10_000])
+def test_experts_that_workers_divide_go_to_their_own_alone(shares: int, bucket_bytes: int) -> None:
+    """Six experts for four workers: 2, 2, 1, 1, as vLLM divides them."""
+    own = {2: [[0, 1, 2], [3, 4, 5]], 4: [[0, 1], [2, 3], [4], [5]]}[shares]
+    buckets = buckets_of(0, bucket_bytes, shares)
+    tensors, _ = model()
+    assert buckets.shares == list(range(shares))
+    assert [buckets.owners_of(share) for share in buckets.shares] == {
+        2: [[0], [1]],
+        4: [[0], [0, 1], [1], [1]],
+    }[shares]
+    came = []
+    for worker in range(shares):
+        mine = [layout for layout in buckets.layouts if layout.goes_to(worker)]
+        names = [name for layout in mine for slot in layout.slots for name in slot.names()]
+        assert len(set(names)) == len(names)
+        dense = {name for name in tensors if "experts" not in name}
+        assert set(names) == dense | {name for name in tensors if any(f"experts.{e}." in name for e in own[worker])}
+        came.append(sum(layout.size for layout in mine))
+    assert buckets.worker_nbytes == max(came) < buckets.nbytes

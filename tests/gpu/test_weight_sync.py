@@ -71,6 +71,7 @@ def test_random_weights_arrive(tmp_path: Path, gpus: int, placement: str, ranks:
     assert len(steps) == 2
     assert steps[0]["sync/bytes"] == steps[1]["sync/bytes"] > 2e9
     assert steps[1]["sync/worker_by_views"] == 1, "vLLM's loaders had something to do"
+    assert (steps[0]["sync/worker_bytes"] < steps[0]["sync/bytes"]) == ("rollout.expert_parallel=true" in engine)
     first, second = (step["memory/rank_allocated_gib"] for step in steps)
     assert second - first < 0.1, "a sync leaves its buffers behind"
 

@@ -39,15 +39,16 @@ def sync(
     syncs: list[tuple[str, int, str]],
     workers: int = 1,
     bucket_bytes: int = 100_000,
+    shares: int = 1,
 ) -> dict[str, str]:
     """Send checkpoints to engines. `syncs`: (folder, version, way). Returns on rank 0 which engines failed, and why."""
     session = RaySession.connect(where) if rank == 0 else None
     models, model, groups = build_from(syncs[0][0], layout)
     exporter = WeightExporter(models, model, groups)
-    buckets = exporter.buckets(bucket_bytes)
-    senders = {
+    buckets = exporter.buckets(bucket_bytes, shares)
+    senders: dict[str, Any] = {
         "broadcast": BroadcastSender(buckets, torch.device("cpu"), workers_per_engine=workers, timeout_s=60),
-        "object_store": ObjectStoreSender(buckets, torch.device("cpu")),
+        "object_store": ObjectStoreSender(exporter.buckets(bucket_bytes), torch.device("cpu")),
     }
     failed: dict[str, str] = {}
     from megatron_dppo.checkpoint.hf_import import load_hf_weights

@@ -30,7 +30,7 @@ def divided(name: str, tensor: torch.Tensor) -> int | None:
     return 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
 
 
-def buckets_of(folder: Path, bucket_bytes: int) -> Iterator[tuple[Any, torch.Tensor]]:
+def buckets_of(folder: Path, bucket_bytes: int, shares: int) -> Iterator[tuple[Any, torch.Tensor]]:
     """(layout, payload) of each bucket of a checkpoint that two trainer ranks hold."""
     tensors = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
     sources: dict[str, list[Source]] = {}
@@ -51,7 +51,9 @@ def buckets_of(folder: Path, bucket_bytes: int) -> Iterator[tuple[Any, torch.Ten
         return lambda: tensors[name][tuple(slice(*span) for span in block)]
 
     local = {(name, source.block): part(name, source.block) for name, given in sources.items() for source in given}
-    ranks = [WeightBuckets(described, sources, local, rank=rank, bucket_bytes=bucket_bytes) for rank in (0, 1)]
+    ranks = [
+        WeightBuckets(described, sources, local, rank=rank, bucket_bytes=bucket_bytes, shares=shares) for rank in (0, 1)
+    ]
     for index, layout in enumerate(ranks[0].layouts):
         payload = torch.zeros(layout.size, dtype=torch.uint8)
         for rank in ranks:
@@ -65,19 +67,25 @@ class Worker:
 
     model: Any
     receiver: Any
+    shares: int
+    """Workers that get the weights of their own experts alone."""
+    taken: float = 0.0
+    """Fraction of the last sync's buckets that came here."""
 
     def sync(self, folder: Path, *, agree: bool = False) -> None:
         from megatron_dppo.rollout.vllm.receiver import TransferInit
 
-        buckets = list(buckets_of(folder, BUCKET_BYTES))
+        buckets = list(buckets_of(folder, BUCKET_BYTES, self.shares))
         receiver = self.receiver
         receiver.start_weight_update()
         if agree:
             receiver.init_transfer_engine(TransferInit(layouts=pickle.dumps([layout for layout, _ in buckets])))
         receiver._incoming = 1
-        for layout, (_, payload) in zip(receiver._buckets._layouts, buckets, strict=True):
-            receiver._load(layout.slots, payload)
-            payload.fill_(77)  # the sender uses it again
+        mine = receiver._buckets._layouts
+        self.taken = len(mine) / len(buckets)
+        for index, layout in mine.items():
+            receiver._load(layout.slots, buckets[index][1])
+            buckets[index][1].fill_(77)  # the sender uses it again
         receiver.finish_weight_update()
         assert receiver.incomplete == []
 
@@ -139,14 +147,14 @@ def worker(folder: Path, workers: int, expert_parallel: bool) -> Worker:
         weight_transfer_config={"backend": "megatron_dppo"},
     )
     config = arguments.create_engine_config()
-    rank = torch.distributed.get_rank()
+    rank = config.parallel_config.rank = torch.distributed.get_rank()
     with set_current_vllm_config(config):
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.init_distributed_environment(workers, rank, "env://", rank, "gloo")
             parallel_state.ensure_model_parallel_initialized(workers, 1)
         model = get_model_loader(config.load_config).load_model(config, config.model_config)
         receiver = BucketReceiver(config.weight_transfer_config, config, torch.device("cpu"), model)
-    return Worker(model, receiver)
+    return Worker(model, receiver, workers if expert_parallel else 1)
 
 
 @dataclass(frozen=True)
@@ -157,6 +165,8 @@ class Outcome:
     """Layers with weights that vLLM reloads."""
     wrong: list[str]
     """Parameters that after a sync are not those of a fresh load, to the bit."""
+    taken: float = 1.0
+    """See `Worker`."""
 
 
 def synced(
@@ -174,7 +184,7 @@ def synced(
                 now = held.numbers()
                 assert now.keys() == numbers.keys()
                 wrong += [name for name in now if not torch.equal(now[name], numbers[name])]
-            found.append(Outcome(held.reloaded(), wrong))
+            found.append(Outcome(held.reloaded(), wrong, held.taken))
     return found
 
 

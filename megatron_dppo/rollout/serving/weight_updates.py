@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Literal
 
-from megatron_dppo.checkpoint.weight_layout import Bucket, TensorSlot
+from megatron_dppo.checkpoint.weight_layout import Bucket, BucketLayout, TensorSlot
 from megatron_dppo.rollout.engine import EngineClosed, TransferTerms, WorkerReport
 from megatron_dppo.rollout.event_loop import EventLoop
 from megatron_dppo.rollout.serving.core import Core
-from megatron_dppo.rollout.weight_transfer.manifest import ChecksumMismatch, Manifest
+from megatron_dppo.rollout.weight_transfer.manifest import ChecksumMismatch, IncompleteSync, Manifest
 
 
 class Gate:
@@ -80,8 +80,8 @@ class WeightUpdates[C: Core]:
         """
         self._core, self._loop, self._gate, self._manifest = core, loop, gate, manifest
         self.cut, self._timeout = cut, timeout_s
-        self._buckets = 0
-        """How many the layouts of `agree` have."""
+        self._layouts: Sequence[BucketLayout] = ()
+        """Those of `agree`."""
         self._came = False
         """Whether they came in the sync under way."""
 
@@ -97,7 +97,7 @@ class WeightUpdates[C: Core]:
             for layout in terms.layouts:
                 self._note(layout.slots)
             self._manifest.end()
-            self._buckets = len(terms.layouts)
+            self._layouts = terms.layouts
         self._loop.run(self._core.agree(terms), timeout=2 * self._timeout)
 
     def begin_update(self, version: int) -> None:
@@ -141,12 +141,16 @@ class WeightUpdates[C: Core]:
             if not self._came:
                 self._manifest.end()
             synced = self._loop.run(self._core.finish_update(version), timeout=self._timeout)
+            shares = {layout.share for layout in self._layouts} - {None}
+            if self._came and len(shares) > len(synced):
+                raise IncompleteSync(f"{len(shares)} workers were sent weights of their own, {len(synced)} answer")
             for worker, one in enumerate(synced):
-                wrong = sorted(i for i, value in (checksums or {}).items() if one.checksums.get(i) != value)
+                due = {i: v for i, v in (checksums or {}).items() if self._layouts[i].goes_to(worker)}
+                wrong = sorted(i for i, value in due.items() if one.checksums.get(i) != value)
                 if wrong:
                     raise ChecksumMismatch(
                         f"weight version {version}: worker {worker} loaded other bytes than the trainer packed in "
-                        f"buckets {wrong[:8]}, {len(wrong)} of {self._buckets}"
+                        f"buckets {wrong[:8]}, {len(wrong)} of {len(due)}"
                     )
             if not self._gate.asleep:  # else it resumes when the last part wakes
                 self._loop.run(self._core.resume(), timeout=self._timeout)

@@ -237,9 +237,10 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
         parallel = self.parallel_config
+        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
         layouts: list[BucketLayout] | None = None if init_info.layouts is None else pickle.loads(init_info.layouts)
         if layouts is not None:
-            self._learn(layouts)
+            self._learn([layout for layout in layouts if layout.goes_to(worker)])
         self._buckets.agree(
             TransferTerms(
                 layouts=layouts,
@@ -249,7 +250,7 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
                 buffers=dict(init_info.buffers),
                 close=init_info.close,
             ),
-            worker=parallel.data_parallel_index * parallel.world_size + parallel.rank,
+            worker=worker,
         )
 
     def start_weight_update(self) -> None:

@@ -1,4 +1,4 @@
-"""Weights to engines on GPUs of their own: each owner broadcasts its share to all workers of all engines.
+"""Weights to engines on GPUs of their own: each owner broadcasts what it has to all workers that need it.
 
 ```
 rank 0        agree ──► engines: workers join ┐                receive_group ──► engines: workers load bucket i
@@ -27,11 +27,13 @@ _ATTEMPTS = 3
 
 
 class BroadcastSender:
-    """One communicator (NCCL, or gloo on CPUs) of the trainer ranks that own weights and of all workers.
+    """One communicator (NCCL, or gloo on CPUs) of the trainer ranks that own weights and of all workers; and where the
+    workers of an engine divide the experts, one for each share: of the ranks that own it and the worker of each engine
+    that needs it, so that shares travel side by side.
 
-    It is kept from sync to sync, and made anew when the engines are others or when it broke. An engine that dies in the
-    middle breaks it for all: the sync is then repeated with those that still answer. Memory: two buckets on every owner
-    and every worker.
+    They are kept from sync to sync, and made anew when the engines are others or when one broke. An engine that dies
+    in the middle breaks them for all: the sync is then repeated with those that still answer. Memory: two buckets on
+    every owner and every worker.
     """
 
     def __init__(
@@ -99,7 +101,12 @@ class BroadcastSender:
         if self._group is not None and not self._group.closed and members == self._members:
             return None
         self._meeting = self._meeting or Meeting(own_address())
-        return self._meeting.next(len(self._owners) + self._workers * len(members), self._timeout), members
+        owners, workers = self._owners, range(len(self._owners), len(self._owners) + self._workers * len(members))
+        shares = tuple(
+            (*(owners[rank] for rank in self._buckets.owners_of(share)), *workers[share :: self._workers])
+            for share in self._buckets.shares
+        )
+        return self._meeting.next(workers.stop, self._timeout, shares), members
 
     def _invite(self, to: Recipients, terms: tuple[Rendezvous, tuple[str, ...]]) -> Pending[None]:
         first = {engine.name: len(self._owners) + self._workers * i for i, engine in enumerate(to.engines)}
@@ -128,13 +135,15 @@ class BroadcastSender:
         buckets = self._buckets
         buffers = [torch.empty(buckets.largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
         under_way: list[list[Any]] = [[], []]
-        for index, layout in enumerate(buckets.layouts):
-            payload = buffers[index % 2]
-            group.wait(under_way[index % 2])
+        mine = [(index, layout) for index, layout in enumerate(buckets.layouts) if group.takes(layout.share)]
+        for turn, (index, layout) in enumerate(mine):
+            payload = buffers[turn % 2]
+            group.wait(under_way[turn % 2])
             buckets.write(index, payload)
             self.packed.note(index, layout, payload)
-            under_way[index % 2] = [
-                group.broadcast(payload[part.start : part.stop], self._owners[part.source]) for part in layout.segments
+            under_way[turn % 2] = [
+                group.broadcast(payload[part.start : part.stop], self._owners[part.source], layout.share)
+                for part in layout.segments
             ]
         group.wait([*under_way[0], *under_way[1]])
         group.finish(lambda: to is not None and receiving is not None and to.broken(receiving))

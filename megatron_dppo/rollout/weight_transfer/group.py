@@ -33,45 +33,57 @@ class Meeting:
         self._store = bound_store(host)
         self._number = 0
 
-    def next(self, size: int, timeout_s: float) -> Rendezvous:
-        """Terms of a new communicator of `size` members."""
+    def next(self, size: int, timeout_s: float, shares: Sequence[Sequence[int]] = ()) -> Rendezvous:
+        """Terms of a new communicator of `size` members; `shares` as in `Rendezvous`."""
         self._number += 1
-        return Rendezvous(self._host, self._store.port, f"weights-{self._number}", size, timeout_s)
+        return Rendezvous(self._host, self._store.port, f"weights-{self._number}", size, timeout_s, shares)
 
 
 class WeightGroup:
-    """A communicator outside torch's default process group. Broadcasts are asynchronous; `finish` waits for them, for
-    at most the rendezvous' timeout, and aborts the communicator when that has passed."""
+    """A communicator outside torch's default process group, and those of the shares that this member is in. Broadcasts
+    are asynchronous; `finish` waits for them, for at most the rendezvous' timeout, and aborts all when that has
+    passed."""
 
     def __init__(self, where: Rendezvous, rank: int, device: torch.device) -> None:
         """Blocks until all members have come. Raises `GroupClosed` where some do not within the timeout."""
         self._device, self._timeout = device, where.timeout_s
         self.closed = False
         patience = timedelta(seconds=where.timeout_s)
-        self._group: Any
+        self._members: dict[int | None, Sequence[int]] = {None: range(where.size)}
+        self._members |= {share: members for share, members in enumerate(where.shares) if rank in members}
+        self._groups: dict[int | None, Any] = {}
         try:
             store = dist.TCPStore(where.host, where.port, is_master=False, timeout=patience)
             self._meeting = dist.PrefixStore(where.key, store)
             self._meeting.set(f"here-{rank}", "1")
             # NCCL's own set-up has no time limit: it begins when everybody is there.
             self._meeting.wait([f"here-{member}" for member in range(where.size)], patience)
-            if device.type == "cuda":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timedelta(seconds=_PATIENCE * where.timeout_s)
-                # torch reads this when a group is made: a failed collective then aborts the communicator and leaves
-                # the process alone; the error shows in `finish`.
-                with environment({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}):
-                    self._group = dist.ProcessGroupNCCL(self._meeting, rank, where.size, options)
-            else:
-                self._group = dist.ProcessGroupGloo(self._meeting, rank, where.size, patience)
+            for share, members in self._members.items():  # in one order on every member: gloo's wait for each other
+                own = dist.PrefixStore(str(share), self._meeting)
+                self._groups[share] = self._communicator(own, members.index(rank), len(members), patience)
         except RuntimeError as error:
             raise GroupClosed(f"not all {where.size} members of a weight broadcast came together: {error}") from error
 
-    def broadcast(self, part: torch.Tensor, source: int) -> Any:
-        """Start sending `part` (uint8) from member `source` to all; hand what this returns to `wait`."""
+    def _communicator(self, store: dist.Store, rank: int, size: int, patience: timedelta) -> Any:
+        if self._device.type != "cuda":
+            return dist.ProcessGroupGloo(store, rank, size, patience)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _PATIENCE * patience
+        # torch reads this when a group is made: a failed collective then aborts the communicator and leaves the process
+        # alone; the error shows in `finish`.
+        with environment({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}):
+            return dist.ProcessGroupNCCL(store, rank, size, options)
+
+    def takes(self, share: int | None) -> bool:
+        """Whether this member takes part in broadcasts of a share."""
+        return share in self._members
+
+    def broadcast(self, part: torch.Tensor, source: int, share: int | None = None) -> Any:
+        """Start sending `part` (uint8) from member `source` to all, or to all of a share; hand what this returns to
+        `wait`."""
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = source, 0
-        return self._group.broadcast([part], options)
+        options.rootRank, options.rootTensor = self._members[share].index(source), 0
+        return self._groups[share].broadcast([part], options)
 
     def wait(self, works: Sequence[Any]) -> None:
         """Let what comes after be ordered after these (on a GPU the current stream's work, on a CPU this thread's).
@@ -109,7 +121,8 @@ class WeightGroup:
         raise GroupClosed(f"the weight broadcast was aborted: {why}")
 
     def abort(self) -> None:
-        """End the communicator; broadcasts under way fail on every member. Idempotent."""
+        """End all communicators; broadcasts under way fail on every member. Idempotent."""
         if not self.closed:
             self.closed = True
-            self._group.abort()
+            for group in self._groups.values():
+                group.abort()

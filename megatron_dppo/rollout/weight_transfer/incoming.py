@@ -25,7 +25,8 @@ class Incoming:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._layouts: Sequence[BucketLayout] = []
+        self._layouts: dict[int, BucketLayout] = {}
+        """Of the buckets that this worker needs, by number."""
         self._group: WeightGroup | None = None
         self._source_rank: dict[int, int] = {}
         self._buffers: list[torch.Tensor] = []
@@ -35,7 +36,7 @@ class Incoming:
     def agree(self, terms: TransferTerms, worker: int = 0) -> None:
         """What is absent from the terms stays as it was. `worker`: number of this one in its engine."""
         if terms.layouts is not None:
-            self._layouts = terms.layouts
+            self._layouts = {index: one for index, one in enumerate(terms.layouts) if one.goes_to(worker)}
         if terms.group is not None or terms.close:
             self.leave()
         if terms.group is not None:
@@ -52,8 +53,8 @@ class Incoming:
         self._sums = {}
 
     def take(self, way: Literal["shared", "group"], load: Load) -> None:
-        """Load every bucket, out of the shared buffers or from the communicator: one is on its way while the one before
-        it is loaded."""
+        """Load every bucket that this worker needs, out of the shared buffers or from the communicator: one is on its
+        way while the one before it is loaded."""
         if way == "shared":
             self._take_turns(load)
         else:
@@ -64,12 +65,12 @@ class Incoming:
         if turns is None:
             raise RuntimeError("no buffers are shared with this worker; `agree` names some")
         try:
-            for index in range(len(self._layouts)):
-                turns.begin(index)
-                self._load(index, self._buffers[index % len(self._buffers)], load)
+            for turn, index in enumerate(self._layouts):
+                turns.begin(turn)
+                self._load(index, self._buffers[turn % len(self._buffers)], load)
                 if self._device.type == "cuda":
                     torch.cuda.current_stream(self._device).synchronize()
-                turns.end(index)
+                turns.end(turn)
         except BaseException:
             turns.close()  # the rank that fills them need not wait
             raise
@@ -78,22 +79,23 @@ class Incoming:
         group = self._group
         if group is None:
             raise RuntimeError("this worker is in no communicator; `agree` names one")
-        size = max(layout.size for layout in self._layouts)
+        size = max(layout.size for layout in self._layouts.values())
         buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        numbers = list(self._layouts)
 
-        def start(index: int) -> list[Any]:
+        def start(turn: int) -> list[Any]:
             # Ordered after what the current stream has to do: loading the bucket that this memory held before.
-            payload = buffers[index % 2]
+            payload, layout = buffers[turn % 2], self._layouts[numbers[turn]]
             return [
-                group.broadcast(payload[part.start : part.stop], self._source_rank[part.source])
-                for part in self._layouts[index].segments
+                group.broadcast(payload[part.start : part.stop], self._source_rank[part.source], layout.share)
+                for part in layout.segments
             ]
 
         coming = start(0)
-        for index in range(len(self._layouts)):
+        for turn, index in enumerate(numbers):
             group.wait(coming)
-            coming = start(index + 1) if index + 1 < len(self._layouts) else []
-            self._load(index, buffers[index % 2], load)
+            coming = start(turn + 1) if turn + 1 < len(numbers) else []
+            self._load(index, buffers[turn % 2], load)
         group.finish()
 
     def checksums(self) -> dict[int, int]:

@@ -19,10 +19,12 @@ from megatron_dppo.rollout.weight_transfer.turns import Filling, TurnsBroken
 class IpcSender:
     """NCCL refuses two ranks on one GPU, CUDA's inter-process memory does not.
 
-    Two buffers alternate: while a worker loads one bucket, the ranks bring the next together. A buffer is read only
+    Two buffers alternate: while a worker loads one bucket, the ranks bring the next together. A bucket that one worker
+    of each engine alone needs is brought together on those workers' GPUs; a rank on another one that owns some of it
+    only sends. A buffer is read only
     after its writer's stream is done with it, and written again only after the worker on its GPU is; the two processes
-    tell each other through a page of memory (`Filling`), and nobody calls anybody. Memory: two buckets on every GPU,
-    during a sync.
+    tell each other through a page of memory (`Filling`), and nobody calls anybody. Memory: two buckets on every GPU
+    during a sync, three where a rank owns experts that the worker on its GPU does not need.
     """
 
     def __init__(self, buckets: WeightBuckets, device: torch.device, *, timeout_s: float) -> None:
@@ -33,6 +35,16 @@ class IpcSender:
         self._told: set[str] = set()
         """Engines that know the layouts."""
         self.packed = Packed()
+        rank, ranks, workers = dist.get_rank(), range(dist.get_world_size()), max(len(buckets.shares), 1)
+        self._worker = rank % workers
+        """Number in its engine of the worker on this GPU: engines have consecutive ranks' GPUs, in order."""
+        self._groups: dict[int | None, dist.ProcessGroup | None] = {None: None}
+        """Of the ranks that take part in buckets of each share; this rank's alone."""
+        for number in buckets.shares:
+            members = sorted({*ranks[number::workers], *buckets.owners_of(number)})
+            group = dist.new_group(members)
+            if rank in members:
+                self._groups[number] = group
 
     def send(self, version: int, to: Recipients | None) -> None:
         """Collective over the trainer; `to` on the controller, rank 0, alone."""
@@ -66,18 +78,28 @@ class IpcSender:
         """Nothing stays open between syncs."""
 
     def _fill(self, buffers: list[torch.Tensor], turns: Filling) -> None:
-        attended = turns.attended
+        attended, turn = turns.attended, 0
+        aside: torch.Tensor | None = None
         for index, layout in enumerate(self._buckets.layouts):
+            if layout.share not in self._groups:
+                continue
+            if not layout.goes_to(self._worker):
+                aside = torch.empty_like(buffers[0]) if aside is None else aside
+                self._buckets.spread(index, aside, self._groups[layout.share])
+                self.packed.note(index, layout, aside)
+                continue
             if attended:
                 try:
-                    turns.begin(index)
+                    turns.begin(turn)
                 except TurnsBroken:  # its engine says why; the other ranks need this one's weights all the same
                     attended = False
-            payload = buffers[index % len(buffers)]
-            self._buckets.spread(index, payload)
+            payload = buffers[turn % len(buffers)]
+            self._buckets.spread(index, payload, self._groups[layout.share])
             self.packed.note(index, layout, payload)
-            torch.cuda.current_stream(self._device).synchronize()
-            turns.end(index)
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+            turns.end(turn)
+            turn += 1
 
     def _terms(self, engine: EngineClient, handles: dict[str, bytes]) -> Callable[[RolloutEngine], None]:
         terms = TransferTerms(layouts=None if engine.name in self._told else self._buckets.layouts, buffers=handles)

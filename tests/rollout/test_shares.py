@@ -1,0 +1,183 @@
+"""Weights of experts that the workers of an engine divide: each worker gets its own and what all need, nothing else."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.checkpoint.weight_buckets import Source, WeightBuckets, by_matrix
+from megatron_dppo.checkpoint.weight_layout import unpack
+from megatron_dppo.rollout.engine import Rendezvous, TransferTerms
+from megatron_dppo.rollout.weight_transfer.broadcast import BroadcastSender
+from megatron_dppo.rollout.weight_transfer.group import Meeting, WeightGroup
+from megatron_dppo.rollout.weight_transfer.incoming import Incoming
+from megatron_dppo.rollout.weight_transfer.ipc import IpcSender
+from megatron_dppo.rollout.weight_transfer.turns import Emptying, Filling
+from tests.distributed import PATIENCE_S, run_ranks
+
+CPU = torch.device("cpu")
+EXPERTS = 5
+OWN = ({0, 1, 2}, {3, 4})
+"""Experts of each of two workers, as vLLM divides five."""
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    names = ["embed.weight", "model.layers.0.o_proj.weight"]
+    names += [f"model.layers.0.mlp.experts.{e}.{m}_proj.weight" for e in range(EXPERTS) for m in ("up", "down")]
+    return {name: torch.randn((4, 6), generator=generator) for name in [*names, "norm.weight"]}
+
+
+def buckets_on(rank: int, ranks: int) -> WeightBuckets:
+    """Of four ranks every one owns something: experts go round, so that no rank has those of its own worker alone."""
+    whole = ((0, 4), (0, 6))
+    model = tensors()
+    sources = {name: [Source((3 * number + 1) % ranks, whole)] for number, name in enumerate(model)}
+    local = {
+        (name, whole): partial(torch.Tensor.view, tensor, -1)
+        for name, tensor in model.items()
+        if sources[name][0].rank == rank
+    }
+    described = [(name, (4, 6), torch.float32) for name in by_matrix(model)]
+    return WeightBuckets(described, sources, local, rank=rank, bucket_bytes=200, shares=2)
+
+
+class Collected(Incoming):
+    """A worker that keeps what it gets."""
+
+    def __init__(self, worker: int, terms: TransferTerms) -> None:
+        super().__init__(CPU)
+        self.agree(terms, worker)
+        self.came: dict[str, torch.Tensor] = {}
+
+    def keep(self, slots: Any, payload: torch.Tensor) -> None:
+        for slot, tensor in unpack(slots, payload):
+            for name, single in zip(slot.names(), tensor if slot.experts else [tensor], strict=True):
+                assert name not in self.came
+                self.came[name] = single.clone()
+
+    def wrong(self, worker: int) -> list[str]:
+        """What is not as it should be."""
+        due = {n: t for n, t in tensors().items() if ".experts." not in n or int(n.split(".")[5]) in OWN[worker]}
+        found = [name for name in due if not torch.equal(self.came.get(name, torch.zeros(1)), due[name])]
+        return found + sorted(self.came.keys() - due.keys())
+
+
+def colocated(rank: int, gone: int) -> tuple[list[str], bool]:
+    """This rank's end of a sync, and the worker on its GPU: what is wrong there, and whether the sums are the
+    sender's. `gone`: of which rank's worker nothing is heard after its first bucket."""
+    buckets = buckets_on(rank, 4)
+    sender = IpcSender(buckets, CPU, timeout_s=PATIENCE_S)
+    memory = [torch.full((buckets.largest,), 99, dtype=torch.uint8) for _ in range(2)]
+    turns = Filling(2, PATIENCE_S)
+    worker = Collected(rank % 2, TransferTerms(layouts=buckets.layouts))
+    worker._buffers, worker._turns = memory, Emptying(turns.path, PATIENCE_S)
+
+    def load(slots: Any, payload: torch.Tensor) -> None:
+        if rank == gone:
+            raise RuntimeError("gone")
+        worker.keep(slots, payload)
+
+    def run() -> None:
+        try:
+            worker.take("shared", load)
+        except RuntimeError:
+            assert rank == gone
+
+    reading = threading.Thread(target=run)
+    reading.start()
+    sender._fill(memory, turns)
+    reading.join(PATIENCE_S)
+    packed = sender.packed.collect()
+    due = {i: v for i, v in packed.items() if buckets.layouts[i].goes_to(rank % 2)}
+    return worker.wrong(rank % 2), worker.checksums() == due and len(packed) == len(buckets.layouts)
+
+
+@pytest.mark.parametrize("gone", [-1, 2])
+def test_colocated_workers_get_their_share(gone: int) -> None:
+    """Two engines of two workers on four ranks' GPUs. A worker that is gone costs the others nothing."""
+    for rank, (wrong, sums) in enumerate(run_ranks(colocated, 4, gone)):
+        assert (wrong == [] and sums) == (rank != gone), (rank, wrong)
+
+
+class _Members:
+    """Two engines of two workers, threads of rank 0, in the place of a fleet."""
+
+    def __init__(self, buckets: WeightBuckets) -> None:
+        self.buckets, self.workers, self.errors = buckets, [], []
+
+    def join(self, where: Rendezvous, owners: dict[int, int]) -> list[threading.Thread]:
+        def run(engine: int, worker: int) -> None:
+            try:
+                first = len(owners) + 2 * engine
+                terms = TransferTerms(layouts=self.buckets.layouts, group=where, first_rank=first, source_rank=owners)
+                one = Collected(worker, terms)
+                self.workers.append((worker, one))
+                one.take("group", one.keep)
+            except BaseException as error:
+                self.errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(engine, worker)) for engine in (0, 1) for worker in (0, 1)]
+        for thread in threads:
+            thread.start()
+        return threads
+
+
+def broadcast(rank: int) -> tuple[list[list[str]], bool]:
+    """Send to a fleet: what is wrong with each worker, and whether the sums are the sender's."""
+    buckets = buckets_on(rank, 2)
+    sender = BroadcastSender(buckets, CPU, workers_per_engine=2, timeout_s=60.0)
+    members, threads = _Members(buckets), []
+    where = None
+    if rank == 0:
+        engines: Any = type("To", (), {"engines": [type("One", (), {"name": name}) for name in "ab"]})
+        where, _ = sender._terms(engines)
+        threads = members.join(where, sender._owners)
+    where = sender._from_controller((where, ("a", "b")))
+    sender._join(where)
+    sender._broadcast(sender._group, None, None)
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    packed = sender.packed.collect()
+    dist.barrier()
+    sender.close()
+    if members.errors:
+        raise members.errors[0]
+    right = all(
+        one.checksums() == {i: v for i, v in packed.items() if buckets.layouts[i].goes_to(worker)}
+        for worker, one in members.workers
+    )
+    return [one.wrong(worker) for worker, one in members.workers], right
+
+
+def test_workers_of_a_fleet_get_their_share() -> None:
+    (wrong, right), _ = run_ranks(broadcast, 2)
+    assert wrong == [[]] * 4
+    assert right
+
+
+def test_members_of_a_share_alone_get_what_is_sent_to_it() -> None:
+    meeting = Meeting("127.0.0.1")
+    where = meeting.next(3, 20.0, shares=((0, 1), (2, 0)))
+    came: dict[int, list[int]] = {}
+
+    def member(rank: int) -> None:
+        group = WeightGroup(where, rank, CPU)
+        parts = {share: torch.full((8,), rank, dtype=torch.uint8) for share in (None, 0, 1) if group.takes(share)}
+        source = {None: 1, 0: 1, 1: 2}
+        group.wait([group.broadcast(part, source[share], share) for share, part in parts.items()])
+        group.abort()
+        came[rank] = [int(np.unique(part.numpy()).item()) for part in parts.values()]
+
+    threads = [threading.Thread(target=member, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert came == {0: [1, 1, 2], 1: [1, 1], 2: [1, 2]}
