@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write a tiny mixture-of-experts checkpoint in Hugging Face format, warmed up on a task until it is partly right.
 
-    python examples/tiny_moe_dppo/make_model.py OUT --seed S [--family NAME] [--task CONFIG.yaml | --random]
+    python examples/tiny_moe_dppo/make_model.py OUT --seed S [--family NAME] [--width W] [--task CONFIG.yaml | --random]
 
 The same seed gives the same files on the same machine. See `warm_up.py` for what is learned.
 """
@@ -38,6 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--family", choices=FAMILIES, default="qwen3_moe", help="model type of transformers (default qwen3_moe)"
     )
+    parser.add_argument(
+        "--width", type=int, default=1, help="times as wide (default 1; 2 is what FP8 in blocks of 128 x 128 takes)"
+    )
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument(
         "--task",
@@ -49,18 +52,20 @@ def main(argv: list[str] | None = None) -> int:
     kind.add_argument("--random", action="store_true", help="random weights, no warm-up")
     arguments = parser.parse_args(argv)
     task = None if arguments.random else arguments.task
-    return exit_status(lambda: make(arguments.out, arguments.seed, arguments.family, task))
+    return exit_status(lambda: make(arguments.out, arguments.seed, arguments.family, task, arguments.width))
 
 
-def make(out: Path, seed: int, family: str, config_file: Path | None) -> None:
+def make(out: Path, seed: int, family: str, config_file: Path | None, width: int = 1) -> None:
     """Write the model of `seed` to `out`, warmed up on the task of `config_file` (None: not at all)."""
+    if width < 1:
+        raise UserError(f"--width {width} is not a positive number")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already; name another folder or remove it")
     torch.set_num_threads(THREADS)
     transformers_logging.disable_progress_bar()
     started = time.monotonic()
     tokenizer = byte_tokenizer()
-    model = random_tiny_model(tokenizer, seed, family)
+    model = random_tiny_model(tokenizer, seed, family, width)
     if config_file is not None:
         task = build_task(load_config(config_file).task, tokenizer)
         warm_up(model, tokenizer, task, seed=seed, report=lambda line: print(line, flush=True))

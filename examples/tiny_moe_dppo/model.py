@@ -132,9 +132,12 @@ _SIGHT = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2
 """What it says of the part that sees images, where there is one; the demo shows it none."""
 
 
-def tiny_config(tokenizer: PreTrainedTokenizerBase, family: str) -> PreTrainedConfig:
+_WIDTHS = ("hidden_size", "head_dim", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+
+
+def tiny_config(tokenizer: PreTrainedTokenizerBase, family: str, width: int = 1) -> PreTrainedConfig:
     """Four layers (GLM's and DeepSeek's first is dense), eight experts of which two are chosen, grouped-query attention
-    4:2 (that of DeepSeek and GLM-4.7-Flash is latent), untied head.
+    4:2 (that of DeepSeek and GLM-4.7-Flash is latent), untied head. `width` multiplies hidden size, heads and experts.
 
     The vocabulary is the tokenizer's own size, which no tensor-parallel size divides: like the large models' it has to
     be padded for training.
@@ -154,17 +157,18 @@ def tiny_config(tokenizer: PreTrainedTokenizerBase, family: str) -> PreTrainedCo
         "dtype": "float32",
         **FAMILIES[family],
     }
+    fields |= {name: width * fields[name] for name in _WIDTHS if name in fields}
     if "vision_config" not in type(AutoConfig.for_model(family)).sub_configs:
         return AutoConfig.for_model(family, **fields)
     return AutoConfig.for_model(family, text_config=fields, vision_config=_SIGHT, tie_word_embeddings=False)
 
 
-def random_tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int, family: str) -> PreTrainedModel:
+def random_tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int, family: str, width: int = 1) -> PreTrainedModel:
     """Freshly initialised in float32 from `seed`; the caller's random state is left as it was. Correction biases are
     drawn too: transformers begins with zeros, with which nobody would see them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = tiny_config(tokenizer, family)
+        config = tiny_config(tokenizer, family, width)
         sees = config.get_text_config() is not config
         kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         model: PreTrainedModel = kind.from_config(config, dtype=torch.float32)

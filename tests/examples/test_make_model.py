@@ -70,3 +70,11 @@ def test_the_demos_model_is_partly_right(tmp_path):
     accuracy, well_formed = map(float, measured)
     assert 0.2 <= accuracy <= 0.5
     assert well_formed >= 0.95
+
+
+def test_a_wider_model_has_shapes_that_blockwise_fp8_takes(tmp_path):
+    assert load_tool().main([str(tmp_path / "wide"), "--width", "2", "--random"]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "wide")
+    quantised = {n: p.shape for n, p in model.named_parameters() if "_proj" in n}
+    assert quantised
+    assert all(size % 128 == 0 for shape in quantised.values() for size in shape[-2:]), quantised
