@@ -112,3 +112,17 @@ def test_latent_attention_decodes_by_what_came(
     """vLLM decodes, in CUDA graphs, by two matrices made of `kv_b_proj`: made anew, in their place, at each sync, or
     all tokens but the first would be those of old weights."""
     check_three_syncs(tmp_path, family, shape, options)
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+def test_learning_views_takes_little_memory() -> None:
+    """A byte for a number of one layer: 8 for a number were 56 GiB for DeepSeek-V3's experts."""
+    from megatron_dppo.rollout.vllm.views import covered_once
+
+    stack = torch.ones(256, 1024, 2048, dtype=torch.bfloat16, device="cuda")
+    halves = [(start * stack[0].numel() // 2, (256, 512, 2048), stack.stride()) for start in range(2)]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    assert covered_once(stack, halves)
+    assert torch.cuda.max_memory_allocated() - before < 1.5 * stack.numel()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_dppo.rollout.vllm import views
 from tests.distributed import run_ranks
 from tests.rollout.view_ranks import packed, synced
 from tests.tiny import tiny_model
@@ -65,3 +66,17 @@ def test_a_layer_that_computes_with_a_packed_copy_is_left_to_vllm(tmp_path: Path
     assert outcome.wrong == []
     assert "model.layers.1.self_attn.qkv_proj" in outcome.reloaded
     assert not any("norm" in name for name in outcome.reloaded)
+
+
+def test_what_was_written_is_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every number once, but for padding that is zero, wherever a piece ends."""
+    monkeypatch.setattr(views, "_PIECE", 5)
+    tensor = torch.arange(1.0, 13.0).reshape(3, 4)
+    left, right, row = (0, (3, 2), (4, 1)), (2, (3, 2), (4, 1)), (8, (1, 4), (4, 1))
+    assert views.covered_once(tensor, [left, right])
+    assert not views.covered_once(tensor, [left])
+    assert not views.covered_once(tensor, [left, row, right])
+    assert not views.covered_once(tensor, [left, row]), "as many numbers as all, some twice and some never"
+    tensor[:2, 2:] = 0
+    assert views.covered_once(tensor, [left, (10, (1, 2), (4, 1))])
+    assert not views.covered_once(tensor.t(), [left, right])

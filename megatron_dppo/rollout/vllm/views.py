@@ -199,6 +199,10 @@ class TrialLoad:
         )
 
 
+_PIECE = 1 << 24
+"""Numbers that are looked at at once."""
+
+
 def _plain(layer: torch.nn.Module) -> bool:
     """Whether a layer computes with its parameters, and with nothing that was made of them."""
     method = getattr(layer, "quant_method", None)
@@ -220,18 +224,26 @@ def _whole(layer: torch.nn.Module, copies: list[_Seen]) -> bool:
     parts: dict[str, list[_Seen]] = {name: [] for name in get_layerwise_info(layer).restore_metadata[0]}
     for copy in copies:
         parts.setdefault(copy.parameter, []).append(copy)
-    for name, given in parts.items():
-        tensor = getattr(layer, name).data
-        came = torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
-        for copy in given:
-            offset, shape, stride = copy.target
-            came.as_strided(shape, stride, offset).fill_(True)
-        count = int(came.sum())
-        if not tensor.is_contiguous() or count != sum(prod(copy.target[1]) for copy in given):
-            return False
-        if count != came.numel() and bool(tensor.masked_fill(came, 0).any()):
-            return False
-    return True
+    return all(
+        covered_once(getattr(layer, name).data, [copy.target for copy in given]) for name, given in parts.items()
+    )
+
+
+def covered_once(tensor: torch.Tensor, boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether `boxes` (offset, shape and stride of parts of a contiguous tensor) hold every number once, but for zeros.
+
+    Takes a byte for a number, and no more: a sum of truth values as one would take eight.
+    """
+    if not tensor.is_contiguous():
+        return False
+    came = torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
+    for offset, shape, stride in boxes:
+        came.as_strided(shape, stride, offset).fill_(True)
+    pieces = list(zip(came.view(-1).split(_PIECE), tensor.view(-1).split(_PIECE), strict=True))
+    count = sum(int(held.sum()) for held, _ in pieces)
+    if count != sum(prod(shape) for _, shape, _ in boxes):
+        return False
+    return count == came.numel() or not any(bool(numbers.masked_fill(held, 0).any()) for held, numbers in pieces)
 
 
 def _live(copy: _Seen) -> torch.Tensor:
