@@ -28,6 +28,10 @@ class ActorConfig(ConfigModel):
     recompute: Recompute = "none"
     """Activation recomputation: nothing, the experts' gated SiLU ("activation", on GPUs), core attention ("selective"),
     or whole layers."""
+    recompute_layers: int | None = Field(default=None, ge=1)
+    """With `recompute=full`: only the first so many layers of each model chunk (a pipeline stage, or its part in an
+    interleaved schedule) are recomputed, the others keep their activations: as few as leave the rest of the memory full
+    take the least time (`megatron-dppo plan` finds how many). null recomputes all."""
     router_replay: ReplayMode = "r3"
     """Experts of the training forward: the engine's ("r3", needs `rollout.router_replay`), the trainer's own of the
     pass before the update ("r2", needs a preset with a recomputed anchor), or what the live router says ("none").
@@ -42,6 +46,15 @@ class ActorConfig(ConfigModel):
     others', as in pretraining (DeepSeek-V3: 0.001)."""
     max_skipped_steps: int = Field(default=3, ge=0)
     """Gradient steps in a row that may be skipped because loss or gradients are not finite; one more stops the run."""
+
+    @model_validator(mode="after")
+    def _layers_of_full(self) -> ActorConfig:
+        if self.recompute_layers is not None and self.recompute != "full":
+            raise ValueError(
+                f"actor.recompute_layers={self.recompute_layers} counts layers that actor.recompute=full recomputes, "
+                f"not {self.recompute}; set that, or leave out actor.recompute_layers"
+            )
+        return self
 
 
 class OptimizerConfig(ConfigModel):

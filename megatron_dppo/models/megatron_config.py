@@ -19,6 +19,7 @@ def transformer_config(
     *,
     params_dtype: torch.dtype = torch.float32,
     recompute: Recompute = "none",
+    recompute_layers: int | None = None,
     router_dtype: Literal["fp32", "fp64"] | None = "fp32",
     token_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall",
     load_balancing_loss: float = 0.0,
@@ -31,6 +32,7 @@ def transformer_config(
     params_dtype      of weights and activations: float32, bfloat16 or float16
     recompute         activations kept: all, all but the experts' gated SiLU (activation) or the attention core
                       (selective), layer inputs only (full)
+    recompute_layers  with full: of so many layers of each model chunk, the first; None is all
     router_dtype      of the router's logits and probabilities; None is params_dtype
     token_dispatcher  how tokens reach their experts; with allgather a pipeline's microbatches must be equally long
     load_balancing_loss, router_z_loss  coefficients; 0 leaves the loss out
@@ -78,7 +80,7 @@ def transformer_config(
         "batch_p2p_comm": parallel.chunks == 1,
         "pipeline_model_parallel_layout": uneven_layout(model.layers, parallel.pipeline, parallel.chunks),
     }
-    fields |= _recompute(recompute, gpu and model.moe is not None)
+    fields |= _recompute(recompute, recompute_layers, gpu and model.moe is not None)
     pre_softmax = described.get("moe_router_pre_softmax")
     if model.moe:
         fields |= {
@@ -102,12 +104,14 @@ def transformer_config(
     return config
 
 
-def _recompute(recompute: Recompute, experts_in_one_launch: bool) -> dict[str, Any]:
+def _recompute(recompute: Recompute, layers: int | None, experts_in_one_launch: bool) -> dict[str, Any]:
     if recompute == "activation" and not experts_in_one_launch:
         raise UserError(
             "actor.recompute=activation is for experts on GPUs; a model without experts, or on a CPU, takes none, "
             "selective or full"
         )
+    if recompute == "full" and layers is not None:
+        return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
     if recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if recompute == "activation":

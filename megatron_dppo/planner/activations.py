@@ -49,12 +49,12 @@ but an adapter needs it for A's gradient. What a norm puts out is kept where an 
     adapter of        kept                                                        bytes
     QKV, dense fc1    A x, gathered over the tokens; B spread to a block matrix   2 T n r + 2 n r out
     output, dense fc2 A x                                                         2 S r
-    experts, fc1      scaled A x; B spread, of every local expert                 2 R n r + 2 (E / EP) n r 2 f
+    experts, fc1      scaled A x                                                  2 R n r
     experts, fc2      scaled A x                                                  2 R r
 
-At an expert's products the frozen one's output, the adapter's share and their sum live at once. In the backward a
-product's input is freed between the adapter's part and the frozen one's, so all that is added to the peak there are the
-gradients of A, of B and of the spread B.
+An expert's product adds the adapter's share in place, in the backward too: what the peak there has besides are the
+gradients of A, of B and of A x. Of a rank that is no multiple of 8 the share is a tensor of its own, and so are its sum
+with the frozen product's output and, kept, B spread to a block matrix: 2 (E / EP) n r 2 f.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_dppo.models.lora.size import joins
 from megatron_dppo.planner.workload import Layout
 
 _HALF, _FLOAT, _INT64 = 2, 4, 8
@@ -262,8 +263,9 @@ def _experts(layout: Layout) -> Sequence[Operator]:
     lora = layout.adapter_rank("experts")
     adapted = layout.lora is None or lora > 0
     low = _HALF * layout.expert_rows * lora
-    spread = _HALF * local * 2 * lora * 2 * width
-    factors = _HALF * local * 2 * lora * (hidden + width)
+    apart = lora > 0 and not joins(lora)
+    spread = _HALF * local * 2 * lora * 2 * width if apart else 0
+    factors = _HALF * local * 2 * lora * (hidden + width) + (0 if apart else 2 * low)
     row_map = _FLOAT * rows * (2 * moe.experts + 1)
     # The forward's own variables hold the rows as sent and as arrived, and the chosen experts, until the layer returns.
     held = sent + arrived + rows * moe.experts * (_FLOAT + 1) + (residual if moe.shared_size else 0)
@@ -282,14 +284,14 @@ def _experts(layout: Layout) -> Sequence[Operator]:
         Operator(
             "experts, fc1",
             (received if adapted else 0) + _FLOAT * layout.expert_rows + 2 * low + spread,
-            held + (3 * gate_up if lora else 0) + (0 if adapted else received),
+            held + (3 * gate_up if apart else 0) + (0 if adapted else received),
             residual + gate_up + received + 2 * fc2 + spread + factors,
         ),
         Operator("SwiGLU", gate_up, held, residual + down + gate_up),
         Operator(
             "experts, fc2",
             (0 if again else down if adapted else 0) + low,
-            held + (3 if lora else 1) * received + (down if again or not adapted else 0) + biased,
+            held + (3 if apart else 1) * received + (down if again or not adapted else 0) + biased,
             residual + received + (2 if again else 1) * down + fc2 + biased,
         ),
         Operator("combine", 0, held + 2 * received, residual + received + max(received, sent)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_dppo.models.lora.size import GROUPED_ROW_BYTES, adapter_sizes
+from megatron_dppo.models.lora.size import adapter_sizes, joins
 from megatron_dppo.planner.parameters import stage_layers
 from megatron_dppo.planner.workload import Layout
 
@@ -20,10 +20,10 @@ class AdapterWork:
     """Of the forward. The backward has twice as many: gradients of inputs, and of A and B."""
     forward_bytes: float
     """Read and written on the GPU: the layer's input once, its output four times (a copy or the adapter's share, and
-    the sum). `A x` is too narrow to matter."""
+    the sum), where the share is added in place twice. `A x` is too narrow to matter."""
     backward_bytes: float
     """The output's gradient twice, the input for A's gradient, its own gradient, and the sum of that with the frozen
-    layer's (five times the input in all)."""
+    layer's: five times the input in all, three where it is added in place."""
     gathered: float
     """`A x`, gathered or reduced over the tensor-parallel ranks; in the backward once more."""
 
@@ -53,10 +53,11 @@ def adapter_work(layout: Layout, layer: int) -> AdapterWork:
     for one in _adapters(layout, layer):
         low = one.kinds * layout.lora.rank
         read, written = one.input_rows * one.input_width, one.output_rows * one.output_width
+        joined = one.experts > 0 and joins(layout.lora.rank)
         total += AdapterWork(
             flops=2.0 * low * (read + written),
-            forward_bytes=_HALF * (read + 4.0 * written),
-            backward_bytes=_HALF * (2.0 * written + 5.0 * read),
+            forward_bytes=_HALF * (read + (2.0 if joined else 4.0) * written),
+            backward_bytes=_HALF * (2.0 * written + (3.0 if joined else 5.0) * read),
             gathered=0.0 if one.experts else _HALF * float(layout.tokens_per_rank) * low,
         )
     return total
@@ -65,7 +66,7 @@ def adapter_work(layout: Layout, layer: int) -> AdapterWork:
 def adapter_calls(layout: Layout, layer: int) -> int:
     """Products with an adapter that the host launches in a layer's forward."""
     assert layout.lora is not None
-    grouped = _HALF * layout.lora.rank % GROUPED_ROW_BYTES == 0
+    grouped = joins(layout.lora.rank)
     return sum(1 if grouped else max(1, one.experts) for one in _adapters(layout, layer))
 
 

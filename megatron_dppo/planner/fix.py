@@ -92,6 +92,8 @@ def _recompute(run: Run) -> Iterator[_Change]:
         "selective": ("none", "full"),
         "full": (),
     }
+    if run.layout.recompute_layers is not None:
+        yield ("actor.recompute_layers=null",), _with(run, recompute_layers=None)
     for recompute in leaner[run.layout.recompute]:
         yield (f"actor.recompute={recompute}",), _with(run, recompute=recompute)
 

@@ -77,17 +77,18 @@ def stage_memory(layout: Layout, stage: int, microbatches: int) -> StageMemory:
     adapters = stage_adapters(model, parallel, stage, layout.lora) if layout.lora else None
     trained = parameters if adapters is None else adapters
     chunks = [
-        [(layer_memory(layout, layer), count) for layer, count in kinds]
-        for kinds in stage_layers(model.layers, parallel)[stage].kinds(model)
+        [[(layer_memory(layout, layer), count) for layer, count in kinds] for kinds in (again, once)]
+        for again, once in stage_layers(model.layers, parallel)[stage].divided(model, layout.recomputed_layers)
     ]
-    layers = [pair for chunk in chunks for pair in chunk]
     last = stage == parallel.pipeline - 1
     in_flight = _chunks_in_flight(layout, stage, microbatches)
-    full = layout.recompute == "full"
     dense = -(-trained.dense // layout.dense_copies)
     experts = -(-trained.experts // layout.expert_copies)
     offloaded = int(layout.optimizer_offload * (dense + experts))
-    kept = sum(count * (layer.boundary if full else layer.kept) for layer, count in layers)
+    kept = sum(
+        sum(count * layer.boundary for layer, count in again) + sum(count * layer.kept for layer, count in once)
+        for again, once in chunks
+    )
     boundary = 2 * layout.rows_per_rank * model.hidden_size
     # The input of the stage (an embedding's output or what the neighbour sent) is the first layer's input.
     activations = round(in_flight * kept)
@@ -95,7 +96,7 @@ def stage_memory(layout: Layout, stage: int, microbatches: int) -> StageMemory:
         activations += 2 * boundary  # the final norm's input and output
     if parallel.pipeline > 1:
         activations += round(in_flight) * boundary  # outputs sent on, and gradients received
-    workspace, moment = _layer_workspace([layer for layer, _ in layers], full=full)
+    workspace, moment = max(_chunk_workspace(again, once) for again, once in chunks)
     head = head_workspace(layout) if last else 0
     return StageMemory(
         stage=stage,
@@ -115,8 +116,16 @@ def stage_memory(layout: Layout, stage: int, microbatches: int) -> StageMemory:
     )
 
 
+def _chunk_workspace(again: list[tuple[LayerMemory, int]], once: list[tuple[LayerMemory, int]]) -> tuple[int, str]:
+    """Bytes beside what is kept of all layers, at the fullest operator. When the first layer is recomputed, those that
+    are not, behind it, have had their backward."""
+    freed = sum(count * layer.kept for layer, count in once)
+    workspace, moment = _layer_workspace([layer for layer, _ in again], full=True)
+    return max((workspace - freed, moment), _layer_workspace([layer for layer, _ in once], full=False))
+
+
 def _layer_workspace(layers: list[LayerMemory], *, full: bool) -> tuple[int, str]:
-    """Bytes beside what is kept of all layers, at the fullest operator."""
+    """The same of layers that are all recomputed, or all not."""
     best = (0, "")
     for layer in layers:
         base = 0 if full else layer.kept

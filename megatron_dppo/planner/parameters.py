@@ -60,6 +60,10 @@ class StageLayers:
         """Per chunk: (a layer, how many of its kind)."""
         return [_kinds(model, chunk) for chunk in self.chunks]
 
+    def divided(self, model: HFConfig, first: int) -> list[tuple[list[tuple[int, int]], list[tuple[int, int]]]]:
+        """Per chunk the same of its first `first` layers, and of its others."""
+        return [(_kinds(model, chunk[:first]), _kinds(model, chunk[first:])) for chunk in self.chunks]
+
 
 def _kinds(model: HFConfig, chunk: tuple[int, ...]) -> list[tuple[int, int]]:
     kinds: dict[tuple[bool, bool, int | None], list[int]] = {}

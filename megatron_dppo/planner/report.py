@@ -15,6 +15,7 @@ from megatron_dppo.planner.memory import StageMemory
 from megatron_dppo.planner.parameters import active_per_token, stage_adapters, whole_model
 from megatron_dppo.planner.plan import Plan
 from megatron_dppo.planner.search import SearchResult
+from megatron_dppo.planner.workload import Layout
 
 _SHOWN = 6
 
@@ -91,10 +92,15 @@ def _head(console: Console, plan: Plan) -> None:
         highlight=False,
     )
     console.print(
-        f"[bold]{layout_name(layout.parallel)}[/], data parallel {layout.data}, recompute {layout.recompute}, "
+        f"[bold]{layout_name(layout.parallel)}[/], data parallel {layout.data}, recompute {_recompute(layout)}, "
         f"{plan.microbatches} microbatches of {layout.microbatch_tokens} tokens per rank and gradient step",
         highlight=False,
     )
+
+
+def _recompute(layout: Layout) -> str:
+    first = f", {layout.recompute_layers} layers of each chunk" if layout.recompute_layers else ""
+    return f"{layout.recompute}{first}"
 
 
 def _adapters(plan: Plan) -> str:
@@ -177,7 +183,7 @@ def _alternatives(plans: tuple[Plan, ...], title: str) -> Table:
     for plan in plans:
         table.add_row(
             layout_name(plan.layout.parallel),
-            plan.layout.recompute,
+            _recompute(plan.layout),
             f"{plan.on_gpu / GIB:.0f}",
             f"{plan.train_s:.0f}",
             f"{plan.step_s:.0f}",
@@ -206,6 +212,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "rollout_gpus": plan.rollout_gpus,
         "gpu": layout.gpu.name,
         "recompute": layout.recompute,
+        "recompute_layers": layout.recompute_layers,
         "microbatch_tokens": layout.microbatch_tokens,
         "microbatches": plan.microbatches,
         "ppo_epochs": plan.workload.ppo_epochs,

@@ -98,6 +98,7 @@ def planned_run(
         gpus=gpus - engines,
         parallel=parallel,
         recompute=config.actor.recompute,
+        recompute_layers=config.actor.recompute_layers,
         microbatch_tokens=max(budget, longest) if config.actor.long_sequences == "alone" else budget,
         attention_span=workload.mean_sequence,
         expert_imbalance=expert_imbalance,
@@ -199,6 +200,7 @@ def recommended_config(plan: Plan, model_path: Path, *, prompts_per_step: int) -
             "dtype": "bfloat16",
             "max_tokens_per_microbatch": layout.microbatch_tokens,
             "recompute": layout.recompute,
+            **({"recompute_layers": layout.recompute_layers} if layout.recompute_layers else {}),
         },
         "rollout": {
             "max_prompt_tokens": workload.prompt_tokens,

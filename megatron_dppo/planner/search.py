@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import get_args
@@ -13,6 +14,7 @@ from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig, Recompute
 from megatron_dppo.planner.engine import EngineSettings
 from megatron_dppo.planner.gpus import Gpu
+from megatron_dppo.planner.parameters import stage_layers
 from megatron_dppo.planner.plan import Plan, largest_utilization, make_plan
 from megatron_dppo.planner.workload import EXPERT_IMBALANCE, Layout, Workload
 
@@ -105,18 +107,17 @@ def _leanest_needed(
     wanted: Wanted,
     rollout_gpus: int,
 ) -> Plan:
-    """The plan with the first recomputation that fits with a margin, else the first that fits, else the last."""
-    barely: Plan | None = None
-    kinds = tuple(kind for kind in get_args(Recompute) if model.moe or kind != "activation")
-    if wanted.recompute:
-        kinds = (wanted.recompute,)
-    for recompute in kinds:
+    """The plan with the first recomputation that fits with a margin, else the first that fits, else the last. Where
+    whole layers have to be recomputed, as few as fit with that margin, unless the user asked for them."""
+
+    def planned(recompute: Recompute, layers: int | None = None) -> Plan:
         layout = Layout(
             model=model,
             gpu=gpu,
             gpus=gpus,
             parallel=parallel,
             recompute=recompute,
+            recompute_layers=layers,
             microbatch_tokens=wanted.microbatch_tokens or max(16384, parallel.packed_length(workload.sequence)),
             attention_span=workload.mean_sequence,
             expert_imbalance=wanted.expert_imbalance,
@@ -124,7 +125,18 @@ def _leanest_needed(
         )
         share = largest_utilization(gpu, shared=not rollout_gpus)
         settings = EngineSettings(tensor=wanted.engine_tensor, utilization=share)
-        plan = make_plan(layout, workload, rollout_gpus=rollout_gpus, settings=settings)
+        return make_plan(layout, workload, rollout_gpus=rollout_gpus, settings=settings)
+
+    barely: Plan | None = None
+    kinds = tuple(kind for kind in get_args(Recompute) if model.moe or kind != "activation")
+    if wanted.recompute:
+        kinds = (wanted.recompute,)
+    for recompute in kinds:
+        plan = planned(recompute)
+        if plan.comfortable and recompute == "full" and not wanted.recompute:
+            most = max(len(chunk) for stage in stage_layers(model.layers, parallel) for chunk in stage.chunks)
+            fewest = bisect_left(range(1, most), True, key=lambda layers: planned("full", layers).comfortable) + 1
+            return planned("full", fewest) if fewest < most else plan
         if plan.comfortable:
             return plan
         if not plan.problem:

@@ -64,16 +64,16 @@ def _stage(layout: Layout, stage: int, e: Efficiency) -> PassTime:
     the host's time counts layer by layer. In the backward nothing waits: the host runs ahead; the longer sum counts."""
     forward = 0.0
     device = host = 0.0
-    for chunk in stage_layers(layout.model.layers, layout.parallel)[stage].kinds(layout.model):
-        for layer, count in chunk:
-            work, launch = layer_time(layout, layer, e), _host(layout, layer, e)
-            one = max(work.forward, launch.forward)
-            forward += count * one
-            device += count * work.backward
-            host += count * launch.backward
-            if layout.recompute == "full":
-                device += count * one  # the forward once more, waiting as it does
-                host += count * one
+    chunks = stage_layers(layout.model.layers, layout.parallel)[stage].divided(layout.model, layout.recomputed_layers)
+    for chunk in chunks:
+        for recomputed, kinds in zip((True, False), chunk, strict=True):
+            for layer, count in kinds:
+                work, launch = layer_time(layout, layer, e), _host(layout, layer, e)
+                one = max(work.forward, launch.forward)
+                again = one if recomputed else 0.0  # the forward once more, waiting as it does
+                forward += count * one
+                device += count * (work.backward + again)
+                host += count * (launch.backward + again)
     if stage == layout.parallel.pipeline - 1:
         head = head_time(layout, e)
         forward += head.forward

@@ -71,6 +71,8 @@ class Layout:
     gpus: int
     parallel: ParallelConfig
     recompute: Recompute = "none"
+    recompute_layers: int | None = None
+    """Of each model chunk, with full recomputation, the first; None is all."""
     microbatch_tokens: int = 16384
     """Tokens of one pack, shared by the context-parallel ranks."""
     attention_span: int = 2048
@@ -91,6 +93,13 @@ class Layout:
     def adapter_rank(self, target: Target) -> int:
         """Their rank there, or 0."""
         return self.lora.rank if self.lora is not None and self.adapts(target) else 0
+
+    @property
+    def recomputed_layers(self) -> int:
+        """Layers of each model chunk, from its first, that are recomputed; where that is more than it has, all."""
+        if self.recompute != "full":
+            return 0
+        return self.model.layers if self.recompute_layers is None else self.recompute_layers
 
     @property
     def weight_gradients_in_place(self) -> bool:

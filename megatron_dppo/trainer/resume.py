@@ -57,7 +57,7 @@ FREE = (
     "parallel.tensor", "parallel.pipeline", "parallel.virtual_pipeline", "parallel.context", "parallel.expert",
     "parallel.expert_tensor", "parallel.sequence_parallel",
     "actor.max_tokens_per_microbatch", "actor.long_sequences", "actor.token_dispatcher", "actor.recompute",
-    "actor.max_skipped_steps",
+    "actor.recompute_layers", "actor.max_skipped_steps",
     "optimizer.overlap_grad_reduce", "optimizer.overlap_param_gather", "optimizer.keep_on_gpu_gib",
     "rollout.placement", "rollout.weight_transfer", "rollout.load_format", "rollout.tensor_parallel",
     "rollout.expert_parallel", "rollout.enforce_eager", "rollout.gpu_memory_utilization", "rollout.kv_cache_mib",

@@ -177,6 +177,7 @@ def build_actor(runtime: Runtime, config: Config, hf_config: HFConfig) -> Megatr
         config.parallel,
         params_dtype=getattr(torch, config.actor.dtype),
         recompute=config.actor.recompute,
+        recompute_layers=config.actor.recompute_layers,
         token_dispatcher=config.actor.token_dispatcher,
         load_balancing_loss=config.actor.load_balancing_loss,
         router_z_loss=config.actor.router_z_loss,

@@ -83,6 +83,7 @@ class Case:
     dispatcher: str = "alltoall"
     budget: int = BUDGET
     long_sequences: str = "refuse"
+    recompute_layers: int | None = None
 
     def __str__(self) -> str:
         routes = "recorded routes" if self.replay else "live routes"
@@ -173,6 +174,7 @@ def build_actor(
         long_sequences=case.long_sequences,
         router_replay=mode or ("r3" if case.replay else "none"),
         recompute=case.recompute,
+        recompute_layers=case.recompute_layers,
         token_dispatcher=case.dispatcher,
         load_balancing_loss=aux[0],
         router_z_loss=aux[1],
@@ -183,6 +185,7 @@ def build_actor(
         parallel,
         params_dtype=getattr(torch, dtype),
         recompute=config.recompute,
+        recompute_layers=config.recompute_layers,
         token_dispatcher=config.token_dispatcher,
         load_balancing_loss=config.load_balancing_loss,
         router_z_loss=config.router_z_loss,

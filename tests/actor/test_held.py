@@ -1,8 +1,10 @@
-"""What is left in memory between steps."""
+"""What is left in memory between steps, and what is computed twice so that it need not be there."""
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,3 +53,44 @@ def test_no_activation_outlives_its_backward(tmp_path, layout: str, dispatcher: 
         assert count >= 8
         assert behind == []
         assert left == []
+
+
+def forwards(rank: int, path: str, batch: Any, cases: list[Case]) -> list[Counter[tuple[int, bool]]]:
+    """How often each layer ran in an update, by its number and whether a backward followed from that very forward."""
+    from megatron.core import parallel_state
+
+    from megatron_dppo.actor.actor import TrainingSignal
+    from megatron_dppo.batch import InMemorySource
+
+    found = []
+    for case in cases:
+        actor = build_actor(path, {}, case)
+        counts: Counter[tuple[int, bool]] = Counter()
+        for layer in actor.model[0].decoder.layers:
+            layer.register_forward_pre_hook(
+                lambda one, _, counts=counts: counts.update([(one.layer_number, torch.is_grad_enabled())])
+            )
+        signal = TrainingSignal(advantages(), advantages(), [np.arange(len(advantages()))])
+        actor.update(InMemorySource.of(batch), signal)
+        found.append(counts)
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_layers_that_are_computed_again_are_the_first(tmp_path) -> None:
+    from tests.actor.reference import make_rollout
+
+    model = tiny_qwen3_moe(tmp_path, seed=3)
+    batch = make_rollout(model, seed=4, temperature=TEMPERATURE, **SHAPE)
+    layers = model.config.num_hidden_layers
+    assert layers > 2
+    full = Case(recompute="full")
+    cases = [Case(), full, *(replace(full, recompute_layers=n) for n in (1, layers - 1, layers, layers + 1))]
+    (counts,) = run_ranks(forwards, 1, str(tmp_path), batch, cases)
+    for case, found in zip(cases, counts, strict=True):
+        again = 0 if case.recompute == "none" else case.recompute_layers or layers
+        microbatches = found[1, True]
+        assert microbatches > 1
+        for layer in range(1, layers + 1):
+            assert found[layer, True] == microbatches
+            assert found[layer, False] == (microbatches if layer <= again else 0), (case, layer)

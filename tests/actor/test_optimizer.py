@@ -13,7 +13,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from megatron_dppo.actor.config import OptimizerConfig
+from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
 from megatron_dppo.errors import UserError
 from tests.actor.matrix import LAYOUTS, SHAPE, TEMPERATURE, Case, advantages, build_actor, exported
 from tests.distributed import run_ranks
@@ -99,6 +99,11 @@ def test_few_launches_compute_what_many_do(tmp_path) -> None:
         assert metrics[0]["optimizer/grad_norm"] > 1, "clipping had something to do"
         for ours, theirs in zip([*masters, *weights], [*stock_masters, *stock_weights], strict=True):
             np.testing.assert_array_equal(ours, theirs)
+
+
+def test_layers_of_no_full_recomputation() -> None:
+    with pytest.raises(ValidationError, match=r"actor\.recompute_layers=3 counts layers that actor\.recompute=full"):
+        ActorConfig(recompute="none", recompute_layers=3)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from megatron_dppo.models.direct_norm import call_norms_directly
 from megatron_dppo.models.experts.activation import WeightedSwiGLU
-from megatron_dppo.models.experts.grouped import add_weight_gradients
+from megatron_dppo.models.experts.grouped import GroupedLinear, add_weight_gradients
+from megatron_dppo.models.lora.grouped import AdaptedGroupedLinear
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,6 +45,40 @@ def test_weight_gradients_are_added_in_float32(counts: list[int], rows: int, col
     library = torch.stack([start + torch.mm(a.t(), b, out_dtype=torch.float32) for start, a, b in cuts])
     error, of_library = ((t.double() - wanted).norm() / wanted.norm() for t in (got, library))
     assert error <= 1.05 * of_library + 1e-8
+
+
+@pytest.mark.parametrize(
+    ("counts", "parts", "rank", "rows", "columns"),
+    [
+        ([5, 0, 64, 1, 130, 0], 2, 32, 768, 512),
+        ([0, 0, 0, 7], 1, 8, 200, 328),  # a rank below a tile's, columns that are no multiple of one
+        ([2000, 10, 0, 500], 1, 96, 2048, 768),
+        ([0, 0], 2, 16, 64, 64),
+    ],
+)
+def test_experts_with_adapters(counts: list[int], parts: int, rank: int, rows: int, columns: int) -> None:
+    torch.manual_seed(0)
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    x = torch.randn(sum(counts), columns, **options, requires_grad=True)
+    stack = torch.randn(len(counts), parts * rows, columns, **options) * columns**-0.5
+    a = (torch.randn(len(counts), parts * rank, columns, **options) * columns**-0.5).requires_grad_()
+    b = (torch.randn(len(counts), parts, rows, rank, **options) * rank**-0.5).requires_grad_()
+    dy = torch.randn(sum(counts), parts * rows, **options)
+    ends = torch.tensor(np.cumsum(counts), dtype=torch.int32, device="cuda")
+    y = AdaptedGroupedLinear.apply(x, ends, stack, a, b, 2.0)
+    got = [y, *torch.autograd.grad(y, [x, a, b], dy)]
+
+    exact = [t.detach().double().requires_grad_() for t in (x, a, b)]
+    whole = []
+    for e, part in enumerate(exact[0].split(counts)):
+        low = (part @ exact[1][e].t()).chunk(parts, 1)
+        share = torch.cat([one @ of.t() for one, of in zip(low, exact[2][e], strict=True)], 1)
+        whole.append(part @ stack[e].double().t() + 2 * share)
+    wanted = [torch.cat(whole), *torch.autograd.grad(torch.cat(whole), exact, dy.double())]
+    for mine, right in zip(got, wanted, strict=True):
+        assert (mine.double() - right).norm() <= 6e-3 * right.norm()
+    plain = GroupedLinear.apply(x, ends, stack, False, stack[0])
+    assert torch.equal(AdaptedGroupedLinear.apply(x, ends, stack, a, torch.zeros_like(b), 2.0), plain)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1000, 768), (37, 200), (0, 64)])

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_dppo.checkpoint.peft_adapter import check_peft_adapter
 from megatron_dppo.errors import UserError
+from megatron_dppo.models.experts.grouped import GroupedLinear
 from megatron_dppo.models.hf_config import load_hf_config
 from megatron_dppo.models.live import Owned
 from megatron_dppo.models.lora.adapter import LoraAdapter, Sharding
@@ -214,12 +215,32 @@ def test_experts_in_one_grouped_product(alone: None, matrix: str, dtype: torch.d
             torch.testing.assert_close(delta, 1.5 * b @ a)
             parts.append(1.5 * F.linear(F.linear(rows_of, a), b))
         whole.append(y_of + torch.cat(parts, dim=1))
-    expected = torch.autograd.grad(torch.cat(whole), [x, output, adapter.a, adapter.b], upstream)
+    expected = torch.autograd.grad(torch.cat(whole), [x, output, adapter.a, adapter.b], upstream, retain_graph=True)
     torch.testing.assert_close(y, torch.cat(whole))
     for mine, right in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, right, atol=1e-5, rtol=1e-5)
     nothing = adapter.add_to_grouped(output[:0], x[:0], [0] * experts)
     assert nothing.shape == (0, rows)
+
+    ends = torch.tensor(splits).cumsum(0, dtype=torch.int32)
+    assert adapter.joins(x, ends) == (dtype is torch.float32)
+    assert not adapter.joins(x, splits)
+    if dtype is torch.float64:
+        return
+    stack = torch.randn(experts, rows, cols)
+    z = adapter.product(x, ends, stack)
+    frozen = torch.cat([F.linear(part, w) for part, w in zip(x.split(splits), stack, strict=True)])
+    right = frozen + torch.cat(whole) - output
+    torch.testing.assert_close(z, right)
+    wanted = torch.autograd.grad(right, [x, adapter.a, adapter.b], upstream)
+    for mine, one in zip(torch.autograd.grad(z, [x, adapter.a, adapter.b], upstream), wanted, strict=True):
+        torch.testing.assert_close(mine, one, atol=1e-5, rtol=1e-5)
+    z = adapter.product(x[:0], ends * 0, stack)
+    assert z.shape == (0, rows)
+    assert all((g == 0).all() for g in torch.autograd.grad(z.sum(), [adapter.a, adapter.b]))
+    with torch.no_grad():
+        adapter.b.zero_()
+    assert torch.equal(adapter.product(x, ends, stack), GroupedLinear.apply(x, ends, stack, False, stack[0]))
 
 
 def kinds_name(expert: int, kind: str) -> str:

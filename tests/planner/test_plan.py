@@ -1,6 +1,7 @@
 """Memory, time, traffic and search of the planner, and its command."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import yaml
 from megatron_dppo.cli import main
 from megatron_dppo.config.load import load_config
 from megatron_dppo.models.hf_config import HFConfig, resolve_hf_config
+from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.planner.activations import layer_memory
 from megatron_dppo.planner.engine import plan_engine
@@ -83,6 +85,43 @@ def test_what_each_way_to_save_memory_saves() -> None:
     assert peak(tensor=2, sequence_parallel=True, expert=4) < peak(expert=4)
     assert peak(context=2, expert=4) < peak(expert=4)
     assert peak(expert=4) < peak(expert=2) < peak()
+
+
+@pytest.mark.parametrize("sizes", [{}, {"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}])
+def test_layers_that_are_not_computed_again_keep_what_they_need(sizes: dict[str, int]) -> None:
+    """One layer more of each chunk takes what it keeps less its input, and saves its forward."""
+    chunks = sizes.get("virtual_pipeline", 1)
+    whole = layout(2, layers=8, recompute="full", **sizes)
+    most = 8 // (chunks * sizes.get("pipeline", 1))
+    one = layer_memory(whole, 0)
+    stages = [
+        [stage_memory(dataclasses.replace(whole, recompute_layers=n), stage, 8) for n in range(1, most + 2)]
+        for stage in range(sizes.get("pipeline", 1))
+    ]
+    for stage, found in enumerate(stages):
+        assert found[-1] == found[-2] == stage_memory(whole, stage, 8)
+        for more, less in itertools.pairwise(found[:-1]):
+            in_flight = more.in_flight if chunks == 1 else 2.5 - stage  # (warm-up and one) / chunks
+            assert more.activations - less.activations == in_flight * chunks * (one.kept - one.boundary)
+            # Of a chunk's last layer nothing is gained: computed again it needs the same at once.
+            assert more.peak > less.peak or less is found[-2]
+    seconds = [step_time(dataclasses.replace(whole, recompute_layers=n), 2).compute for n in range(1, most + 1)]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] == step_time(whole, 2).compute
+
+
+def test_a_search_recomputes_as_few_layers_as_it_must() -> None:
+    lora = LoraConfig(rank=32)
+    workload = dataclasses.replace(short(), sequences=64, mini_batches=1)
+    (plan,) = search(model(), GPUS["h200-141g"], 1, workload, Wanted(lora=lora)).fitting
+    assert plan.layout.recompute == "full"
+    assert plan.layout.recompute_layers is not None
+    fewer = dataclasses.replace(plan.layout, recompute_layers=plan.layout.recompute_layers - 1)
+    assert plan.comfortable
+    assert not make_plan(fewer, workload, settings=plan.settings).comfortable
+    asked = search(model(), GPUS["h200-141g"], 1, workload, Wanted(lora=lora, recompute="full")).fitting[0]
+    assert asked.layout.recompute_layers is None
+    assert asked.train_s > plan.train_s
 
 
 def test_full_recomputation_costs_a_forward() -> None:

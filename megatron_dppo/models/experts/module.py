@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_dppo.models.experts.activation import WeightedSwiGLU, recompute_for_backward
 from megatron_dppo.models.experts.grouped import GroupedLinear, stacked, unusable
+from megatron_dppo.models.live import ADAPTER
 
 
 def take_over_experts(chunks: Iterable[torch.nn.Module]) -> None:
@@ -122,6 +123,9 @@ def _one_launch(stock: Any) -> Any:
             stack, weights = self.stack(), _weights(self)
             assert stack is not None
             if not weights[0].requires_grad:
+                adapter = getattr(self, ADAPTER, None)
+                if adapter is not None and adapter.joins(x, splits):
+                    return adapter.product(x, splits, stack), None
                 weights = weights[:1]  # autograd has nothing to do with them
             return GroupedLinear.apply(x, splits, stack, bool(self.fuse_wgrad_accumulation), *weights), None
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.models.lora.config import LoraConfig
+from megatron_dppo.models.lora.grouped import AdaptedGroupedLinear
 from megatron_dppo.models.lora.sites import LocalSite, a_pieces, b_pieces
 from megatron_dppo.models.lora.size import GROUPED_ROW_BYTES
 from megatron_dppo.models.names import Block, Piece
@@ -116,8 +117,9 @@ class LoraAdapter(torch.nn.Module):
         return flat.view(output.shape)
 
     def add_to_grouped(self, output: Tensor, x: Tensor, splits: Sequence[int] | Tensor) -> Tensor:
-        """The same for experts: rows of `x [T, in]` belong to expert 0, then 1, ..., `splits` of them each; or
-        `splits` is a tensor on x's device of where each one's rows end, int32 `[E]`."""
+        """The same for experts whose product is TransformerEngine's loop, or that `product` does not take: rows of
+        `x [T, in]` belong to expert 0, then 1, ..., `splits` of them each; or `splits` is a tensor on x's device of
+        where each one's rows end, int32 `[E]`."""
         if self.off:
             return output
         a, b = self._factors()
@@ -128,16 +130,32 @@ class LoraAdapter(torch.nn.Module):
             return torch.cat(
                 [torch.addmm(y, F.linear(rows, a_), b_.t(), alpha=self.scale) for y, rows, a_, b_ in parts]
             )
-        if isinstance(splits, Tensor):
-            ends = splits
-        else:
-            ends = torch.tensor(splits, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            ends = ends.pin_memory().to(x.device, non_blocking=True) if x.is_cuda else ends
+        assert not isinstance(splits, Tensor), "product"
+        ends = torch.tensor(splits, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        ends = ends.pin_memory().to(x.device, non_blocking=True) if x.is_cuda else ends
         hidden = F.grouped_mm(x, a.transpose(1, 2), offs=ends)
         return output + F.grouped_mm(hidden * self.scale, b.transpose(1, 2), offs=ends)
 
+    def joins(self, x: Tensor, splits: Sequence[int] | Tensor) -> bool:
+        """Whether the experts' layer leaves all to `product`: where it has the rows' ends on the device."""
+        return not self.off and isinstance(splits, Tensor) and _can_group(x, self.rank)
+
+    def product(self, x: Tensor, ends: Tensor, stack: Tensor) -> Tensor:
+        """Of experts' frozen weights `stack [E, out, in]`: `W x` plus this adapter's share (`AdaptedGroupedLinear`)."""
+        a, b = self._shared()
+        result: Tensor = AdaptedGroupedLinear.apply(x, ends, stack, a, b, self.scale)
+        return result
+
     def _factors(self) -> tuple[Tensor, Tensor]:
         """a, and b `[E, out, n r]` with zeros where a row of W is of another projection: one product for all."""
+        a, b = self._shared()
+        b = b.flatten(1, 2)
+        if self._belongs.shape[1] > 1:
+            b = (b.unsqueeze(2) * self._belongs.unsqueeze(2)).flatten(2)
+        return a, b
+
+    def _shared(self) -> tuple[Tensor, Tensor]:
+        """a and b; of experts what is whole on every rank with its gradient summed over them."""
         a: Tensor = self.a
         b: Tensor = self.b
         if self.sharding.expert and self.sharding.group.size() > 1:
@@ -145,9 +163,6 @@ class LoraAdapter(torch.nn.Module):
                 b = copy_to_tensor_model_parallel_region(b, group=self.sharding.group)
             else:
                 a = copy_to_tensor_model_parallel_region(a, group=self.sharding.group)
-        b = b.flatten(1, 2)
-        if self._belongs.shape[1] > 1:
-            b = (b.unsqueeze(2) * self._belongs.unsqueeze(2)).flatten(2)
         return a, b
 
     @torch.no_grad()

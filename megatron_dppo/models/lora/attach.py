@@ -76,6 +76,8 @@ def _add_output(layer: torch.nn.Module, adapter: LoraAdapter, *, grouped: bool) 
         x = inputs[0]
         if normed:
             output, x = output
+        if grouped and adapter.joins(x, inputs[1]):
+            return result  # experts in one launch have their adapter's share already
         if grouped:
             return adapter.add_to_grouped(output, x, inputs[1]), bias
         return adapter.add_to(output, x), bias

@@ -16,6 +16,11 @@ GROUPED_ROW_BYTES = 16
 """Rows of `A x` that are a multiple of this many bytes let all experts of a rank share one product."""
 
 
+def joins(rank: int) -> bool:
+    """Whether adapters of this rank, in bfloat16, are part of their experts' product (`AdaptedGroupedLinear`)."""
+    return 2 * rank % GROUPED_ROW_BYTES == 0
+
+
 PARAMETERS: dict[Target, re.Pattern[str]] = {
     "qkv": re.compile(r".+\.self_attention\.(linear_qkv|linear_(q|kv)(_down|_up)?_proj|in_proj)\.weight"),
     "o": re.compile(r".+\.self_attention\.(linear_proj|out_proj)\.weight"),

@@ -1,0 +1,53 @@
+"""Triton kernel of the adapters of all experts of a layer."""
+
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_low_rank(
+    out, low, factor, ends, width, of_expert, of_rank, of_column, low_width, part,
+    experts, EXPERTS: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """`out[t, n] += sum_r low[t, (n // part) RANK + r] factor[e, r, n]` for the rows t of every expert e, in place.
+
+        out     `[rows, width]`, low `[rows, low_width]`: both contiguous
+        factor  element (e, r, n) is `of_expert e + of_rank r + of_column n` behind its start
+        ends    int32 `[experts]`: one past each expert's last row
+        part    columns of out that share columns of low
+
+    Program (column block, tile): blocks of COLUMNS are counted part by part, tiles of ROWS rows expert by expert.
+    EXPERTS and PADDED are `experts` and RANK (16 at least) rounded up to powers of two.
+    """
+    tile = tl.program_id(1)
+    expert = tl.arange(0, EXPERTS)
+    end = tl.load(ends + expert, mask=expert < experts, other=0)
+    start = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < experts), other=0)
+    tiles = (end - start + ROWS - 1) // ROWS
+    behind = tl.cumsum(tiles, 0)
+    mine = tl.sum((behind <= tile).to(tl.int32), 0)
+    if mine < experts:
+        here = expert == mine
+        first = tl.sum(tl.where(here, start + (tile - (behind - tiles)) * ROWS, 0), 0)
+        stop = tl.sum(tl.where(here, end, 0), 0)
+        row = first + tl.arange(0, ROWS)
+        blocks = (part + COLUMNS - 1) // COLUMNS
+        which = tl.program_id(0) // blocks
+        place = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
+        column = which * part + place
+        inner = tl.arange(0, PADDED)
+        inside = (row < stop)[:, None] & (place < part)[None, :]
+        left = tl.load(
+            low + row.to(tl.int64)[:, None] * low_width + which * RANK + inner[None, :],
+            mask=(row < stop)[:, None] & (inner < RANK)[None, :],
+            other=0.0,
+        )
+        right = tl.load(
+            factor + mine.to(tl.int64) * of_expert + inner[:, None] * of_rank + column[None, :] * of_column,
+            mask=(inner < RANK)[:, None] & (place < part)[None, :],
+            other=0.0,
+        )
+        at = out + row.to(tl.int64)[:, None] * width + column[None, :]
+        before = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(at, tl.dot(left, right, before).to(out.dtype.element_ty), mask=inside)
