@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_dppo.models.direct_norm import call_norms_directly
-from megatron_dppo.models.experts.module import take_over_experts
+from megatron_dppo.models.experts.module import recompute_cheap_parts, take_over_experts
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.layers.latent_attention import share_rotary
 from megatron_dppo.models.rope import rope_frequencies
@@ -70,6 +70,11 @@ def build_model(
         _correct_marks(gpt)
         built.append(gpt)
     take_over_experts(built)
+    for gpt in built:
+        if config.recompute_method == "block":  # these layers are not computed again as a whole
+            recompute_cheap_parts(gpt.decoder.layers[config.recompute_num_layers :])
+        elif "moe_act" in (config.recompute_modules or ()):
+            recompute_cheap_parts(gpt.decoder.layers)
     call_norms_directly(built)
     return built
 

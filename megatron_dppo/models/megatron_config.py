@@ -30,9 +30,10 @@ def transformer_config(
     """Megatron-Core's config of `model` under `parallel`, for the device at hand.
 
     params_dtype      of weights and activations: float32, bfloat16 or float16
-    recompute         activations kept: all, all but the experts' gated SiLU (activation) or the attention core
-                      (selective), layer inputs only (full)
-    recompute_layers  with full: of so many layers of each model chunk, the first; None is all
+    recompute         activations kept: all, all but the experts' sorted rows and gated SiLU (activation) or the
+                      attention core (selective), layer inputs only (full)
+    recompute_layers  with full: of so many layers of each model chunk, the first, and of the others as with activation;
+                      None is all
     router_dtype      of the router's logits and probabilities; None is params_dtype
     token_dispatcher  how tokens reach their experts; with allgather a pipeline's microbatches must be equally long
     load_balancing_loss, router_z_loss  coefficients; 0 leaves the loss out

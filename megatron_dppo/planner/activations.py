@@ -19,7 +19,8 @@ rows that reach its experts, h hidden, q and k the query and key-value widths on
       sigmoid         the scores of all experts besides                           4 S E
     dispatch          row map int32 [S, 2 E + 1]; while the layer runs also fp32
                       probabilities and mask [S, E] (`release_dispatched`)        8 S E
-    experts, fc1      rows sorted by expert, their probabilities                  2 R h + 4 R
+    experts, fc1      rows sorted by expert (with "activation" on one
+                      expert-parallel rank sorted anew), their probabilities      2 R h + 4 R
     SwiGLU            both halves                                                 2 R 2 f
     fc2               its input; with "activation" it is computed again           2 R f; nothing
       its bias        nothing (each expert's rows with it, and all of them side by side, are freed at once)
@@ -257,7 +258,8 @@ def _experts(layout: Layout) -> Sequence[Operator]:
     gate_up = layout.expert_rows * 2 * width * _HALF
     down = gate_up // 2
     local = moe.experts // parallel.expert
-    again = layout.recompute == "activation"
+    again = layout.cheap_parts_again
+    sorted_again = again and not arrived
     # A product's weight gradients exist apart only where they are not added to the float32 buffer in place.
     fc2 = 0 if layout.weight_gradients_in_place else _HALF * local * width * hidden
     lora = layout.adapter_rank("experts")
@@ -270,6 +272,7 @@ def _experts(layout: Layout) -> Sequence[Operator]:
     # The forward's own variables hold the rows as sent and as arrived, and the chosen experts, until the layer returns.
     held = sent + arrived + rows * moe.experts * (_FLOAT + 1) + (residual if moe.shared_size else 0)
     scores = _FLOAT * rows * moe.experts if moe.score == "sigmoid" else 0
+    resorted = received if sorted_again else 0
     biased = 2 * received if moe.linear_bias else 0
     return (
         Operator("norm", 2 * residual + _FLOAT * rows, residual, 3 * residual),
@@ -283,16 +286,16 @@ def _experts(layout: Layout) -> Sequence[Operator]:
         Operator("dispatch", row_map, held, residual + 2 * sent),
         Operator(
             "experts, fc1",
-            (received if adapted else 0) + _FLOAT * layout.expert_rows + 2 * low + spread,
-            held + (3 * gate_up if apart else 0) + (0 if adapted else received),
-            residual + gate_up + received + 2 * fc2 + spread + factors,
+            (0 if sorted_again else received if adapted else 0) + _FLOAT * layout.expert_rows + 2 * low + spread,
+            held + (3 * gate_up if apart else 0) + (received if sorted_again or not adapted else 0),
+            residual + gate_up + (2 if sorted_again else 1) * received + 2 * fc2 + spread + factors,
         ),
-        Operator("SwiGLU", gate_up, held, residual + down + gate_up),
+        Operator("SwiGLU", gate_up, held + resorted, residual + down + gate_up + resorted),
         Operator(
             "experts, fc2",
             (0 if again else down if adapted else 0) + low,
-            held + (3 if apart else 1) * received + (down if again or not adapted else 0) + biased,
-            residual + received + (2 if again else 1) * down + fc2 + biased,
+            held + (3 if apart else 1) * received + (down if again or not adapted else 0) + biased + resorted,
+            residual + received + (2 if again else 1) * down + fc2 + biased + resorted,
         ),
         Operator("combine", 0, held + 2 * received, residual + received + max(received, sent)),
     )

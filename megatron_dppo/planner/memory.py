@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_dppo.planner.activations import LayerMemory, layer_memory
 from megatron_dppo.planner.gpus import GIB
@@ -76,8 +76,12 @@ def stage_memory(layout: Layout, stage: int, microbatches: int) -> StageMemory:
     parameters = stage_parameters(model, parallel, stage)
     adapters = stage_adapters(model, parallel, stage, layout.lora) if layout.lora else None
     trained = parameters if adapters is None else adapters
+    wholly = replace(layout, recompute_layers=None)
     chunks = [
-        [[(layer_memory(layout, layer), count) for layer, count in kinds] for kinds in (again, once)]
+        (
+            [(layer_memory(wholly, layer), count) for layer, count in again],
+            [(layer_memory(layout, layer), count) for layer, count in once],
+        )
         for again, once in stage_layers(model.layers, parallel)[stage].divided(model, layout.recomputed_layers)
     ]
     last = stage == parallel.pipeline - 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -67,8 +67,9 @@ def _stage(layout: Layout, stage: int, e: Efficiency) -> PassTime:
     chunks = stage_layers(layout.model.layers, layout.parallel)[stage].divided(layout.model, layout.recomputed_layers)
     for chunk in chunks:
         for recomputed, kinds in zip((True, False), chunk, strict=True):
+            of = replace(layout, recompute_layers=None) if recomputed else layout
             for layer, count in kinds:
-                work, launch = layer_time(layout, layer, e), _host(layout, layer, e)
+                work, launch = layer_time(of, layer, e), _host(layout, layer, e)
                 one = max(work.forward, launch.forward)
                 again = one if recomputed else 0.0  # the forward once more, waiting as it does
                 forward += count * one
@@ -217,7 +218,9 @@ def _mlp(layout: Layout, layer: int, e: Efficiency) -> PassTime:
     comm = 2 * all_to_all(layout, 2 * sent, e)
     if parallel.expert_tensor > 1:
         comm += 2 * all_gather(layout, 2 * received * hidden, parallel.expert_tensor, parallel.expert_tensor, e)
-    again = 2 * 3 * received * width / (gpu.memory_bandwidth * e.memory) if layout.recompute == "activation" else 0.0
+    # What is computed again: the gated SiLU, and where experts are not divided the sorting of their rows.
+    remade = 3 * received * width + (2 * received * hidden if parallel.expert * parallel.expert_tensor == 1 else 0)
+    again = 2 * remade / (gpu.memory_bandwidth * e.memory) if layout.cheap_parts_again else 0.0
     backward = _backward_products(layout) * products + 1.2 * elementwise + again + comm
     routed = PassTime(products + elementwise + comm, backward)
     return routed + _dense(layout, moe.shared_size, e) if moe.shared_size else routed

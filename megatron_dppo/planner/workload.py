@@ -102,6 +102,11 @@ class Layout:
         return self.model.layers if self.recompute_layers is None else self.recompute_layers
 
     @property
+    def cheap_parts_again(self) -> bool:
+        """Whether layers that are not recomputed make experts' sorted rows and gated SiLU again."""
+        return self.recompute == "activation" or (self.recompute == "full" and self.recompute_layers is not None)
+
+    @property
     def weight_gradients_in_place(self) -> bool:
         """No product of a weight makes a tensor for its gradient: they are added to the buffer, or there are none."""
         return self.wgrad_fusion or self.lora is not None

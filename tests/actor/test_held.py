@@ -55,8 +55,11 @@ def test_no_activation_outlives_its_backward(tmp_path, layout: str, dispatcher: 
         assert left == []
 
 
-def forwards(rank: int, path: str, batch: Any, cases: list[Case]) -> list[Counter[tuple[int, bool]]]:
-    """How often each layer ran in an update, by its number and whether a backward followed from that very forward."""
+def forwards(
+    rank: int, path: str, batch: Any, cases: list[Case]
+) -> list[tuple[Counter[tuple[int, bool]], Counter[int], float]]:
+    """How often each layer ran in an update, by its number and whether a backward followed from that very forward; how
+    often its experts' rows were gone when it returned; and the gradient's norm."""
     from megatron.core import parallel_state
 
     from megatron_dppo.actor.actor import TrainingSignal
@@ -66,13 +69,22 @@ def forwards(rank: int, path: str, batch: Any, cases: list[Case]) -> list[Counte
     for case in cases:
         actor = build_actor(path, {}, case)
         counts: Counter[tuple[int, bool]] = Counter()
+        gone: Counter[int] = Counter()
+        rows: dict[int, torch.UntypedStorage] = {}
         for layer in actor.model[0].decoder.layers:
+            number = layer.layer_number
             layer.register_forward_pre_hook(
-                lambda one, _, counts=counts: counts.update([(one.layer_number, torch.is_grad_enabled())])
+                lambda *_, counts=counts, number=number: counts.update([(number, torch.is_grad_enabled())])
+            )
+            layer.mlp.experts.register_forward_pre_hook(
+                lambda _, args, rows=rows, number=number: rows.update({number: args[0].untyped_storage()})
+            )
+            layer.register_forward_hook(
+                lambda *_, gone=gone, rows=rows, number=number: gone.update([number] * (rows[number].nbytes() == 0))
             )
         signal = TrainingSignal(advantages(), advantages(), [np.arange(len(advantages()))])
-        actor.update(InMemorySource.of(batch), signal)
-        found.append(counts)
+        metrics = actor.update(InMemorySource.of(batch), signal).metrics
+        found.append((counts, gone, metrics["optimizer/grad_norm"]))
         parallel_state.destroy_model_parallel()
     return found
 
@@ -87,10 +99,13 @@ def test_layers_that_are_computed_again_are_the_first(tmp_path) -> None:
     full = Case(recompute="full")
     cases = [Case(), full, *(replace(full, recompute_layers=n) for n in (1, layers - 1, layers, layers + 1))]
     (counts,) = run_ranks(forwards, 1, str(tmp_path), batch, cases)
-    for case, found in zip(cases, counts, strict=True):
+    for case, (found, gone, norm) in zip(cases, counts, strict=True):
         again = 0 if case.recompute == "none" else case.recompute_layers or layers
         microbatches = found[1, True]
         assert microbatches > 1
         for layer in range(1, layers + 1):
             assert found[layer, True] == microbatches
             assert found[layer, False] == (microbatches if layer <= again else 0), (case, layer)
+            sorted_again = case.recompute_layers is not None and layer > again
+            assert gone[layer] == (microbatches if sorted_again else 0), (case, layer)
+        assert norm == pytest.approx(counts[0][2], rel=1e-6)

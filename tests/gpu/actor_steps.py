@@ -224,8 +224,10 @@ def overlaps(bench: Bench) -> dict[str, Any]:
 def recompute(bench: Bench) -> dict[str, Any]:
     """Loss and norm of an update with activations kept and recomputed, recorded routes replayed."""
     found = {}
-    for how in ("none", "activation", "selective", "full"):
-        metrics = bench.updates(bench.actor(case=Case(recompute=how)), 1)[0]
+    ways = {how: Case(recompute=how) for how in ("none", "activation", "selective", "full")}
+    ways["first layer"] = Case(recompute="full", recompute_layers=1)
+    for how, case in ways.items():
+        metrics = bench.updates(bench.actor(case=case), 1)[0]
         found[how] = [metrics["optimizer/loss"], metrics["optimizer/grad_norm"]]
     return found
 

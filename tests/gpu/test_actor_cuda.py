@@ -93,7 +93,7 @@ def test_overlaps_change_nothing(found: dict[str, Any]) -> None:
 
 def test_recomputation_changes_nothing(found: dict[str, Any]) -> None:
     got = result(found, "recompute")
-    for how in ("activation", "selective", "full"):
+    for how in ("activation", "selective", "full", "first layer"):
         assert got[how] == pytest.approx(got["none"], rel=0.01, abs=0.005), how
 
 

@@ -82,6 +82,9 @@ def test_what_each_way_to_save_memory_saves() -> None:
     assert peak(recompute="full", expert=4) < peak(expert=4) - 10
     rows, width = 16384 * 8, 768
     assert peak(expert=4) - peak(recompute="activation", expert=4) == pytest.approx(8 * 2 * rows * width / GIB)
+    # Of experts that are not divided the sorted rows too; the last layer's second product has both beside its output.
+    saved = 2 * rows * (8 * (width + 2048) - width) / GIB
+    assert peak() - peak(recompute="activation") == pytest.approx(saved)
     assert peak(tensor=2, sequence_parallel=True, expert=4) < peak(expert=4)
     assert peak(context=2, expert=4) < peak(expert=4)
     assert peak(expert=4) < peak(expert=2) < peak()
@@ -93,7 +96,7 @@ def test_layers_that_are_not_computed_again_keep_what_they_need(sizes: dict[str,
     chunks = sizes.get("virtual_pipeline", 1)
     whole = layout(2, layers=8, recompute="full", **sizes)
     most = 8 // (chunks * sizes.get("pipeline", 1))
-    one = layer_memory(whole, 0)
+    one = layer_memory(dataclasses.replace(whole, recompute_layers=1), 0)
     stages = [
         [stage_memory(dataclasses.replace(whole, recompute_layers=n), stage, 8) for n in range(1, most + 2)]
         for stage in range(sizes.get("pipeline", 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,18 +70,17 @@ class WeightedSwiGLU(torch.autograd.Function):
         return d_gate_up, d_probability
 
 
-def recompute_for_backward(output: Tensor, weighted: Tensor, gate_up: Tensor, probability: Tensor) -> None:
-    """Free `weighted = WeightedSwiGLU(gate_up, probability)`, of which `output` was made, until `output`'s gradient is
-    there: whoever keeps it for the backward keeps an empty storage, filled again before it is read."""
-    storage = weighted.untyped_storage()
+def recompute_for_backward(output: Tensor, made: Tensor, again: Callable[[], Tensor]) -> None:
+    """Free `made`, of which `output` was made, until `output`'s gradient is there: whoever keeps it for the backward
+    keeps an empty storage, filled again with what `again` gives before it is read. The storage is `made`'s alone."""
+    storage, kept = made.untyped_storage(), made.data  # not `detach()`: autograd would notice that it is written to
     size = storage.nbytes()
     storage.resize_(0)
-    gate_up, probability = gate_up.detach(), probability.detach()
 
     def refill(grad: Tensor) -> None:
         storage.resize_(size)
         with torch.no_grad():
-            weighted.data.copy_(WeightedSwiGLU.apply(gate_up, probability))
+            kept.copy_(again())
 
     output.register_hook(refill)
 
