@@ -7,7 +7,8 @@ gives the CPU seconds of vLLM's core and of the client, and what one step costs 
 
     PYTHONPATH=. VLLM_USE_FLASHINFER_SAMPLER=0 python tools/bench_rollout.py --seconds 480 --out $OUT
 
-writes `bench_rollout.json` and `bench_rollout.txt` to `--out`.
+writes `bench_rollout.json` and `bench_rollout.txt` to `--out`. With `--fp8` a bf16 and an FP8 engine live side by side,
+first two without R3, then two with it: the weights of all 48 layers take 57 and 29 GiB.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ MAIN = (
     Variant("sampled + R3, vLLM's own outputs", "on", 0),
     Variant("top-20 on the GPU (logits processor) + sampled + R3", "on", 0, tuple(TOPK_ON_GPU.items())),
 )
-FP8 = tuple(replace(one, name=f"{one.name}, fp8", engine=f"{one.engine} fp8") for one in (BASE, FRAME))
+FP8 = {one: replace(one, name=f"{one.name}, fp8", engine=f"{one.engine} fp8") for one in (BASE, FRAME)}
 EXTRA = (
     Variant("top-20, R3 off", "off", K),
     Variant("nothing recorded, R3 off", "off", None),
@@ -100,8 +101,10 @@ def write_model(folder: Path, *, layers: int, tiny: bool) -> Path:
     return folder
 
 
-def start_engine(model: Path, kind: str, *, load: Load, tiny: bool, quick: bool, gpu_share: float) -> Any:
-    """An AsyncLLM of `Variant.engine`; must be called inside the event loop."""
+def start_engine(
+    model: Path, kind: str, *, load: Load, tiny: bool, quick: bool, gpu_share: float, kv_gib: float | None
+) -> Any:
+    """An AsyncLLM of `Variant.engine`."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -112,6 +115,7 @@ def start_engine(model: Path, kind: str, *, load: Load, tiny: bool, quick: bool,
         "max_model_len": load.prompt_tokens + load.new_tokens + 16,
         "max_num_seqs": load.sequences,
         "gpu_memory_utilization": gpu_share,
+        "kv_cache_memory_bytes": None if kv_gib is None else int(kv_gib * 2**30),
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": -1,
         "generation_config": "vllm",
@@ -124,7 +128,7 @@ def start_engine(model: Path, kind: str, *, load: Load, tiny: bool, quick: bool,
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": sizes,
         }
-    if kind.endswith("fp8"):
+    if kind.endswith("fp8") and not tiny:
         options |= quantization_options(RolloutConfig(quantization="fp8"))
     if kind.startswith("on"):
         options |= {
@@ -213,18 +217,43 @@ def consume(completion: Any, variant: Variant, load: Load, layers: int) -> int:
 
 
 async def measure(options: argparse.Namespace, load: Load, layers: int) -> dict[str, Any]:
-    """Start both engines, warm each variant up, then interleave repeats while there is time."""
+    """Every variant, on engines that live together; with `--fp8` those with R3 follow those without."""
     deadline = time.perf_counter() + options.seconds
     model = write_model(Path(options.out) / "bench_rollout_model", layers=layers, tiny=options.tiny)
-    share = options.gpu_share
+    turns = [((one, FP8[one]), ()) for one in FP8] if options.fp8 else [(MAIN, EXTRA)]
+    runs: dict[str, list[dict[str, float]]] = {v.name: [] for main, extra in turns for v in (*main, *extra)}
+    for number, (main, extra) in enumerate(turns):
+        left = deadline - time.perf_counter()
+        await measure_together(
+            options, load, layers, model, main, extra, runs, time.perf_counter() + left / (len(turns) - number)
+        )
+    return save(options, load, layers, runs)
+
+
+async def measure_together(
+    options: argparse.Namespace,
+    load: Load,
+    layers: int,
+    model: Path,
+    main: Sequence[Variant],
+    extra: Sequence[Variant],
+    runs: dict[str, list[dict[str, float]]],
+    deadline: float,
+) -> None:
+    """Start the variants' engines, warm each variant up, then interleave repeats while there is time."""
     started = time.perf_counter()
-    main, extra = ((BASE, FRAME, *FP8), ()) if options.fp8 else (MAIN, EXTRA)
-    engines = {
-        kind: start_engine(model, kind, load=load, tiny=options.tiny, quick=options.quick, gpu_share=share)
-        for kind in dict.fromkeys(variant.engine for variant in main)
-    }
+
+    def start(kind: str) -> Any:
+        sizes = {"gpu_share": options.gpu_share, "kv_gib": options.kv_gib}
+        return start_engine(model, kind, load=load, tiny=options.tiny, quick=options.quick, **sizes)
+
+    kinds = list(dict.fromkeys(variant.engine for variant in main))
+    if options.kv_gib is None:  # each measures what is free, which nobody else may change meanwhile
+        engines = {kind: start(kind) for kind in kinds}
+    else:
+        together = await asyncio.gather(*(asyncio.to_thread(start, kind) for kind in kinds))
+        engines = dict(zip(kinds, together, strict=True))
     print(f"{len(engines)} engines started in {time.perf_counter() - started:.0f} s", flush=True)
-    runs: dict[str, list[dict[str, float]]] = {v.name: [] for v in (*main, *extra)}
     longest = 0.0
     try:
         warm = Load(load.sequences, load.prompt_tokens, min(32, load.new_tokens))
@@ -234,7 +263,7 @@ async def measure(options: argparse.Namespace, load: Load, layers: int) -> dict[
             for repeat in range(repeats):
                 order = variants if repeat % 2 == 0 else variants[::-1]
                 for variant in order:
-                    if time.perf_counter() + 1.2 * longest > deadline:
+                    if repeat and time.perf_counter() + 1.2 * longest > deadline:
                         print(f"out of time before {variant.name}, repeat {repeat + 1}", flush=True)
                         continue
                     start = time.perf_counter()
@@ -246,7 +275,6 @@ async def measure(options: argparse.Namespace, load: Load, layers: int) -> dict[
     finally:
         for engine in engines.values():
             engine.shutdown()
-    return save(options, load, layers, runs)
 
 
 def save(
@@ -291,6 +319,8 @@ def table(result: dict[str, Any]) -> str:
         f"{v['core_cpu_s']:>12.2f}{v['client_cpu_s']:>14.2f}"
         for v in result["variants"]
     ]
+    if not result["host_step_ms"]:
+        return "\n".join(lines)
     lines.append(
         f"\n{'Python per decode step of all sequences, ms':<54}{'encode':>10}{'decode':>10}{'bookkeeping':>13}"
     )
@@ -307,15 +337,16 @@ def main() -> None:
         "--out", default=os.environ.get("OUT", "."), help="folder of the results (default: $OUT or here)"
     )
     parser.add_argument("--tiny", action="store_true", help="a toy on a CPU: the whole path, no figures worth keeping")
-    parser.add_argument("--fp8", action="store_true", help="four engines, R3 off and on in bf16 and FP8, and no others")
+    parser.add_argument("--fp8", action="store_true", help="bf16 and FP8, with R3 off and on, and no others")
     parser.add_argument("--quick", action="store_true", help="engines that compile nothing and have one CUDA graph")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=480.0, help="no run is begun that would end after this")
+    parser.add_argument("--seconds", type=float, default=480.0, help="no second run is begun that would end after this")
     parser.add_argument("--gpu-share", type=float, default=0.42, help="memory of each engine")
+    parser.add_argument("--kv-gib", type=float, help="keys and values of each engine; engines then start side by side")
     options = parser.parse_args()
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -324,7 +355,7 @@ def main() -> None:
     if options.tiny:
         load, layers, options.repeats = Load(12, 10, 24), 2, 2
     Path(options.out).mkdir(parents=True, exist_ok=True)
-    costs = host_costs(Load(256, 128, 512), recorded=K, layers=layers, topk=8)
+    costs = {} if options.fp8 else host_costs(Load(256, 128, 512), recorded=K, layers=layers, topk=8)
     result = asyncio.run(measure(options, load, layers)) | {"host_step_ms": costs}
     (Path(options.out) / "bench_rollout.json").write_text(json.dumps(result, indent=1))
     text = table(result)
