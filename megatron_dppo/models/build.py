@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron_dppo.models.direct_norm import call_norms_directly
 from megatron_dppo.models.experts.module import recompute_cheap_parts, take_over_experts
 from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.layers.biased_router import add_router_biases
 from megatron_dppo.models.layers.latent_attention import share_rotary
 from megatron_dppo.models.rope import rope_frequencies
 
@@ -67,6 +68,7 @@ def build_model(
                     parameter.data = parameter.data.to(torch.cuda.current_device())
         for layer in gpt.decoder.layers:
             layer.self_attention._yarn_concentration_factor = rope_factor
+        add_router_biases(gpt)
         _correct_marks(gpt)
         built.append(gpt)
     take_over_experts(built)
