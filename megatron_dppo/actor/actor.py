@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_dppo.actor.aux_losses import AuxiliaryLosses
 from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
 from megatron_dppo.actor.dispatched import release_dispatched
+from megatron_dppo.actor.gradient_reduction import reduce_in_bfloat16
 from megatron_dppo.actor.microbatch import Microbatch
 from megatron_dppo.actor.multi_tensor import prepare_step
 from megatron_dppo.actor.objective import MicrobatchReport, MiniBatchObjective, Recomputed, collect, kl_of_rows
@@ -109,6 +110,8 @@ class MegatronActor:
             DistributedDataParallel(config=model_config, ddp_config=ddp, module=chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(self.model)
         ]
+        if optimizer.grad_reduce_dtype == "bfloat16":
+            reduce_in_bfloat16(self.chunks)
         fuse_weight_gradients(self.model)
         release_dispatched(self.model)
         self.optimizer, self.scheduler = build_optimizer(optimizer, self.chunks, self._dtype)

@@ -77,6 +77,10 @@ class OptimizerConfig(ConfigModel):
     """Decoupled (AdamW); norms and biases are not decayed."""
     clip_grad: float = Field(default=1.0, ge=0.0)
     """Global gradient norm above which gradients are scaled down; 0 switches clipping off."""
+    grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """How gradients cross data-parallel ranks. With bfloat16 half the bytes go: every rank rounds its part once, and
+    the parts are added in float32 (docs/benchmarks.md has the error). For ranks on several nodes; within one NVLink is
+    fast enough. Over microbatches gradients are added up in float32 either way."""
     overlap_grad_reduce: bool = False
     """Reduce gradients over data-parallel ranks bucket by bucket while the last microbatch's backward runs."""
     overlap_param_gather: bool = False

@@ -103,6 +103,7 @@ def planned_run(
         attention_span=workload.mean_sequence,
         expert_imbalance=expert_imbalance,
         lora=config.lora,
+        reduced_bytes=2 if config.optimizer.grad_reduce_dtype == "bfloat16" else 4,
         optimizer_offload=config.optimizer.cpu_offload_fraction,
     )
     settings = EngineSettings(

@@ -247,8 +247,9 @@ def _gradients(layout: Layout, stage: int, e: Efficiency) -> float:
     parameters = trained_parameters(layout.model, layout.parallel, stage, layout.lora)
     local = 3 * 4 * parameters.total / (layout.gpu.memory_bandwidth * e.stream)  # zero, check, norm
     span = layout.gpus // layout.parallel.pipeline
-    dense = all_gather(layout, 4 * parameters.dense, layout.dense_copies, span, e)
-    return local + dense + all_gather(layout, 4 * parameters.experts, layout.expert_copies, span, e)
+    sent = layout.reduced_bytes
+    dense = all_gather(layout, sent * parameters.dense, layout.dense_copies, span, e)
+    return local + dense + all_gather(layout, sent * parameters.experts, layout.expert_copies, span, e)
 
 
 def _optimizer(layout: Layout, stage: int, e: Efficiency) -> float:

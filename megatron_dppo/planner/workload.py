@@ -83,6 +83,8 @@ class Layout:
     """Rows of the fullest expert-parallel rank over the mean."""
     lora: LoraConfig | None = None
     """Adapters that are trained in place of the weights."""
+    reduced_bytes: int = 4
+    """Of a number of the gradient on its way between data-parallel ranks (`optimizer.grad_reduce_dtype`)."""
     optimizer_offload: float = 0.0
     """Fraction of the trained parameters whose optimizer state lives on the host (`optimizer.cpu_offload_fraction`)."""
 

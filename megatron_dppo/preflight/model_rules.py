@@ -42,6 +42,21 @@ def _engines(config: Config, model: HFConfig, ranks: int) -> Finding | None:
     )
 
 
+def _reduction(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+    """Gradients are rounded for a way that they go."""
+    parallel = config.parallel
+    dense = ranks // (parallel.tensor * parallel.pipeline)
+    experts = ranks // (parallel.expert_tensor * parallel.expert * parallel.pipeline)
+    if config.optimizer.grad_reduce_dtype == "float32" or dense > 1 or (model.moe is not None and experts > 1):
+        return None
+    return error(
+        "optimizer",
+        f"optimizer.grad_reduce_dtype=bfloat16: no two of {ranks} ranks have the same parameters, so no gradient is "
+        "reduced",
+        "set it to float32",
+    )
+
+
 def _padded_experts(config: Config, model: HFConfig, ranks: int) -> Finding | None:
     """vLLM fills the experts of a worker up to whole blocks of FP8 scales."""
     rollout = config.rollout
@@ -142,6 +157,7 @@ MODEL: tuple[Callable[[Config, HFConfig, int], Finding | None], ...] = (
     _layout,
     _sequences,
     _engines,
+    _reduction,
     _padded_experts,
     _served,
     _adapters,

@@ -132,6 +132,14 @@ def test_full_recomputation_costs_a_forward() -> None:
     assert 1.1 * none.compute < full.compute < 1.5 * none.compute
 
 
+def test_half_the_bytes_of_a_gradient_take_half_the_time_on_the_way() -> None:
+    alone, whole = (step_time(layout(gpus, expert=gpus), 2).gradients for gpus in (1, 16))
+    half = step_time(dataclasses.replace(layout(16, expert=16), reduced_bytes=2), 2).gradients
+    local = step_time(dataclasses.replace(layout(16, expert=16), reduced_bytes=0), 2).gradients
+    assert local < alone
+    assert half - local == pytest.approx((whole - local) / 2)
+
+
 def test_uneven_expert_load_takes_memory_and_more_gpus_take_time_off() -> None:
     even = layout(8, expert=8)
     assert stage_memory(dataclasses.replace(even, expert_imbalance=1.5), 0, 2).peak > stage_memory(even, 0, 2).peak
