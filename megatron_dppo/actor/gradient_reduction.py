@@ -36,6 +36,9 @@ class Bfloat16BucketGroup(_ParamAndGradBucketGroup):
     reduce-scatter of 4.
     """
 
+    grad_reduce_handle: Any
+    previous_grad_reduce_bucket_group: Any
+
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         if self.intra_distributed_optimizer_instance_size == 1 or force_all_reduce:
             super().start_grad_sync(force_all_reduce=force_all_reduce)

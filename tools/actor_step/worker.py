@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import time
@@ -75,6 +76,8 @@ class Bench:
             temperature=1.0,
             normaliser=float(self.sizes.length),
         )
+        gc.collect()
+        gc.freeze()  # as `train` does
         if not fusion:
             fuse_weight_gradients(self.actor.model, on=False)
         self.fusion = fusion

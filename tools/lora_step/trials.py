@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections import Counter
@@ -79,6 +80,8 @@ def timing(trial: Trial, lora: LoraConfig | None, steps: int) -> dict[str, Any]:
     parameters = [p for chunk in chunks for p in chunk.parameters()]
     total, trained = (sum(p.numel() for p in some) for some in (parameters, [p for p in parameters if p.requires_grad]))
     actor = trial.actor(chunks, lora, "dppo-topk-tv")
+    gc.collect()
+    gc.freeze()  # as `train` does
     batch = timing_batch(trial.case, trial.model, trial.sizes)
     source, signal = InMemorySource.of(batch), signal_of(batch)
     actor.update(source, signal)
