@@ -19,8 +19,8 @@ class AdapterWork:
     flops: float
     """Of the forward. The backward has twice as many: gradients of inputs, and of A and B."""
     forward_bytes: float
-    """Read and written on the GPU: the layer's input once, its output four times (a copy or the adapter's share, and
-    the sum), where the share is added in place twice. `A x` is too narrow to matter."""
+    """Read and written on the GPU: the layer's input once, its output twice, where the share is added; four times for
+    experts that take the share as a tensor of its own. `A x` is too narrow to matter."""
     backward_bytes: float
     """The output's gradient twice, the input for A's gradient, its own gradient, and the sum of that with the frozen
     layer's: five times the input in all, three where it is added in place."""
@@ -54,9 +54,10 @@ def adapter_work(layout: Layout, layer: int) -> AdapterWork:
         low = one.kinds * layout.lora.rank
         read, written = one.input_rows * one.input_width, one.output_rows * one.output_width
         joined = one.experts > 0 and joins(layout.lora.rank)
+        in_place = joined or not one.experts
         total += AdapterWork(
             flops=2.0 * low * (read + written),
-            forward_bytes=_HALF * (read + (2.0 if joined else 4.0) * written),
+            forward_bytes=_HALF * (read + (2.0 if in_place else 4.0) * written),
             backward_bytes=_HALF * (2.0 * written + (3.0 if joined else 5.0) * read),
             gathered=0.0 if one.experts else _HALF * float(layout.tokens_per_rank) * low,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -95,7 +96,8 @@ class LoraAdapter(torch.nn.Module):
         return (self.a, a), (self.b, b)
 
     def add_to(self, output: Tensor, x: Tensor) -> Tensor:
-        """`output` of a layer with one weight, plus this adapter's share; x is the layer's own input (normed)."""
+        """`output` of a layer with one weight, plus this adapter's share, where output lies; x is the layer's own input
+        (normed)."""
         if self.off:
             return output
         sharding, group = self.sharding, self.sharding.group
@@ -111,10 +113,8 @@ class LoraAdapter(torch.nn.Module):
                 hidden = gather_from_sequence_parallel_region(hidden, group=group)
             else:
                 hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
-        flat = torch.addmm(
-            output.reshape(-1, output.shape[-1]), hidden.reshape(-1, hidden.shape[-1]), b[0].t(), alpha=self.scale
-        )
-        return flat.view(output.shape)
+        total: Tensor = _AddLowRank.apply(output, hidden, b[0], self.scale)
+        return total
 
     def add_to_grouped(self, output: Tensor, x: Tensor, splits: Sequence[int] | Tensor) -> Tensor:
         """The same for experts whose product is TransformerEngine's loop, or that `product` does not take: rows of
@@ -175,6 +175,30 @@ class LoraAdapter(torch.nn.Module):
         a = self.a[index, kind * self.rank : (kind + 1) * self.rank, cols].to(exact)
         b = self.b[index].flatten(0, 1)[rows].to(exact)
         return self.scale * (b @ a)
+
+
+class _AddLowRank(torch.autograd.Function):
+    """`output + scale low B^T`, in the memory of output `[..., N]`, which nobody else may look at again.
+
+        low  `[..., R]`, b `[N, R]`
+
+    Torch's `addmm` would copy output first. Gradients flow to output, low and b. No collectives.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, low: Tensor, b: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(low, b)
+        ctx.scale = scale
+        total = output.data  # TransformerEngine gives out views, which autograd lets nobody write to
+        total.view(-1, total.shape[-1]).addmm_(low.reshape(-1, low.shape[-1]), b.t(), alpha=scale)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        low, b = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        d_low = torch.mm(rows, b).mul_(ctx.scale).view(low.shape)
+        return grad, d_low, torch.mm(rows.t(), low.reshape(-1, low.shape[-1])).mul_(ctx.scale), None
 
 
 def _can_group(x: Tensor, rank: int) -> bool:
