@@ -147,16 +147,20 @@ def read_study(out: Path) -> dict[str, list[History]]:
 
 
 def plot_study(study: Mapping[str, Sequence[History]], path: Path) -> None:
-    """Write a PNG with a row per figure: training reward, and mismatch or (Figure 5) bad updates.
+    """Write a PNG with a row per figure that a run belongs to: training reward, and mismatch or (Figure 5) bad updates.
 
     A line is the mean over seeds, smoothed as in `plots`; the band spans the lowest and the highest seed.
     """
-    figures = FIGURES | (PEERS_FIGURE if PEERS.keys() & study.keys() else {})
+    others = PEERS.keys() & study.keys()
+    figures = {
+        title: names for title, names in (FIGURES | (PEERS_FIGURE if others else {})).items() if study.keys() & {*names}
+    }
     figure = Figure(figsize=(12.5, 4.0 * len(figures)), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     FigureCanvasAgg(figure)
     colours = {name: f"C{i}" if i < 10 else "black" for names in (LABELS, PEERS) for i, name in enumerate(names)}
-    colours["dppo-binary-tv"] = "black" if len(figures) > len(FIGURES) else colours["dppo-binary-tv"]
-    for (left, right), (title, names) in zip(figure.subplots(len(figures), 2), figures.items(), strict=True):
+    colours["dppo-binary-tv"] = "black" if others else colours["dppo-binary-tv"]
+    axes = figure.subplots(len(figures), 2, squeeze=False)
+    for (left, right), (title, names) in zip(axes, figures.items(), strict=True):
         drawn = [name for name in names if name in study]
         second = BAD if title.startswith("Figure 5") else MISMATCH
         for name in drawn:

@@ -121,14 +121,17 @@ def test_picture_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_others_have_a_row_of_their_own(tmp_path: Path) -> None:
-    for number, algorithm in enumerate(("pg-is", "dppo-binary-tv", *PEERS)):
+    """Figures that no run belongs to are left out: PG-IS is in two of the three."""
+    for number, algorithm in enumerate([*PEERS, "pg-is"]):
         write_run(tmp_path / algorithm / "seed-0", np.linspace(0.3, 0.5 + 0.03 * number, 9), bad=0.001 * number)
-    report(tmp_path)
-    image = Image.open(tmp_path / "study.png").convert("RGB")
-    assert image.size == (1500, 1920)
-    rows = np.asarray(image).astype(int)[1440:]
-    assert (rows.max(axis=2) - rows.min(axis=2) > 40).mean() > 0.002
-    assert len((tmp_path / "study.md").read_text().splitlines()) == 2 + 2 + len(PEERS)
+        if number + 1 < len(PEERS):
+            continue
+        report(tmp_path)
+        image = Image.open(tmp_path / "study.png").convert("RGB")
+        assert image.size == (1500, 480 if algorithm != "pg-is" else 3 * 480)
+        rows = np.asarray(image).astype(int)[-480:]
+        assert (rows.max(axis=2) - rows.min(axis=2) > 40).mean() > 0.002
+        assert len((tmp_path / "study.md").read_text().splitlines()) == 2 + number + 1
 
 
 def test_one_seed_has_no_spread(tmp_path: Path) -> None:
