@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from megatron_dppo.algorithm import Preset, PresetError, divergence_for, policy_loss, presets
+from megatron_dppo.algorithm import Preset, PresetError, TrustRegion, divergence_for, policy_loss, presets
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import History, Series
 
@@ -151,7 +151,7 @@ def smooth(series: Series, sigma: float = SMOOTHING_SIGMA) -> np.ndarray:
     return np.divide(total, weight, out=np.full(len(series), np.nan), where=weight > 0)
 
 
-_POINTS, _WIDEST = 1201, 2.0
+_POINTS = 1201
 _COLOURS = {1.0: "C0", -1.0: "C3"}
 
 
@@ -170,15 +170,16 @@ def plot_objectives(names: Sequence[str], mus: Sequence[float], path: Path, *, t
     size = (max(6.0, 4.2 * len(mus)), 1.2 + 3.4 * len(chosen))
     figure = Figure(figsize=size, dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
     FigureCanvasAgg(figure)
-    grid = figure.subplots(len(chosen), len(mus), squeeze=False, sharex=True, sharey=True)
+    grid = figure.subplots(len(chosen), len(mus), squeeze=False, sharex="row", sharey="row")
     for axes, preset in zip(grid, chosen, strict=True):
+        widest = widest_ratio(preset)
         for axis, mu in zip(axes, mus, strict=True):
             for advantage, colour in _COLOURS.items():
                 _draw(axis, preset, mu, advantage, colour)
-            axis.axvspan(1.0 / mu, max(_WIDEST, 1.0 / mu), color="grey", alpha=0.25, linewidth=0)
+            axis.axvspan(1.0 / mu, max(widest, 1.0 / mu), color="grey", alpha=0.25, linewidth=0)
             axis.axvline(1.0, color="grey", linewidth=0.8)
             axis.set_title(f"{preset.name}, $\\mu$ = {mu:g}", fontsize=11)
-            axis.set_xlim(0.0, _WIDEST)
+            axis.set_xlim(0.0, widest)
             axis.grid(alpha=0.3)
         axes[0].set_ylabel(f"objective  $r A$\n({preset.constants})")
     for axis in grid[-1]:
@@ -195,6 +196,14 @@ def plot_objectives(names: Sequence[str], mus: Sequence[float], path: Path, *, t
         figure.savefig(path, format="png")
     except OSError as error:
         raise UserError(f"{path}: cannot write the plot: {error.strerror}") from error
+
+
+def widest_ratio(preset: Preset) -> float:
+    """Up to which ratio a preset is drawn: 2, as in the paper, or beyond a limit of its own that lies further."""
+    limits = [preset.dual_clip, preset.band_high]
+    if preset.trust_region is TrustRegion.NONE:
+        limits.append(preset.ratio_cap)
+    return max([2.0, *(1.25 * limit for limit in limits if limit is not None and np.isfinite(limit))])
 
 
 def objective_and_mask(preset: Preset, mu: float, advantage: float, ratio: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -223,11 +232,12 @@ def objective_and_mask(preset: Preset, mu: float, advantage: float, ratio: np.nd
 
 
 def _draw(axis: Axes, preset: Preset, mu: float, advantage: float, colour: str) -> None:
-    ratio = np.linspace(0.0, min(_WIDEST, 1.0 / mu), _POINTS)
+    widest = widest_ratio(preset)
+    ratio = np.linspace(0.0, min(widest, 1.0 / mu), _POINTS)
     value, kept = objective_and_mask(preset, mu, advantage, ratio)
     axis.plot(ratio, np.where(kept, value, np.nan), color=colour, linewidth=2.5)
     axis.plot(ratio, np.where(kept, np.nan, value), color=colour, linewidth=1.5, linestyle=":")
-    low, high = sorted((0.0, _WIDEST * advantage))
+    low, high = sorted((0.0, widest * advantage))
     axis.fill_between(ratio, low, high, where=~kept, color=colour, alpha=0.1, linewidth=0)
 
 

@@ -16,7 +16,7 @@ from megatron_dppo.algorithm import presets
 from megatron_dppo.cli import main
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import History, Series
-from megatron_dppo.trainer.plots import MASKED_PANELS, PANELS, objective_and_mask, plot_runs, smooth
+from megatron_dppo.trainer.plots import MASKED_PANELS, PANELS, objective_and_mask, plot_runs, smooth, widest_ratio
 from megatron_dppo.trainer.summary import parity_table, print_summary
 
 
@@ -89,6 +89,23 @@ def test_figure_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert main(["plot", *arguments, "-o", str(picture)]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "mu", "advantage", "change"),
+    [
+        ("ppo-dual-clip", 0.1, -1, 3.0),
+        ("icepop", 0.1, 1, 5.0),
+        ("token-mis", 0.1, 1, 2.0),
+        ("dppo-binary-tv", 0.5, 1, 1.4),
+    ],
+)
+def test_the_picture_reaches_beyond_the_last_limit(name: str, mu: float, advantage: float, change: float) -> None:
+    ratio = np.linspace(0.0, widest_ratio(presets.get(name)), 4001)
+    _, kept = objective_and_mask(presets.get(name), mu, advantage, ratio)
+    assert not kept[-1]
+    assert ratio[kept].max() == pytest.approx(change, abs=5e-3)
+    assert (ratio[-1] == 2) == name.startswith("dppo")
 
 
 @pytest.mark.parametrize(
