@@ -36,6 +36,9 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--timeout", type=float, default=150.0, help="seconds after which a trial is ended")
     parser.add_argument("--trial", choices=["agreement", "full", "lora"], help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--recompute-layers", type=int, metavar="N", help="of the most layers of LoRA, the first N alone"
+    )
     parser.add_argument("--recompute", default="none", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.trial:
@@ -56,8 +59,9 @@ def drive(arguments: argparse.Namespace) -> int:
     found["same"] = same
     for kind, candidates in (("full", arguments.most_full), ("lora", arguments.most_lora)):
         tried = []
+        fewer = arguments.recompute_layers if kind == "lora" else None
         for layers in [2] if arguments.tiny else candidates:
-            tried.append(_trial(arguments, kind, layers, "full"))
+            tried.append(_trial(arguments, kind, layers, "full", fewer))
             if "error" not in tried[-1]:
                 break
         found[f"most {kind}"] = tried
@@ -77,7 +81,7 @@ def run_trial(arguments: argparse.Namespace) -> None:
 
     from megatron_dppo.models.lora.config import LoraConfig
 
-    trial = Trial(arguments.layers, arguments.recompute, tiny=arguments.tiny)
+    trial = Trial(arguments.layers, arguments.recompute, arguments.recompute_layers, tiny=arguments.tiny)
     lora = LoraConfig(rank=arguments.rank, alpha=2.0 * arguments.rank)
     if arguments.trial == "agreement":
         found = agreement(trial, lora)
@@ -89,13 +93,16 @@ def run_trial(arguments: argparse.Namespace) -> None:
     trial.close()
 
 
-def _trial(arguments: argparse.Namespace, kind: str, layers: int, recompute: str) -> dict[str, Any]:
+def _trial(
+    arguments: argparse.Namespace, kind: str, layers: int, recompute: str, recompute_layers: int | None = None
+) -> dict[str, Any]:
     """What a process of its own found, or `error`."""
     file = arguments.out / f"{kind}-{layers}-{recompute}.json"
     file.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--out", str(file), "--trial", kind, "--layers", str(layers)]
     command += ["--steps", str(arguments.steps), "--rank", str(arguments.rank), "--recompute", recompute]
     command += ["--tiny"] if arguments.tiny else []
+    command += ["--recompute-layers", str(recompute_layers)] if recompute_layers else []
     root = str(Path(__file__).resolve().parent.parent)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p),
@@ -105,6 +112,7 @@ def _trial(arguments: argparse.Namespace, kind: str, layers: int, recompute: str
         **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29613"},
     }
     common: dict[str, Any] = {"kind": kind, "layers": layers, "recompute": recompute}
+    common["recompute_layers"] = recompute_layers
     try:
         done = subprocess.run(
             command, env=environment, timeout=arguments.timeout, capture_output=True, text=True, errors="replace"
@@ -132,7 +140,7 @@ def planned(trial: dict[str, Any], rank: int) -> list[str]:
     gpu = gpu_of_device(trial["device"], trial["device_bytes"])
     if not gpu.measured:
         return ["", ""]
-    case = Case("trial", 1, trial["layers"], recompute=trial["recompute"])
+    case = Case("trial", 1, trial["layers"], recompute=trial["recompute"], recompute_layers=trial["recompute_layers"])
     guess = predict(case, gpu, lora=LoraConfig(rank=rank) if trial["kind"] == "lora" else None)
     return [f"{guess['peak_gib']:.1f}", f"{guess['step_s']:.3f}"]
 

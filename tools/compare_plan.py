@@ -45,6 +45,7 @@ def plan(case: Case, gpu: Gpu, lora: LoraConfig | None = None) -> Layout:
         gpus=case.gpus,
         parallel=ParallelConfig(**case.layout),
         recompute=case.recompute,
+        recompute_layers=case.recompute_layers,
         microbatch_tokens=case.sizes.pack,
         attention_span=case.length,
         lora=lora,

@@ -106,6 +106,7 @@ class Case:
     layout: dict[str, Any] = field(default_factory=dict)
     measure: Literal["time", "depth", "agreement", "experts"] = "time"
     recompute: Recompute = "none"
+    recompute_layers: int | None = None
     microbatches: int = 2
     cross_entropy: bool = True
     """Also plain cross-entropy training through Megatron-Core's own loss."""

@@ -38,7 +38,9 @@ def build(case: Case, model: HFConfig, runtime: Runtime, dtype: torch.dtype) -> 
     """This rank's chunks, filled."""
     parallel = ParallelConfig(**case.layout)
     parallel.check_fits(model, runtime.world_size)
-    config = transformer_config(model, parallel, params_dtype=dtype, recompute=case.recompute)
+    config = transformer_config(
+        model, parallel, params_dtype=dtype, recompute=case.recompute, recompute_layers=case.recompute_layers
+    )
     chunks = build_model(model, config, runtime.groups)
     fill(chunks, model, runtime)
     return list(chunks)

@@ -65,6 +65,7 @@ class Bench:
                 dtype=str(self.dtype).removeprefix("torch."),
                 max_tokens_per_microbatch=budget,
                 recompute=case.recompute,
+                recompute_layers=case.recompute_layers,
             ),
             optimizer=OptimizerConfig(
                 lr=LEARNING_RATE if case.measure != "agreement" else 1e-5,

@@ -31,9 +31,9 @@ from megatron_dppo.models.parallel import ParallelConfig
 class Trial:
     """A model on this process's device, built anew as often as asked."""
 
-    def __init__(self, layers: int, recompute: Any, *, tiny: bool) -> None:
+    def __init__(self, layers: int, recompute: Any, recompute_layers: int | None = None, *, tiny: bool) -> None:
         self.runtime: Runtime = actor_runtime.start(ParallelConfig(), seed=0, timeout_minutes=3)
-        self.case = Case("trial", 1, layers, recompute=recompute)
+        self.case = Case("trial", 1, layers, recompute=recompute, recompute_layers=recompute_layers)
         self.model: HFConfig = describe(self.case, tiny=tiny)
         self.sizes: Sizes = SMALL if tiny else self.case.sizes
         self.dtype = torch.float32 if tiny else torch.bfloat16
@@ -58,6 +58,7 @@ class Trial:
                 dtype=str(self.dtype).removeprefix("torch."),
                 max_tokens_per_microbatch=self.sizes.pack,
                 recompute=self.case.recompute,
+                recompute_layers=self.case.recompute_layers,
             ),
             optimizer=OptimizerConfig(lr=1e-5 if lora else 1e-6),
             preset=presets.get(preset, **({"topk": TOPK} if "topk" in preset else {})),
