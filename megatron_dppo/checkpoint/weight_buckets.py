@@ -192,7 +192,7 @@ class WeightBuckets:
         """`write`, and the whole bucket on every rank of `group` (None: of the world). Collective over it: a broadcast
         per segment."""
         self.write(index, payload)
-        for segment in self.layouts[index].segments:
+        for segment in self.layouts[index].segments if dist.get_world_size(group) > 1 else ():
             dist.broadcast(payload[segment.start : segment.stop], src=segment.source, group=group)
 
     def _close(self, items: Sequence[_Item]) -> None:

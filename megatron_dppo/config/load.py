@@ -153,6 +153,8 @@ def _explain(kind: type[BaseModel], error: Any) -> str:
     if error["type"] == "missing":
         return f"config key {key} is required; set {key}=... or put it in the config file"
     message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error" and isinstance(error["input"], dict):  # a section's own check, which names keys
+        return f"config section {key}: {message}" if key else message
     return f"config key {key}={error['input']!r}: {message}" if key else message
 
 

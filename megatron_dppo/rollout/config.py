@@ -46,7 +46,7 @@ class RolloutConfig(ConfigModel):
     colocated, broadcast for a fleet on GPUs and the object store on a CPU."""
 
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
-    """Of the engine's weights and activations; "auto" takes the checkpoint's."""
+    """Of the engine's weights and activations; "auto" takes the checkpoint's (vLLM: bfloat16 for one in float32)."""
     quantization: Literal["none", "fp8"] = "none"
     """"fp8" lets vLLM compute in FP8: weights in blocks of 128 x 128, activations in groups of 128, scaled at load and
     at every sync; routers, embedding and head as in `dtype`. `log mu` is the quantised engine's. GPUs only."""

@@ -38,6 +38,10 @@ def test_a_saved_config_loads_again(config_file, tmp_path):
         ("optimiser.lr=1", "unknown config key optimiser; did you mean optimizer?"),
         ("evaluation.zzz=1", "unknown config key evaluation.zzz; known keys of evaluation: every, prompts, samples"),
         ("optimizer.lr=-1", "config key optimizer.lr=-1: Input should be greater than or equal to 0"),
+        (
+            "rollout.max_staleness=2",
+            "config section rollout: rollout.max_staleness=2 needs",
+        ),
         ("optimizer.lr=fast", "config key optimizer.lr='fast'"),
         ("actor.dtype=float8", "config key actor.dtype='float8'"),
         ("algorithm.preset=dppo-binary-tw", "unknown preset 'dppo-binary-tw', did you mean 'dppo-binary-tv'"),

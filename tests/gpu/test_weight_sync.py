@@ -38,11 +38,12 @@ SMALL = (
     [
         (1, "colocated", 1, ()),
         (1, "colocated", 1, ("rollout.enable_sleep=false",)),
+        (1, "colocated", 1, ("rollout.enable_sleep=false", "rollout.schedule=one_step_off")),
         (2, "colocated", 2, ()),
         (2, "fleet", 1, ()),
         (2, "colocated", 2, ("rollout.tensor_parallel=2", "rollout.expert_parallel=true")),
     ],
-    ids=["colocated on one", "awake on one", "colocated", "fleet", "colocated, experts divided"],
+    ids=["colocated on one", "awake on one", "ahead on one", "colocated", "fleet", "colocated, experts divided"],
 )
 def test_random_weights_arrive(tmp_path: Path, gpus: int, placement: str, ranks: int, engine: tuple[str, ...]) -> None:
     """The engine starts from other random weights: its first rollout agrees with the trainer only after a sync."""

@@ -15,6 +15,7 @@ from tests.tiny import tiny_model
 
 TIED: dict[str, Any] = {"mlp_only_layers": [0, 2], "tie_word_embeddings": True}
 HALF: dict[str, Any] = {"dtype": torch.bfloat16}
+UNEVEN: dict[str, Any] = {"num_experts": 7}
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {}),
     ("qwen3_moe", TIED),
@@ -39,7 +40,7 @@ def folders_of(path: Path, family: str, **overrides: Any) -> tuple[Path, ...]:
 
 @pytest.mark.parametrize(("workers", "divided"), [(1, False), (2, False), (2, True)], ids=["TP1", "TP2", "TP2, EP2"])
 def test_after_syncs_every_parameter_is_that_of_a_fresh_load(tmp_path: Path, workers: int, divided: bool) -> None:
-    models = MODELS[:-1] if divided else MODELS
+    models = [*MODELS[:-1], ("qwen3_moe", UNEVEN)] if divided else MODELS
     folders = [folders_of(tmp_path / str(i), family, **overrides) for i, (family, overrides) in enumerate(models)]
     for rank, outcomes in enumerate(run_ranks(synced, workers, folders, workers, divided)):
         for model, outcome in zip(models, outcomes, strict=True):

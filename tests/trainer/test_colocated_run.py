@@ -60,6 +60,11 @@ def test_states_and_models_are_those_of_a_run_on_gpus_of_its_own(tmp_path: Path)
     run(awake, model, "rollout.placement=colocated")
     assert all("sync/lend_s" in row for row in rows(shared))
     assert not any("sync/lend_s" in row for row in rows(awake)), "nothing changes hands"
+    ahead = tmp_path / "ahead"
+    run(ahead, model, "rollout.placement=colocated", "rollout.schedule=one_step_off")
+    assert [row["rollout/staleness_max"] for row in rows(ahead)] == [0, 1, 1]
+    assert any(row["rollout/overlap_s"] > 0 for row in rows(ahead)), "the engine samples while the trainer trains"
+    assert not any("sync/lend_s" in row for row in rows(ahead))
     before, expected, *found = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
         for path in (model, fleet / "hf", shared / "hf", awake / "hf")
