@@ -7,8 +7,10 @@ more, and without a word sends each test to whichever worker is free: every work
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
+import absl.logging
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
@@ -53,9 +55,14 @@ class GroupScheduling(LoadFileScheduling):
 
 
 def pytest_configure() -> None:
-    """A torchrun without options listens on port 29500: a port for each worker. (PET_... is torchrun's own default.)"""
+    """A torchrun without options listens on port 29500: a port for each worker. (PET_... is torchrun's own default.)
+
+    When vLLM sets up its logging, absl (tensorboard's) closes the stream that was `sys.stderr` when it was imported: in
+    a test pytest's, which then ends the whole session. The process's own is spared.
+    """
     worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
     os.environ["PET_MASTER_PORT"] = str(29500 + int(worker))
+    absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
 
 
 @pytest.hookimpl(optionalhook=True)
