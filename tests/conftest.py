@@ -6,11 +6,11 @@ more, and without a word sends each test to whichever worker is free: every work
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from typing import Any
 
-import absl.logging
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
@@ -62,7 +62,10 @@ def pytest_configure() -> None:
     """
     worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
     os.environ["PET_MASTER_PORT"] = str(29500 + int(worker))
-    absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
+    if importlib.util.find_spec("absl"):
+        from absl import logging
+
+        logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
 
 
 @pytest.hookimpl(optionalhook=True)
