@@ -50,6 +50,7 @@ PANELS = (
     Panel("Masked tokens", "of all response tokens", "policy/masked_fraction", fraction=True),
 )
 """What is drawn of every run: the first of the paper's Figure 11, its mismatch apart from the drift of the policy."""
+REFERENCE_KL = Panel("KL to the reference", "nats per token", "policy/reference_kl_mean")
 MASKED_PANELS = (
     Panel("Reward", "mean per answer", "reward/mean"),
     Panel("Masked tokens, $A > 0$", r"mean rollout probability $\mu$", "policy/masked_mu_positive"),
@@ -62,11 +63,13 @@ MASKED_PANELS = (
 
 
 def panels_for(runs: Mapping[str, History]) -> list[Panel]:
-    """`PANELS`, and after the accuracy one for every evaluation set of a run, as Figure 11 has AIME24 and AIME25."""
+    """`PANELS`; after the accuracy one for every evaluation set of a run, as Figure 11 has AIME24 and AIME25; and the
+    KL to a reference, where a run has one."""
     names = sorted({name.split("/")[1] for history in runs.values() for name in history.series if _SET.fullmatch(name)})
     sets = [Panel(f"{name} avg@n", "answers that are right", "", held_out=f"eval/{name}/accuracy", fraction=True)
             for name in names]  # fmt: skip
-    return [*PANELS[:2], *sets, *PANELS[2:]]
+    kl = [REFERENCE_KL] if any(REFERENCE_KL.metric in history.series for history in runs.values()) else []
+    return [*PANELS[:2], *sets, *PANELS[2:], *kl]
 
 
 def plot_runs(

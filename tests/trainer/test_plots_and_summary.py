@@ -50,6 +50,15 @@ def test_every_panel_shows_its_curve(tmp_path: Path) -> None:
     assert (ink_per_panel(tmp_path / "new" / "plot.png")[: len(PANELS)] > 0.002).all()
 
 
+def test_a_kl_to_a_reference_has_a_panel_where_there_is_one(tmp_path: Path) -> None:
+    plain, kept = history(), history()
+    kept.series["policy/reference_kl_mean"] = Series(np.arange(1, 31), np.linspace(0, 0.4, 30))
+    plot_runs({"kept": kept, "plain": plain}, tmp_path / "kept.png")
+    assert (ink_per_panel(tmp_path / "kept.png") > 0.002).all()
+    plot_runs({"plain": plain}, tmp_path / "plain.png")
+    assert ink_per_panel(tmp_path / "plain.png")[-1] == 0.0
+
+
 def test_a_panel_without_data_says_so_and_the_others_are_drawn(tmp_path: Path) -> None:
     partial = history()
     del partial.series["policy/masked_fraction"]
