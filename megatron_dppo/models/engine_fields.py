@@ -88,7 +88,8 @@ def refuse_engine_fields(raw: Mapping[str, Any], config: PreTrainedConfig, famil
 def refuse_neutral(raw: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], where: str) -> None:
     """Raise `UserError` for the first field that is not at one of the values with which it changes nothing."""
     for name, value in raw.items():
-        if name in neutral and value not in neutral[name]:
+        # 1 is not true
+        if name in neutral and (value, type(value) is bool) not in [(one, type(one) is bool) for one in neutral[name]]:
             raise _refusal(where, name, value, "vLLM reads and transformers does not")
 
 
@@ -98,13 +99,6 @@ def _refuse_rotations(rope: dict[str, Any], where: str, *, by_mscale: bool) -> N
             raise _refusal(where, f"rope_parameters.{name}", value, "vLLM reads and transformers does not")
     if rope.get("rope_type") != "yarn":
         return
-    for name in ("factor", "beta_fast", "beta_slow"):  # transformers has a default for null and for 0
-        if name in rope and not rope[name]:
-            raise _refusal(where, f"rope_parameters.{name}", rope[name], "vLLM takes as it is")
-    for name in ("attn_factor", "attention_factor"):
-        value = rope.get(name, 1.0)
-        if not isinstance(value, int | float) and not (value is None and name == "attention_factor"):
-            raise UserError(f"{where}: rope_parameters.{name} is {value!r:.80}, it must be a number")
     grows, mscale, all_dim = 0.1 * math.log(max(rope["factor"], 1.0)), rope.get("mscale"), rope.get("mscale_all_dim")
     if rope.get("attention_factor") is not None:
         trained = rope["attention_factor"]

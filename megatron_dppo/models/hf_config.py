@@ -23,6 +23,7 @@ from megatron_dppo.models.architecture import Architecture
 from megatron_dppo.models.engine_fields import NEUTRAL, refuse_engine_fields, refuse_neutral
 from megatron_dppo.models.families import decoder
 from megatron_dppo.models.family import Family, families, text_fields
+from megatron_dppo.models.field_kinds import refuse_kinds
 from megatron_dppo.models.names import Buffer, Shape, Table, Transform, is_expert
 from megatron_dppo.models.rope import check_rope
 from megatron_dppo.models.stacked import Stacked
@@ -218,6 +219,7 @@ def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig
     fixed = decoder.FIXED | dict(family.fixed)
     ours = _WITHOUT_EFFECT | decoder.READS | family.reads | set(fixed)
     ignored = tuple(name for name in raw if name not in ours and not _transformers_reads(family.reference, name))
+    refuse_kinds(raw, ours, where)
     try:
         # a copy: transformers writes into nested settings
         settings = copy.deepcopy({k: v for k, v in raw.items() if k != "model_type" and k not in ignored})
@@ -227,7 +229,7 @@ def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig
     except Exception as error:  # transformers validates with several exception types of its own
         raise UserError(f"{where}: {' '.join(str(error).split())}") from None
     for other, name in usual.attribute_map.items():
-        if raw.get(other, raw.get(name)) != raw.get(name, raw.get(other)):
+        if other in raw and name in raw and raw[other] != raw[name]:
             raise UserError(
                 f"{where}: {other} is {raw[other]!r} and {name} {raw[name]!r}, which are two names of one setting; "
                 "remove the wrong one"

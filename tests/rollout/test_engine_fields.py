@@ -187,9 +187,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("qwen3", {"rope_scaling": YARN | {"attention_factor": 1.0}}, "rope_parameters.attention_factor"),
         ("qwen3", {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}}, "rope_parameters.mscale"),
         ("qwen3", {"rope_scaling": YARN | {"attn_factor": 0.5}}, "rope_parameters.attn_factor"),
-        ("qwen3", {"rope_scaling": YARN | {"attn_factor": None}}, "rope_parameters.attn_factor"),
-        ("qwen3", {"rope_scaling": YARN | {"attention_factor": "1.0"}}, "rope_parameters.attention_factor"),
-        ("qwen3", {"rope_scaling": YARN | {"beta_fast": None}}, "rope_parameters.beta_fast"),
+        ("qwen3", {"rope_scaling": YARN | {"attn_factor": None}}, "rope_scaling.attn_factor"),
+        ("qwen3", {"rope_scaling": YARN | {"attention_factor": "1.0"}}, "rope_scaling.attention_factor"),
+        ("qwen3", {"rope_scaling": YARN | {"beta_fast": None}}, "rope_scaling.beta_fast"),
         ("qwen3", {"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}}, "mrope_section"),
     ],
 )

@@ -16,15 +16,17 @@ _PARAMETER, _TENSOR = "decoder.layers.{layer}.mlp.router.", "model.layers.{layer
 def _amend(config: PreTrainedConfig) -> None:
     """Published files say `rotary_dim`, which transformers 5.17 does not read: it would rotate whole heads, and vLLM
     does not (corrected in later versions, huggingface/transformers#48486)."""
-    rotated = getattr(config, "rotary_dim", None)
-    if isinstance(rotated, int) and isinstance(config.rope_parameters, dict):
-        config.rope_parameters.setdefault("partial_rotary_factor", rotated / config.head_dim)
+    if hasattr(config, "rotary_dim") and isinstance(config.rope_parameters, dict):
+        config.rope_parameters.setdefault("partial_rotary_factor", config.rotary_dim / config.head_dim)
 
 
 def _read(config: PreTrainedConfig) -> Architecture:
     for name, value in (("scoring_func", "sigmoid"), ("use_routing_bias", True)):
         if (said := getattr(config, name, None)) != value:
             raise UserError(f"{name} is {said!r}; vLLM goes by it, and this model type has {value!r}: set it")
+    rotated = getattr(config, "rotary_dim", config.head_dim)
+    if rotated % 2 or rotated > config.head_dim:
+        raise UserError(f"rotary_dim is {rotated}; it must be even, and at most head_dim {config.head_dim}")
     number = whole(config, "num_local_experts")
     active = topk(config, number)
     check_sigmoid(active, normalise=True)

@@ -10,6 +10,12 @@ from megatron_dppo.models.family import Family
 from megatron_dppo.models.names import Table
 
 
+def _read(config: PreTrainedConfig) -> Architecture:
+    if config.head_dim is None:
+        raise UserError("head_dim is null, with which transformers has no model; set it to what the weights have")
+    return decoder(config, qk_norm="head", moe=_moe(config))
+
+
 def _moe(config: PreTrainedConfig) -> MoE | None:
     if not config.num_experts:
         return None
@@ -34,7 +40,7 @@ def _layer(model: Architecture, layer: int) -> Table:
 FAMILY = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    read=lambda config: decoder(config, qk_norm="head", moe=_moe(config)),
+    read=_read,
     layer=_layer,
     reads=words(
         """
