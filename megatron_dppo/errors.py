@@ -1,9 +1,11 @@
 """Errors a user can act on. The command line prints them as one line; anything else is a fault of ours and keeps its
-traceback."""
+traceback. And what such a line quotes: the errors of others, the name that was meant."""
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 from typing import NoReturn
 
 
@@ -24,3 +26,19 @@ def raise_cause(error: Exception) -> NoReturn:
     if isinstance(cause, Exception) and cause is not error:
         raise cause from error
     raise error
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the lines that follow; its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def typed_line(error: BaseException) -> str:
+    """The same behind the error's type: for those that no user made."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def did_you_mean(word: str, known: Iterable[str], *, most: int = 1, prefix: str = "") -> str:
+    """The end of a line on an unknown word: `; did you mean X?`, or nothing where no known one is close."""
+    close = difflib.get_close_matches(word, list(known), n=most)
+    return f"; did you mean {' or '.join(prefix + one for one in close)}?" if close else ""

@@ -22,7 +22,7 @@ from megatron_dppo.agents.parsing import AnswerParser
 from megatron_dppo.agents.rendering import CannotContinue, ChatRenderer
 from megatron_dppo.agents.replies import Answered, chat_reply, ids_reply
 from megatron_dppo.batch import RolloutBatch
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, typed_line
 from megatron_dppo.rollout.engine import EnginesFailed, GenerationRequest, GenerationTimeout, SamplingConfig
 
 logger = logging.getLogger(__name__)
@@ -274,7 +274,7 @@ class Session:
                 raise
             with self._lock:
                 self._error = self._error or error
-            raise Refused(503, f"no answer: {_told(error)}", code="no_answer") from error
+            raise Refused(503, f"no answer: {typed_line(error)}", code="no_answer") from error
 
     def _too_long(self, what: str, limit: str) -> Refused:
         """The refusal of a conversation that has so much."""
@@ -327,15 +327,11 @@ class Session:
         if isinstance(error, RecursionError):
             return Refused(400, "the request is nested too deeply")
         if isinstance(error, GenerationTimeout):
-            return Refused(504, _told(error), code="generation_timeout")
+            return Refused(504, typed_line(error), code="generation_timeout")
         if isinstance(error, UserError):
             return Refused(400, str(error))
         logger.warning("session %s could not answer a request", self.name, exc_info=error)
-        return Refused(500, f"the request cannot be answered: {_told(error)}", code="internal_error")
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return Refused(500, f"the request cannot be answered: {typed_line(error)}", code="internal_error")
 
 
 def _record(

@@ -11,7 +11,6 @@ floored at COMPLEMENT_FLOOR on *both* sides. Without it the KL of a healthy near
 or NaN, and the token would be masked.
 """
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -20,6 +19,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from megatron_dppo.errors import did_you_mean
 from megatron_dppo.launch.imports import load_callable
 
 COMPLEMENT_FLOOR = 1e-6
@@ -213,9 +213,7 @@ def find_divergence(name: str) -> Divergence:
     if name in DIVERGENCES:
         return DIVERGENCES[name]
     if ":" not in name:
-        close = difflib.get_close_matches(name, list(DIVERGENCES), n=1)
-        hint = f", did you mean {close[0]!r}?" if close else ""
-        known = ", ".join(DIVERGENCES)
+        known, hint = ", ".join(DIVERGENCES), did_you_mean(name, DIVERGENCES)
         raise ValueError(f"divergence={name!r} is not one of {known}, nor an import path{hint}")
     found = load_callable(name, named="algorithm.divergence=")
     return found if isinstance(found, Divergence) else Divergence(found)

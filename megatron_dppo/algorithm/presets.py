@@ -5,13 +5,13 @@ docs/algorithms.md lists all of them and is tested against this file.
 """
 
 import dataclasses
-import difflib
 import math
 from typing import Any
 
 from megatron_dppo.algorithm.aggregation import Aggregation
 from megatron_dppo.algorithm.divergence import DIVERGENCES, Divergence, Needs, find_divergence
 from megatron_dppo.algorithm.preset import Anchor, Preset, PresetError, RatioLevel, TrustRegion
+from megatron_dppo.errors import did_you_mean
 
 APPENDIX_D = "appendix-d"
 """Stability analysis (Section 5): no truncation of the ratio except where TIS is in the name."""
@@ -199,9 +199,8 @@ def get(name: str, *, constants: str | None = None, **overrides: Any) -> Preset:
     known = [f.name for f in dataclasses.fields(Preset) if f.name not in ("name", "constants")]
     for field in overrides:
         if field not in known:
-            raise PresetError(
-                f"preset {name!r} has no field {field!r}{_nearest(field, known)}; fields: {', '.join(known)}"
-            )
+            hint = did_you_mean(field, known, most=2)
+            raise PresetError(f"preset {name!r} has no field {field!r}{hint}; fields: {', '.join(known)}")
     return dataclasses.replace(row[chosen], **_of_another_divergence(row[chosen], overrides), **overrides)
 
 
@@ -227,10 +226,6 @@ def _of_another_divergence(preset: Preset, overrides: dict[str, Any]) -> dict[st
 
 def _lookup(name: str) -> dict[str, Preset]:
     if name not in _TABLE:
-        raise PresetError(f"unknown preset {name!r}{_nearest(name, names())}; presets: {', '.join(names())}")
+        hint = did_you_mean(name, names(), most=2)
+        raise PresetError(f"unknown preset {name!r}{hint}; presets: {', '.join(names())}")
     return _TABLE[name]
-
-
-def _nearest(word: str, choices: list[str]) -> str:
-    matches = difflib.get_close_matches(str(word), choices, n=2)
-    return f", did you mean {' or '.join(repr(m) for m in matches)}?" if matches else ""

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all."""
+"""Folders and files that appear whole or not at all, and room for them."""
 
 from __future__ import annotations
 
@@ -45,11 +45,21 @@ def check_target(path: Path, *, overwrite: bool) -> None:
             raise UserError(
                 f"{path} is no checkpoint folder and is not overwritten; remove it or choose another output"
             )
-    parent = path.parent
-    while not parent.exists():
-        parent = parent.parent
+    parent = existing(path.parent)
     if not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(f"{parent} is not writable, so {path} cannot be created; choose another output")
+
+
+def existing(path: Path) -> Path:
+    """`path`, or the nearest folder above it that is there."""
+    return next(one for one in (path, *path.absolute().parents) if one.exists())
+
+
+def require_room(path: Path, needed: int) -> None:
+    """`UserError` where the disk has less than the bytes that `path` will take."""
+    free = shutil.disk_usage(existing(path)).free
+    if free < needed:
+        raise UserError(f"{path} needs {needed / 1e9:.2f} GB, {existing(path)} has {free / 1e9:.2f} GB free; make room")
 
 
 def publish(partial: Path, path: Path) -> None:
@@ -85,3 +95,11 @@ def write_synced(file: Path, text: str) -> None:
         handle.write(text)
         handle.flush()
         os.fsync(handle.fileno())
+
+
+def replace_synced(file: Path, text: str) -> None:
+    """The same for a file that may be there: whoever reads it, also after a crash, finds the old text or the new."""
+    partial = file.with_name(f".{file.name}.new")
+    write_synced(partial, text)
+    partial.replace(file)
+    sync(file.parent)

@@ -20,7 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from rich.console import Console
 
 from megatron_dppo.checkpoint import state_folder
-from megatron_dppo.checkpoint.atomic import check_target, set_aside
+from megatron_dppo.checkpoint.atomic import check_target, require_room, set_aside
 from megatron_dppo.checkpoint.carried import carried
 from megatron_dppo.checkpoint.convert_sources import DTYPES, FINER, Format, Source, open_source, progress_bar
 from megatron_dppo.checkpoint.first_rank import raise_from_any
@@ -106,7 +106,7 @@ def convert_command(
         target = to or ("state" if opened.format == "hf" and not opened.quantized else "hf")
         _check_formats(source, opened, target, verify)
         wanted = DTYPES[dtype] if dtype else opened.dtype
-        _check_room(output, _describe(opened.model, wanted, opened.file, console))
+        require_room(output, _describe(opened.model, wanted, opened.file, console))
 
         # Read: a state is loaded in its own type, and cast when it is written.
         models, groups = _build(opened.model, layout, opened.dtype if opened.format == "state" else wanted)
@@ -293,15 +293,6 @@ def _read_rate(file: Path) -> float:
     with file.open("rb", buffering=0) as handle:
         count = len(handle.read(_PROBED_BYTES))
     return count / max(1e-6, time.perf_counter() - start)
-
-
-def _check_room(output: Path, needed: int) -> None:
-    existing = output
-    while not existing.exists():
-        existing = existing.parent
-    free = shutil.disk_usage(existing).free
-    if free < needed:
-        raise UserError(f"{output} needs {needed / 1e9:.2f} GB, {existing} has {free / 1e9:.2f} GB free; make room")
 
 
 @contextmanager

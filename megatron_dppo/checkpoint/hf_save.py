@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, groupby
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_dppo.checkpoint.atomic import check_target, whole_folder, write_synced
+from megatron_dppo.checkpoint.atomic import check_target, require_room, whole_folder, write_synced
 from megatron_dppo.checkpoint.carried import carried
 from megatron_dppo.checkpoint.checksums import write_checksums
 from megatron_dppo.checkpoint.first_rank import on_first_rank, raise_everywhere
@@ -97,12 +96,7 @@ def _stored(tensors: list[ExportedTensor], model: HFConfig) -> Iterator[Exported
 def _check_writable(target: Path, tensors: list[ExportedTensor], model: HFConfig, overwrite: bool) -> None:
     check_target(target, overwrite=overwrite)
     check_side_files(model.path)
-    existing = target
-    while not existing.exists():
-        existing = existing.parent
-    needed, free = sum(t.nbytes for t in tensors), shutil.disk_usage(existing).free
-    if free < needed:
-        raise UserError(f"{target} needs {needed / 1e9:.2f} GB, {existing} has {free / 1e9:.2f} GB free; make room")
+    require_room(target, sum(t.nbytes for t in tensors))
 
 
 def _shards(tensors: list[ExportedTensor], shard_bytes: int) -> list[list[ExportedTensor]]:

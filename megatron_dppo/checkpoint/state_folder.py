@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_dppo.checkpoint.atomic import INCOMPLETE, publish, sync, write_synced
+from megatron_dppo.checkpoint.atomic import INCOMPLETE, publish, replace_synced, write_synced
 from megatron_dppo.checkpoint.checksums import CHECKSUMS, check_folder, write_checksums
 from megatron_dppo.checkpoint.first_rank import on_first_rank, raise_from_any
 from megatron_dppo.errors import UserError
@@ -147,10 +147,7 @@ def finish_state(
     write_checksums(partial, mark=DESCRIPTION, known=digests)
     folder = root / folder_name(step)
     publish(partial, folder)
-    replacement = root / f".{LATEST}.new"
-    write_synced(replacement, folder.name + "\n")
-    replacement.replace(root / LATEST)
-    sync(root)
+    replace_synced(root / LATEST, folder.name + "\n")
     # By age, not by step: a run resumed from an earlier step leaves higher numbers behind.
     older = sorted(finished_states(root), key=lambda p: (p / DESCRIPTION).stat().st_mtime_ns)
     older.remove(folder)

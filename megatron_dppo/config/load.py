@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config_base import ConfigModel
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, did_you_mean, first_line
 from megatron_dppo.launch.secrets import confide, redact, secret_variables
 
 
@@ -40,7 +39,7 @@ def read_tree(path: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"config file {path} cannot be read: {reason}") from error
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"config file {path} is not valid YAML: {_first_line(error)}") from error
+        raise UserError(f"config file {path} is not valid YAML: {_reason(error)}") from error
     if not OmegaConf.is_dict(tree):
         raise UserError(f"config file {path} must hold sections (run:, model:, ...), found a {type(tree).__name__}")
     return OmegaConf.to_container(tree)  # type: ignore[return-value]  # a dict, checked above
@@ -54,9 +53,7 @@ def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides:
     try:
         merged = OmegaConf.merge(OmegaConf.create(tree), OmegaConf.from_dotlist(list(overrides)))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(
-            f"overrides {' '.join(overrides)} cannot be applied to {where}: {_first_line(error)}"
-        ) from error
+        raise UserError(f"overrides {' '.join(overrides)} cannot be applied to {where}: {_reason(error)}") from error
     try:
         plain = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
         with _environment_as_written():
@@ -68,7 +65,7 @@ def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides:
         if absent := re.search(r"Environment variable '(.*?)' not found", str(error)):
             raise UserError(f"config key {key}: the environment variable {absent[1]} is not set; set it") from error
         raise UserError(
-            f"config key {key}: {_first_line(error)} (${{...}} stands for another key; as text write \\${{...}})"
+            f"config key {key}: {_reason(error)} (${{...}} stands for another key; as text write \\${{...}})"
         ) from error
     marked = dict(_marked(written))
     confide(name for place, text in marked.items() if place not in _SHOWN for name in _ENV.findall(text))
@@ -167,19 +164,19 @@ def _nearest(kind: type[BaseModel], location: tuple[Any, ...]) -> str:
             next((t for t in (field.annotation, *get_args(field.annotation)) if _is_model(t)), None) if field else None
         )
     known = list(section.model_fields) if _is_model(section) else []
-    close = difflib.get_close_matches(str(location[-1]), known, n=1)
-    prefix = ".".join(str(p) for p in location[:-1])
-    if close:
-        return f"; did you mean {prefix + '.' if prefix else ''}{close[0]}?"
-    return f"; known keys{' of ' + prefix if prefix else ''}: {', '.join(known)}" if known else ""
+    prefix = "".join(f"{part}." for part in location[:-1])
+    if hint := did_you_mean(str(location[-1]), known, prefix=prefix):
+        return hint
+    of = f" of {prefix[:-1]}" if prefix else ""
+    return f"; known keys{of}: {', '.join(known)}" if known else ""
 
 
 def _is_model(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-def _first_line(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
         mark = error.problem_mark
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
-    return str(error).strip().splitlines()[0]
+    return first_line(error)

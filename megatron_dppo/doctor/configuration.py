@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_dppo.checkpoint.atomic import existing
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.doctor.machine import MIB, check_shared_memory
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, first_line
 from megatron_dppo.launch.secrets import redact
 from megatron_dppo.models.hf_config import HFConfig, load_hf_config
 from megatron_dppo.planner.fix import MORE_GPUS, find_fix
@@ -83,15 +84,15 @@ def _folder(config: Config) -> Iterator[Finding]:
     from megatron_dppo.trainer.tracking import require_unused
 
     folder = config.run.dir
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    there = existing(folder)
     try:
-        if not existing.is_dir():
+        if not there.is_dir():
             raise NotADirectoryError(20, "a file is in its place")
-        probe = existing / ".megatron-dppo-doctor"
+        probe = there / ".megatron-dppo-doctor"
         probe.touch()
         probe.unlink()
     except OSError as problem:
-        yield error("run-folder", f"run.dir={folder} cannot be made: {existing}: {problem.strerror}", "choose another")
+        yield error("run-folder", f"run.dir={folder} cannot be made: {there}: {problem.strerror}", "choose another")
         return
     if config.trainer.resume:
         yield from attempt(
@@ -126,7 +127,7 @@ def _task(config: Config) -> Iterator[Finding]:
     try:
         build_task_suite(config, tokenizer).close()
     except (UserError, ValueError, OSError) as problem:
-        yield error("task", str(problem).splitlines()[0], "correct the task and evaluation sections")
+        yield error("task", first_line(problem), "correct the task and evaluation sections")
 
 
 def _disk(config: Config, model: HFConfig) -> Iterator[Finding]:
@@ -134,14 +135,12 @@ def _disk(config: Config, model: HFConfig) -> Iterator[Finding]:
     parameters = sum(math.prod(shape) for shape in model.tensors.values())
     states = (config.trainer.keep_checkpoints + 1) if config.trainer.checkpoint_every else 0
     wanted = parameters * (states * _STATE_BYTES + (2 if config.trainer.export_hugging_face else 0))
-    existing = next((path for path in (config.run.dir, *config.run.dir.absolute().parents) if path.is_dir()), None)
-    if existing is None:
-        return
-    free = shutil.disk_usage(existing).free
+    there = existing(config.run.dir)
+    free = shutil.disk_usage(there).free
     if free < wanted:
         yield error(
             "disk",
-            f"{existing} has {free // MIB:,} MiB free; the states and the model of this run take {wanted // MIB:,} MiB",
+            f"{there} has {free // MIB:,} MiB free; the states and the model of this run take {wanted // MIB:,} MiB",
             "free space, lower trainer.keep_checkpoints, or choose another run.dir",
         )
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, first_line
 from megatron_dppo.launch.network import LOOPBACK, bound_store
 from megatron_dppo.launch.rank import PROGRAM
 from megatron_dppo.launch.restarts import Outcome, Restarts
@@ -270,7 +270,7 @@ class Meeting(RendezvousHandler):
                 if store.check([self._key("failed")]):
                     self._lost = "another node failed"  # `again` reads how
         except RuntimeError as error:
-            self._lost = f"node 0 was lost ({str(error).partition(chr(10))[0]})"
+            self._lost = f"node 0 was lost ({first_line(error)})"
 
     @contextmanager
     def with_ranks(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from jinja2 import meta
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, first_line
 from megatron_dppo.tasks.config import TaskConfig
 
 Messages = Sequence[Mapping[str, str]]
@@ -87,9 +87,8 @@ def render(
         return str(tokenizer.apply_chat_template([dict(message) for message in messages], **how, **(given or {})))
     except Exception as error:  # a template is a program: it raises what it likes
         roles = ", ".join(message["role"] for message in messages)
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"the tokenizer's chat template refuses messages of {roles}: {reason}; change them, set "
+            f"the tokenizer's chat template refuses messages of {roles}: {first_line(error)}; change them, set "
             "task.chat_template=false or use another template"
         ) from error
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, did_you_mean
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.prompt_set import PromptSet
 from megatron_dppo.tasks.prompting import encode_prompt, user_message
@@ -121,5 +120,4 @@ def _distinct_items(dataset: Any, config: TaskConfig, wanted: int, draws: int) -
 
 
 def _nearest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(sorted(known))}"
+    return did_you_mean(name, known) or f"; known: {', '.join(sorted(known))}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, first_line
 from megatron_dppo.json_object import read_json_object
 
 _FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model")
@@ -35,5 +35,5 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers raises many types here
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise UserError(f"{folder} has no tokenizer that loads ({reason}); copy the tokenizer's files anew") from error

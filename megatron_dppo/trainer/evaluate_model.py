@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from megatron_dppo.checkpoint.atomic import write_synced
+from megatron_dppo.checkpoint.atomic import replace_synced
 from megatron_dppo.checkpoint.hf_files import WEIGHTS, require_unchanged
 from megatron_dppo.config.load import build_config, read_tree
 from megatron_dppo.config.trainer import EvaluationConfig
@@ -119,7 +119,7 @@ def evaluate_model(model: Path, config: EvaluateConfig, out: Path, *, keep: tupl
             for one, file, prompts in zip(sets, files, missing, strict=True):
                 _answer_all(engine, tokenizer, config, one, file, prompts, console)
         results = {one.name: _metrics(one, file) for one, file in zip(sets, files, strict=True)}
-        (out / "summary.json").write_text(json.dumps(results, indent=2) + "\n")
+        replace_synced(out / "summary.json", json.dumps(results, indent=2) + "\n")
         if keep is not None:
             for one, file in zip(sets, files, strict=True):
                 console.print(_keep(one, file, keep), markup=False, soft_wrap=True)
@@ -182,9 +182,7 @@ def _keep(one: EvaluationSet, file: AnswerFile, band: tuple[float, float]) -> st
             accepted = [prompt.answer, *prompt.also_accepted]
             reference = accepted if prompt.also_accepted else prompt.answer
             rows.append(json.dumps({"problem": prompt.question, "answer": reference, "pass_rate": rate}) + "\n")
-    partial = target.with_name(f".{target.name}.incomplete")
-    write_synced(partial, "".join(rows))
-    partial.replace(target)
+    replace_synced(target, "".join(rows))
     return f"{one.name}: {len(rows)} of {len(one.prompts)} questions kept: {target}"
 
 

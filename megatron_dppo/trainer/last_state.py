@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.actor.results import UpdateProgress
 from megatron_dppo.actor.runtime import Runtime
+from megatron_dppo.errors import first_line
 from megatron_dppo.launch.rank import lost_a_peer
 from megatron_dppo.rollout.engine import RolloutFleet
 from megatron_dppo.trainer.checkpoints import Checkpoints
@@ -75,7 +76,7 @@ class LastState:
             self.checkpoints.save(step, broken_off=broken_off)
         except Exception as problem:
             logger.exception("the state after step %d could not be saved", step)
-            why = "" if str(problem) == str(error) else f" ({str(problem).partition(chr(10))[0]})"
+            why = "" if str(problem) == str(error) else f" ({first_line(problem)})"
             return f"The state after step {step} could not be saved{why}, so {_older(trained.saved)}"
         trained.step = trained.saved = step
         if broken_off is None:

@@ -44,7 +44,7 @@ def test_a_saved_config_loads_again(config_file, tmp_path):
         ),
         ("optimizer.lr=fast", "config key optimizer.lr='fast'"),
         ("actor.dtype=float8", "config key actor.dtype='float8'"),
-        ("algorithm.preset=dppo-binary-tw", "unknown preset 'dppo-binary-tw', did you mean 'dppo-binary-tv'"),
+        ("algorithm.preset=dppo-binary-tw", "unknown preset 'dppo-binary-tw'; did you mean dppo-binary-tv"),
         (
             "algorithm.divergence=binary-tw",
             "divergence='binary-tw' is not one of binary-tv, binary-kl, topk-tv, topk-kl",
@@ -52,7 +52,7 @@ def test_a_saved_config_loads_again(config_file, tmp_path):
         ("algorithm.divergence=no.such:f", "algorithm.divergence=no.such:f cannot be imported: ModuleNotFoundError"),
         ("algorithm={preset: minirl, divergence: binary-tv}", "divergence=binary-tv has no effect, because the trust"),
         ("algorithm={loss: 'math:sin', overrides: {loss: 'math:cos'}}", "are one setting; set the first"),
-        ("algorithm.overrides.treshold_negative=0.1", "did you mean 'threshold_negative'"),
+        ("algorithm.overrides.treshold_negative=0.1", "did you mean threshold_negative"),
         ("optimizer.schedule=cosine", "optimizer.decay_steps=0 must exceed optimizer.warmup_steps=0"),
         ("task.prompt='Find ${x}$'", "config key task.prompt: Interpolation key 'x' not found (${...} stands for"),
         ("algorithm={normaliser: 9, overrides: {aggregation: token-mean}}", "algorithm.normaliser=9 has no effect"),

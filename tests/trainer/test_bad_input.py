@@ -49,7 +49,7 @@ def one_line(capsys, arguments: list[str]) -> str:
     ("override", "message"),
     [
         ("optimizer.lrr=1", "unknown config key optimizer.lrr; did you mean optimizer.lr?"),
-        ("algorithm.preset=dpo-binary-tv", "unknown preset 'dpo-binary-tv', did you mean 'dppo-binary-tv'"),
+        ("algorithm.preset=dpo-binary-tv", "unknown preset 'dpo-binary-tv'; did you mean dppo-binary-tv"),
         ("parallel.tensor=4", "world size 2 is not a multiple of tensor x pipeline x context = 4 x 1 x 1 = 4"),
         ("parallel.expert=3", "world size 2 is not a multiple of expert_tensor x expert x pipeline = 1 x 3 x 1"),
         ("parallel.sequence_parallel=false", "with tensor > 1 needs sequence_parallel: true"),

@@ -90,7 +90,7 @@ def test_figure_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", "--objective", *chosen, "--mu", "0.1", "0.9", "-o", str(picture)]) == 0
     assert Image.open(picture).size == (1008, 1776)
     for arguments, message in (
-        (["--objective", "ppo-clp"], "plot: unknown preset 'ppo-clp', did you mean 'ppo-clip'"),
+        (["--objective", "ppo-clp"], "plot: unknown preset 'ppo-clp'; did you mean ppo-clip"),
         (["--objective", "ppo-clip:appendix-d"], "plot: preset 'ppo-clip' has no constants 'appendix-d'"),
         (["--objective", "ppo-clip", "--mu", "1"], "plot: --mu 1 must be between 0 and 1"),
         (["a-run", "--objective", "ppo-clip"], "plot: --objective draws presets, not runs (a-run)"),

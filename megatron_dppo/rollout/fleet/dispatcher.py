@@ -26,7 +26,7 @@ from typing import Any
 
 import ray
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, typed_line
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import (
     EngineClient,
@@ -147,7 +147,7 @@ class Dispatcher:
             replica.version = version
             if replica.engine.name in failed:
                 error = failed[replica.engine.name]
-                self._lose(replica, f"did not get weight version {version}: {_said(error)}")
+                self._lose(replica, f"did not get weight version {version}: {typed_line(error)}")
         self._held = self._syncing = False
 
     def take_counts(self) -> dict[str, float]:
@@ -302,7 +302,7 @@ class Dispatcher:
             else:
                 self._requeue([work])
         else:
-            self._lose(replica, f"failed: {_said(error)}")
+            self._lose(replica, f"failed: {typed_line(error)}")
 
     def _known(self, work: Work, columns: list[ray.ObjectRef]) -> ray.ObjectRef:
         """Make the store know a result; resolves when it does."""
@@ -363,7 +363,7 @@ class Dispatcher:
         if self._any_loaded:
             unproven, self._unproven = self._unproven, []
             for failed, why in unproven:
-                self._lose(failed, f"did not start: {_said(why)}")
+                self._lose(failed, f"did not start: {typed_line(why)}")
         elif len(self._unproven) == len(self._replicas):  # nothing ever ran here: that is no engine's fault
             self._end(self._unproven[0][1])
 
@@ -386,11 +386,6 @@ class Dispatcher:
     def _answered(self, replica: Replica, number: int, result: Future[Any]) -> None:
         if replica.number == number and replica.up and result.exception() is None:
             replica.answer(result.result())
-
-
-def _said(error: BaseException) -> str:
-    """The first line: Ray's go on for many."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _sequences(lost: Sequence[Work]) -> int:

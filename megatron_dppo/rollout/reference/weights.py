@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from megatron_dppo.checkpoint.weight_layout import TensorSlot, unpack
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, first_line
 from megatron_dppo.models.family import transformers_config
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.weight_transfer.manifest import IncompleteSync
@@ -24,7 +24,7 @@ def load_model(folder: Path, config: RolloutConfig, device: torch.device) -> Pre
     try:
         found = transformers_config(folder)
     except (ValueError, OSError) as error:
-        raise UserError(f"{folder}/config.json: transformers has no class for it ({_first_line(error)})") from error
+        raise UserError(f"{folder}/config.json: transformers has no class for it ({first_line(error)})") from error
     if getattr(found, "quantization_config", None) is not None:
         raise UserError(
             f"{folder}/config.json has a quantization_config, and rollout.engine=reference computes in "
@@ -43,7 +43,7 @@ def load_model(folder: Path, config: RolloutConfig, device: torch.device) -> Pre
             if missing := _lacking(info):
                 raise UserError(f"{folder}: the weights are not those of {type(made).__name__}: {missing}")
     except (ValueError, OSError) as error:
-        raise UserError(f"{folder} cannot be loaded by transformers: {_first_line(error)}") from error
+        raise UserError(f"{folder} cannot be loaded by transformers: {first_line(error)}") from error
     return made.to(device).eval().requires_grad_(False)
 
 
@@ -98,7 +98,3 @@ def _lacking(info: dict[str, object]) -> str:
         if found := info.get(key):
             return f"{key} {sorted(str(one) for one in found)[:4]}"  # type: ignore[attr-defined]
     return ""
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, first_line
 from megatron_dppo.tasks.data.config import DataConfig
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst", ".parquet")
@@ -178,10 +178,9 @@ def _hub(config: DataConfig) -> Iterator[Row]:
     try:
         dataset = load_dataset(config.path, config.subset, split=config.split, revision=config.revision)
     except (DatasetNotFoundError, ConnectionError, ValueError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"{config.path}: neither a file here nor a dataset of the Hugging Face hub that can be loaded "
-            f"(split {config.split!r}): {reason}"
+            f"(split {config.split!r}): {first_line(error)}"
         ) from error
     yield from _numbered(dataset, config.path)
 

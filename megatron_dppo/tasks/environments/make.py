@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import random
 import threading
@@ -13,7 +12,7 @@ from typing import Any, Protocol, SupportsFloat
 
 import numpy as np
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, did_you_mean
 from megatron_dppo.launch.imports import load_callable
 from megatron_dppo.tasks.environments.config import EnvironmentConfig
 
@@ -48,8 +47,7 @@ def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
         gem = _import_gem(config.name)
         known = gem.envs.registration.ENV_REGISTRY
         if config.name not in known:
-            close = difflib.get_close_matches(config.name, list(known), n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            hint = did_you_mean(config.name, known)
             raise UserError(f"task.environment.name={config.name!r} is not in GEM's registry{hint}")
         make, arguments = gem.make, (config.name,)
 

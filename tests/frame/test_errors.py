@@ -1,0 +1,30 @@
+"""What one line quotes of other errors, and of the names that were meant."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_dppo.errors import did_you_mean, first_line, typed_line
+
+
+@pytest.mark.parametrize(
+    ("error", "first", "typed"),
+    [
+        (ValueError("no such file\nTraceback ..."), "no such file", "ValueError: no such file"),
+        (KeyError("name"), "'name'", "KeyError: 'name'"),
+        (OSError("\n  cut off  \n\nmore"), "cut off  ", "OSError: cut off  "),
+        (ConnectionError(), "ConnectionError", "ConnectionError: "),  # libraries raise such, and the reason must stand
+        (RuntimeError("  \n"), "RuntimeError", "RuntimeError: "),
+    ],
+)
+def test_the_first_line_of_an_error_is_never_missing(error: Exception, first: str, typed: str) -> None:
+    assert first_line(error) == first
+    assert typed_line(error) == typed
+
+
+def test_a_word_that_is_close_is_named_and_no_other() -> None:
+    assert did_you_mean("stepz", ["steps", "seed"]) == "; did you mean steps?"
+    assert did_you_mean("stepz", ["steps", "seed"], prefix="trainer.") == "; did you mean trainer.steps?"
+    two = did_you_mean("threshold", ["threshold_negative", "threshold_positive", "topk"], most=2)
+    assert two == "; did you mean threshold_positive or threshold_negative?"
+    assert did_you_mean("learning", ["steps", "seed"]) == did_you_mean("x", []) == ""
