@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megatron_dppo.agents.errors import Refused
+from megatron_dppo.agents.messages import Refused
 from megatron_dppo.rollout.engine import SamplingConfig
 from megatron_dppo.tasks.prompting import APPLIED
 

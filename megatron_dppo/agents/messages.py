@@ -1,4 +1,5 @@
-"""Chat messages, and when two of them are the same: a harness sends the whole conversation with every request."""
+"""Chat messages, and when two of them are the same: a harness sends the whole conversation with every request. And how
+a request is refused."""
 
 from __future__ import annotations
 
@@ -10,9 +11,19 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from megatron_dppo.agents.errors import Refused
-
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Refused(Exception):
+    """A request that gets an HTTP status and one line, in the form of OpenAI's errors."""
+
+    def __init__(self, status: int, message: str, *, code: str = "invalid_request", param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+    def body(self) -> dict[str, object]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True)

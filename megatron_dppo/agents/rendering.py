@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megatron_dppo.agents.errors import Refused
-from megatron_dppo.agents.messages import Message, call_object
+from megatron_dppo.agents.messages import Message, Refused, call_object
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.prompting import encode_text, is_control, render
 
@@ -55,17 +54,15 @@ class ChatRenderer:
         tokenizer: PreTrainedTokenizerBase,
         *,
         stop_token_ids: Iterable[int],
-        chat_template: str | None = None,
         date: datetime.date | None = None,
     ) -> None:
         """
         stop_token_ids  that end an answer
-        chat_template   in place of the tokenizer's own
         date            of a clock that the template asks
         """
         self._tokenizer, self._date, self._lock = tokenizer, date, threading.Lock()
         try:
-            self._template = str(chat_template or tokenizer.get_chat_template(tools=[{}]))
+            self._template = str(tokenizer.get_chat_template(tools=[{}]))
         except ValueError:
             raise UserError(
                 "the model's tokenizer has no chat template, so a harness cannot talk to it; use a model that has one"

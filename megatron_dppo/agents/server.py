@@ -30,13 +30,12 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.agents import MODEL
 from megatron_dppo.agents.drawing import Sample
-from megatron_dppo.agents.errors import Refused
-from megatron_dppo.agents.messages import strict_json
+from megatron_dppo.agents.messages import Refused, strict_json
 from megatron_dppo.agents.parsing import AnswerParser
 from megatron_dppo.agents.rendering import ChatRenderer
 from megatron_dppo.agents.replies import events
 from megatron_dppo.agents.sessions import Session, SessionLimits, Shared
-from megatron_dppo.errors import UserError
+from megatron_dppo.launch.network import LOOPBACK
 from megatron_dppo.rollout.engine import SamplingConfig
 
 MOST_BYTES = 16 << 20
@@ -57,33 +56,26 @@ class SessionServer:
         tokenizer: PreTrainedTokenizerBase,
         *,
         stop_token_ids: Iterable[int] = (),
-        chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         date: Any = None,
         tool_format: str = "auto",
         other_law: Literal["refuse", "not_trained"] = "refuse",
         edited: Literal["branch", "refuse"] = "branch",
-        host: str = "127.0.0.1",
-        port: int = 0,
         max_request_bytes: int = MOST_BYTES,
         body_timeout_s: float = BODY_TIMEOUT_S,
     ) -> None:
         """
         sample                called from many threads, one sequence a call
         stop_token_ids        that end an answer, beside the tokenizer's end of sequence, as far as they are known here
-        chat_template         in place of the tokenizer's own; `chat_template_kwargs` are its further variables, `date`
-                              that of a clock which it asks
+        chat_template_kwargs  further variables of the tokenizer's chat template; `date` that of a clock which it asks
         tool_format           how the model writes calls of tools, see `parsing.FORMATS`; "auto" goes by the template
         other_law             "refuse" or "not_trained": what a request for another temperature or top-p gets
         edited                "branch" or "refuse": what a request gets that does not go on from the last turn
-        port                  0 lets the kernel choose
-
-        Raises UserError where the port cannot be had.
         """
         stops = frozenset(stop_token_ids) | ({tokenizer.eos_token_id} - {None})
         renderer = None
-        if chat_template or tokenizer.chat_template:
-            renderer = ChatRenderer(tokenizer, stop_token_ids=stops, chat_template=chat_template, date=date)
+        if tokenizer.chat_template:
+            renderer = ChatRenderer(tokenizer, stop_token_ids=stops, date=date)
         self._shared = Shared(
             renderer=renderer,
             parser=None if renderer is None else AnswerParser(renderer.template, tool_format=tool_format),
@@ -96,11 +88,8 @@ class SessionServer:
         self._sessions: dict[str, Session] = {}
         self._threads = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="session")
         _raise_file_limit()
-        try:
-            self._socket = socket.create_server((host, port), backlog=4096)
-        except OSError as error:
-            raise UserError(f"sessions cannot listen on {host}:{port}: {error.strerror}; name another port") from None
-        self._host, self.port = host, int(self._socket.getsockname()[1])
+        self._socket = socket.create_server((LOOPBACK, 0), backlog=4096)
+        self.port = int(self._socket.getsockname()[1])
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._app(), log_level="error", access_log=False, lifespan="off", loop="asyncio", http="h11",
@@ -124,7 +113,7 @@ class SessionServer:
     ) -> Session:
         """A new conversation, see `Session`. It answers until it is finished; `forget` it then."""
         place = secrets.token_hex(8)
-        url = f"http://{self._host}:{self.port}/{place}/v1"
+        url = f"http://{LOOPBACK}:{self.port}/{place}/v1"
         session = Session(
             name,
             self._sample,

@@ -15,9 +15,8 @@ import numpy as np
 
 from megatron_dppo.agents.asked import Asked, OtherLaw, read_chat, read_ids
 from megatron_dppo.agents.drawing import Sample, draw
-from megatron_dppo.agents.errors import Refused
 from megatron_dppo.agents.history import History, Turn, TurnRecord
-from megatron_dppo.agents.messages import Message, ToolCall, read_messages
+from megatron_dppo.agents.messages import Message, Refused, ToolCall, read_messages
 from megatron_dppo.agents.parsing import AnswerParser
 from megatron_dppo.agents.rendering import CannotContinue, ChatRenderer
 from megatron_dppo.agents.replies import Answered, chat_reply, ids_reply

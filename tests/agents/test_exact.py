@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from megatron_dppo.agents.errors import Refused
 from megatron_dppo.agents.history import TurnRecord
-from megatron_dppo.agents.messages import read_messages
+from megatron_dppo.agents.messages import Refused, read_messages
 from megatron_dppo.agents.server import SessionServer
 from megatron_dppo.agents.sessions import SessionLimits, SessionRecord
 from megatron_dppo.batch import RolloutBatch

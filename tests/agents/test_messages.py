@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dppo.agents.errors import Refused
-from megatron_dppo.agents.messages import canonical, digests, read_messages
+from megatron_dppo.agents.messages import Refused, canonical, digests, read_messages
 
 JSON = st.recursive(
     st.none()

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.agents.errors import Refused
-from megatron_dppo.agents.messages import Message, ToolCall
+from megatron_dppo.agents.messages import Message, Refused, ToolCall
 from megatron_dppo.agents.rendering import CannotContinue, ChatRenderer
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.config import TaskConfig

@@ -256,7 +256,6 @@ _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """AUDIT_ARCH, and the column of the table."""
 _NEWEST = 450
 """Later system calls are as if they were not there; the C library does without."""
-_X32 = 0x40000000
 _FORBIDDEN = """
 fork 57 -            vfork 58 -             clone 56 220            clone3 435 435          execve 59 221
 execveat 322 281     unshare 272 97         setns 308 268           setsid 112 157          setpgid 109 154
