@@ -11,7 +11,7 @@ from megatron_dppo.agents.messages import Refused
 from megatron_dppo.rollout.engine import SamplingConfig
 from megatron_dppo.tasks.prompting import APPLIED
 
-OtherLaw = Literal["refuse", "not_trained"]
+OtherSampling = Literal["refuse", "not_trained"]
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_k": (0, -1), "min_p": (0,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
@@ -51,9 +51,11 @@ class Asked:
     """Whether the harness takes one call of a tool at a time."""
 
 
-def read_chat(body: Mapping[str, Any], session: SamplingConfig, other_law: OtherLaw, *, vocab_size: int) -> Asked:
+def read_chat(
+    body: Mapping[str, Any], session: SamplingConfig, other_sampling: OtherSampling, *, vocab_size: int
+) -> Asked:
     """Of a body of chat completions. Raises `Refused` with the field."""
-    asked = _read(body, session, other_law, vocab_size)
+    asked = _read(body, session, other_sampling, vocab_size)
     given = dict(_of(body, "chat_template_kwargs", dict, "an object") or {})
     if own := sorted(given.keys() & (APPLIED | {"tools"})):
         raise Refused(
@@ -79,7 +81,7 @@ def read_chat(body: Mapping[str, Any], session: SamplingConfig, other_law: Other
 
 
 def read_ids(
-    body: Mapping[str, Any], session: SamplingConfig, other_law: OtherLaw, *, vocab_size: int
+    body: Mapping[str, Any], session: SamplingConfig, other_sampling: OtherSampling, *, vocab_size: int
 ) -> tuple[list[int], Asked]:
     """The ids and the rest of a body of `/inference/v1/generate`. Raises `Refused` with the field."""
     ids = body.get("token_ids")
@@ -91,11 +93,11 @@ def read_ids(
         if body.get(name):
             raise Refused(400, f"{name}: sessions know text alone", param=name)
     parameters = _of(body, "sampling_params", dict, "an object") or {}
-    asked = _read(parameters, session, other_law, vocab_size)
+    asked = _read(parameters, session, other_sampling, vocab_size)
     return ids, replace(asked, logprobs=_whole(parameters, "logprobs", 0), token_ids=True)
 
 
-def _read(body: Mapping[str, Any], session: SamplingConfig, other_law: OtherLaw, vocab_size: int) -> Asked:
+def _read(body: Mapping[str, Any], session: SamplingConfig, other_sampling: OtherSampling, vocab_size: int) -> Asked:
     if body.get("n") not in (None, 1):
         raise Refused(400, "n must be 1: a session is one conversation", param="n")
     for name, neutral in _NEUTRAL.items():
@@ -106,7 +108,7 @@ def _read(body: Mapping[str, Any], session: SamplingConfig, other_law: OtherLaw,
     changed = {n: v for n, v in drawn.items() if v is not None and not math.isclose(v, getattr(session, n))}
     why_not = ", ".join(f"{name}={value:g} (the session's is {getattr(session, name):g})"
                         for name, value in changed.items())  # fmt: skip
-    if why_not and other_law == "refuse":
+    if why_not and other_sampling == "refuse":
         raise Refused(400, f"{why_not}: the answer could not be trained on; leave it out", param=next(iter(changed)))
     if not 0 <= changed.get("temperature", 1.0) <= 2 or not 0 < changed.get("top_p", 1.0) <= 1:
         raise Refused(400, f"{why_not}: no such distribution", param=next(iter(changed)))

@@ -59,7 +59,7 @@ class SessionServer:
         chat_template_kwargs: dict[str, Any] | None = None,
         date: Any = None,
         tool_format: str = "auto",
-        other_law: Literal["refuse", "not_trained"] = "refuse",
+        other_sampling: Literal["refuse", "not_trained"] = "refuse",
         edited: Literal["branch", "refuse"] = "branch",
         max_request_bytes: int = MOST_BYTES,
         body_timeout_s: float = BODY_TIMEOUT_S,
@@ -69,7 +69,7 @@ class SessionServer:
         stop_token_ids        that end an answer, beside the tokenizer's end of sequence, as far as they are known here
         chat_template_kwargs  further variables of the tokenizer's chat template; `date` that of a clock which it asks
         tool_format           how the model writes calls of tools, see `parsing.FORMATS`; "auto" goes by the template
-        other_law             "refuse" or "not_trained": what a request for another temperature or top-p gets
+        other_sampling        "refuse" or "not_trained": what a request for another temperature or top-p gets
         edited                "branch" or "refuse": what a request gets that does not go on from the last turn
         """
         stops = frozenset(stop_token_ids) | ({tokenizer.eos_token_id} - {None})
@@ -81,7 +81,7 @@ class SessionServer:
             parser=None if renderer is None else AnswerParser(renderer.template, tool_format=tool_format),
             vocab_size=len(tokenizer),
             template_kwargs=dict(chat_template_kwargs or {}),
-            other_law=other_law,
+            other_sampling=other_sampling,
             edited=edited,
         )
         self._sample, self._most_bytes, self._body_timeout = sample, max_request_bytes, body_timeout_s

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_dppo.agents.asked import Asked, OtherLaw, read_chat, read_ids
+from megatron_dppo.agents.asked import Asked, OtherSampling, read_chat, read_ids
 from megatron_dppo.agents.drawing import Sample, draw
 from megatron_dppo.agents.history import History, Turn, TurnRecord
 from megatron_dppo.agents.messages import Message, Refused, ToolCall, read_messages
@@ -51,7 +51,7 @@ class Shared:
     parser: AnswerParser | None
     vocab_size: int
     template_kwargs: Mapping[str, Any]
-    other_law: OtherLaw
+    other_sampling: OtherSampling
     """What a request for another temperature or top-p gets: a refusal, or an answer that is not trained on."""
     edited: Literal["branch", "refuse"]
     """What a request gets that does not go on from the last turn of a branch."""
@@ -182,7 +182,7 @@ class Session:
         renderer, parser = self._shared.renderer, self._shared.parser
         if renderer is None or parser is None:
             raise Refused(400, "the model's tokenizer has no chat template; send token ids to /inference/v1/generate")
-        asked = read_chat(body, self._sampling, self._shared.other_law, vocab_size=self._shared.vocab_size)
+        asked = read_chat(body, self._sampling, self._shared.other_sampling, vocab_size=self._shared.vocab_size)
         messages = read_messages(body.get("messages"))
         if len(messages) > self.limits.max_tokens:  # each has a token at least; to render them takes others' time
             raise self._too_long(f"{len(messages)} messages", "max_tokens")
@@ -219,7 +219,7 @@ class Session:
 
     def _generate(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """The number of the turn and ids for ids."""
-        given, asked = read_ids(body, self._sampling, self._shared.other_law, vocab_size=self._shared.vocab_size)
+        given, asked = read_ids(body, self._sampling, self._shared.other_sampling, vocab_size=self._shared.vocab_size)
         prompt = np.asarray(given, dtype=np.int32)
         with self._lock:
             before = self._history.longest_ids(prompt)

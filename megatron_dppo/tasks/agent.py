@@ -51,7 +51,7 @@ class AgentConfig(ConfigModel):
     edited: Literal["branch", "refuse"] = "branch"
     """What a request gets whose messages are not those of the session with new ones at the end: an answer in a branch,
     which is a sequence of its own in training, or a refusal."""
-    other_law: Literal["refuse", "not_trained"] = "refuse"
+    other_sampling: Literal["refuse", "not_trained"] = "refuse"
     """What a request gets that asks for another temperature than `rollout.temperature`, or for top-p and the like: a
     refusal, or an answer that is not trained on."""
     tool_format: Literal["auto", "none", "glm", "qwen_xml", "hermes", "deepseek", "kimi", "harmony", "llama"] = "auto"

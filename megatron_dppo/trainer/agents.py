@@ -96,7 +96,7 @@ class AgentPlayer:
             chat_template_kwargs=config.chat_template_kwargs,
             date=config.date,
             tool_format=config.agent.tool_format,
-            other_law=config.agent.other_law,
+            other_sampling=config.agent.other_sampling,
             edited=config.agent.edited,
         )
         self._workers: list[Workers] = []

@@ -39,7 +39,7 @@ RESULT = (
     "task.environment.bounds",
     "task.environment.environment", "task.agent", "task.agent.function", "task.agent.command", "task.agent.max_turns",
     "task.agent.environment", "task.agent.bounds", "task.agent.credit", "task.agent.discount",
-    "task.agent.edited", "task.agent.other_law", "task.agent.tool_format", "task.seed",
+    "task.agent.edited", "task.agent.other_sampling", "task.agent.tool_format", "task.seed",
     "task.train_size", "task.held_out_size", "task.prompt", "task.system_prompt", "task.chat_template",
     "task.chat_template_kwargs.*",
     "task.answer_pattern", "task.rewards", "task.rewards.name", "task.rewards.weight", "task.rewards.kind",

@@ -28,7 +28,7 @@ from tests.agents.test_rendering import EXPECTED, TOOLS
 def test_another_temperature_can_be_answered_and_not_trained_on(
     serve: Callable[..., SessionServer], sample: Held
 ) -> None:
-    session = open_session(serve(other_law="not_trained"))
+    session = open_session(serve(other_sampling="not_trained"))
     client = client_of(session)
     first = ask(client)
     talk = [*HI, {"role": "assistant", "content": first.choices[0].message.content}, *HI]
@@ -42,7 +42,7 @@ def test_another_temperature_can_be_answered_and_not_trained_on(
     trained = [turn for turn in record.turns if turn.trained]
     check_rows(branch, trained, {t.number: [sample.recorder.given[f"train/0/0/0/{t.number}"]] for t in trained})
     assert int(branch.loss_mask.sum()) == sum(turn.sampled for turn in trained)
-    alone = open_session(serve(other_law="not_trained"), "train/0/0/1")
+    alone = open_session(serve(other_sampling="not_trained"), "train/0/0/1")
     ask(client_of(alone), temperature=0.0)
     record = alone.finish()
     assert (record.branches, record.turns[0].branch) == ((), -1)

@@ -48,7 +48,7 @@ def test_the_order_and_identity_of_requests_are_kept(served: Served) -> None:
     assert (batch.loss_mask.sum(), len(batch)) == (batch.response_lengths.sum(), 15)
 
 
-def test_evaluation_may_use_other_laws_and_training_may_not(served: Served) -> None:
+def test_evaluation_may_sample_otherwise_and_training_may_not(served: Served) -> None:
     asked = requests(4, "evaluation")
     greedy = replace(SAMPLING, temperature=0.0, top_k_logprobs=0)
     one = served.engine.generate(asked, greedy, training=False)
