@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         add_arguments(one)
         one.set_defaults(run=run)
 
+    # A model.
     command(
         "train",
         _add_train_arguments,
@@ -82,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     command(
         "convert", add_convert_arguments, run_convert, "convert a checkpoint between Hugging Face and Megatron-Core"
     )
+    # A cluster, a machine, a configuration.
     command(
         "plan",
         add_plan_arguments,
@@ -97,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         "One line per finding, with the fix; where all is well nothing, but for the memory that CONFIG "
         "needs. Exit status 1 after an error.",
     )
+    # Runs that were.
     command("plot", _add_plot_arguments, _plot, "draw the training curves of one or several runs, or objectives")
     command("report", _add_report_arguments, _report, "write one HTML page about one or several runs")
     command(

@@ -66,6 +66,7 @@ class ParallelConfig(ConfigModel):
         """Raise `UserError` with the first reason why `model` cannot run like this on `world_size` ranks."""
         experts = model.moe.experts if model.moe else 0
         problems = [
+            # ranks
             (
                 world_size % self.model_ranks != 0,
                 f"world size {world_size} is not a multiple of tensor x pipeline x context = "
@@ -77,6 +78,7 @@ class ParallelConfig(ConfigModel):
                 f"world size {world_size} is not a multiple of expert_tensor x expert x pipeline = "
                 f"{self.expert_tensor} x {self.expert} x {self.pipeline}; change the number of ranks or these sizes",
             ),
+            # experts
             (
                 not model.moe and self.expert * self.expert_tensor > 1,
                 f"the model ({model.family.model_type}) has no experts; set expert and expert_tensor to 1",
@@ -95,6 +97,7 @@ class ParallelConfig(ConfigModel):
                 f"the experts of {model.family.model_type} carry biases, which expert_tensor = {self.expert_tensor} "
                 "ranks cannot share; set it to 1",
             ),
+            # attention
             (
                 bool(model.windows) and self.context > 1,
                 f"layers of {model.family.model_type} attend through windows, which context = {self.context} ranks "
@@ -118,6 +121,7 @@ class ParallelConfig(ConfigModel):
                 f"latent vectors of {' and '.join(map(str, model.latent.divided if model.latent else ()))} numbers "
                 f"cannot be divided by tensor = {self.tensor}",
             ),
+            # dense products
             (
                 model.has_dense_layers and model.intermediate_size % self.tensor != 0,
                 f"the intermediate size {model.intermediate_size} cannot be divided by tensor = {self.tensor}",
@@ -127,6 +131,7 @@ class ParallelConfig(ConfigModel):
                 f"the shared expert's size {model.moe.shared_size if model.moe else 0} cannot be divided by tensor = "
                 f"{self.tensor}",
             ),
+            # stages, and rows of a sequence
             (
                 model.layers < self.pipeline * self.chunks,
                 f"{model.layers} layers are fewer than pipeline x virtual_pipeline = {self.pipeline} x {self.chunks}",

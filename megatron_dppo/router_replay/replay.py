@@ -22,9 +22,12 @@ class _Targets:
     """One microbatch's routes on the device, and how many rows they are."""
 
     microbatch: int
-    experts: torch.Tensor  # [S, L, k]
-    forced: torch.Tensor  # [S] bool
-    counted: torch.Tensor  # [S] bool: forced and real
+    experts: torch.Tensor
+    """`[S, L, k]`"""
+    forced: torch.Tensor
+    """bool `[S]`"""
+    counted: torch.Tensor
+    """bool `[S]`: forced and real."""
     recorded: int
     gaps: int
 
@@ -34,8 +37,10 @@ class _Kept:
     """What a forward leaves for the recomputation of its layer."""
 
     microbatch: int
-    experts: torch.Tensor  # [S, k] int64, forced and live ids merged
-    rows: int  # without padding
+    experts: torch.Tensor
+    """int64 `[S, k]`, forced and live ids merged."""
+    rows: int
+    """Without padding."""
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -194,6 +194,7 @@ class RolloutCollector:
         sampling = training_sampling(self._config.rollout)
         extra: dict[str, float] = {}
         played, window = None, None
+        # Answers and their rewards: of episodes, of a window, of groups drawn until enough differ, or of all prompts.
         if suite.player is not None:
             run = self._config.run.seed
             played = suite.player.play(engine, sampling, prompts, samples, run_seed=run, step=step, stream=TRAINING)
@@ -219,6 +220,7 @@ class RolloutCollector:
             groups = self._ask(engine, suite, prompts, self._requests(step, prompts), enough=enough)
             rewards = groups.rewards
         handle = groups.handle
+        # Answers that are written down for people, and what is measured of all.
         looked_at = choose_samples(
             self._config.tracking.samples,
             suite.tokenizer,
@@ -244,6 +246,7 @@ class RolloutCollector:
             "data/tokens": float(handle.lengths.sum()),
         }
         metrics |= _part_metrics(rewards) | extra
+        # What every rank gets.
         looked = tuple(sample.sequence for sample in looked_at)
         experience = Experience(handle, groups.rewards.reward.astype(np.float32), metrics, looked, window=window)
         if played is not None:
