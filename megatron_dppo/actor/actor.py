@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_dppo.actor.aux_losses import AuxiliaryLosses
 from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
-from megatron_dppo.actor.dispatched import release_dispatched
 from megatron_dppo.actor.gradient_reduction import reduce_in_bfloat16
+from megatron_dppo.actor.layers import fuse_weight_gradients, release_dispatched
 from megatron_dppo.actor.microbatch import Microbatch
 from megatron_dppo.actor.multi_tensor import prepare_step
 from megatron_dppo.actor.objective import MicrobatchReport, MiniBatchObjective, Recomputed, collect, kl_of_rows
@@ -29,7 +29,6 @@ from megatron_dppo.actor.reference_policy import ReferencePolicy
 from megatron_dppo.actor.results import ParityReport, ProgressTeller, UpdateProgress, UpdateReport
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.actor.signal import TrainingSignal
-from megatron_dppo.actor.weight_gradients import fuse_weight_gradients
 from megatron_dppo.algorithm import (
     Denominators,
     KLEstimator,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_dppo.checkpoint.optimizer_state import distributed_parts
+from megatron_dppo.checkpoint.state_parts import distributed_parts
 
 Part = Literal["weights", "optimizer", "gradients"]
 PARTS: tuple[Part, ...] = ("weights", "optimizer", "gradients")

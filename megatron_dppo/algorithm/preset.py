@@ -123,11 +123,6 @@ class Preset:
         """Whether K must be the size of the vocabulary."""
         return self.divergence_row is not None and self.divergence_row.needs is Needs.VOCABULARY
 
-    @property
-    def needs_recomputed_topk(self) -> bool:
-        """Whether the extra forward pass must evaluate the rollout's top-K ids as well."""
-        return self.needs_topk and self.anchor is Anchor.RECOMPUTED
-
     def __post_init__(self) -> None:
         self._coerce("trust_region", TrustRegion)
         self._coerce("anchor", Anchor)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import multiprocessing
 import os
 import pickle
 import queue
@@ -22,21 +21,28 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_dppo.checkpoint import optimizer_state, state_folder
-from megatron_dppo.checkpoint.adapter_state import load_adapters, sharded_adapters
+from megatron_dppo.checkpoint import state_folder
 from megatron_dppo.checkpoint.atomic import INCOMPLETE
 from megatron_dppo.checkpoint.carried import keep_carried
 from megatron_dppo.checkpoint.checksums import ChecksummedFile
 from megatron_dppo.checkpoint.first_rank import on_first_rank
 from megatron_dppo.checkpoint.hf_side_files import check_side_files, copy_side_files
-from megatron_dppo.checkpoint.rng_state import collect_rng, restore_rng
 from megatron_dppo.checkpoint.safe_dcp import nothing_executed
+from megatron_dppo.checkpoint.state_parts import (
+    collect_rng,
+    grad_scaler_state,
+    load_adapters,
+    load_optimizer_state,
+    optimizer_step,
+    restore_rng,
+    sharded_adapters,
+    sharded_optimizer_state,
+)
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import unwrap
@@ -85,20 +91,17 @@ class Resumed:
 class TrainingStates:
     """Saves training states under `root` and loads them. Every method is a collective over all ranks.
 
-    keep          how many complete states stay; older ones go once a newer one is complete
-    asynchronous  `save` returns after the copy to host memory and a process of its own writes; `poll` (call it once a
-                  step) publishes what is finished, `finish` waits for it. Only one save is under way at a time.
+    keep  how many complete states stay; older ones go once a newer one is complete
     """
 
-    def __init__(self, root: Path | str, trainee: Trainee, *, keep: int = 2, asynchronous: bool = False) -> None:
+    def __init__(self, root: Path | str, trainee: Trainee, *, keep: int = 2) -> None:
         if keep < 1:
             raise UserError(f"checkpoint: keep must be at least 1, got {keep}")
         self.root, self.trainee, self.keep = Path(root), trainee, keep
-        self._queue = AsyncCallsQueue(persistent=False) if asynchronous else None
         # Where the writer reports what it wrote. The stock queue lives in a fresh Python process of every rank, which
         # imports torch for the first report: seconds and half a gigabyte each.
-        make: Any = multiprocessing.get_context("fork").Manager().Queue if asynchronous else queue.Queue
-        self._reports, self._digests = make(), make()
+        self._reports: queue.Queue[Any] = queue.Queue()
+        self._digests: queue.Queue[tuple[str, str]] = queue.Queue()
 
     def save(self, step: int, progress: dict[str, Any]) -> None:
         """Write the state after optimizer step `step`. `progress` is JSON: data position, weight version, config, ...
@@ -107,44 +110,23 @@ class TrainingStates:
         rank (a full disk) fails every rank with the same `UserError`, and the states before it stay as they were.
         """
         self.trainee.require_present()
-        self.finish()
         check_side_files(self.trainee.model.path)
         trainee, described = self.trainee, self._describe(step, progress)
         partial = on_first_rank(lambda: self._partial_folder(step))
         state = self._model_state()
         if trainee.optimizer is not None:
-            state["optimizer"] = optimizer_state.sharded_optimizer_state(
-                trainee.optimizer, state, trainee.groups, is_loading=False
-            )
+            state["optimizer"] = sharded_optimizer_state(trainee.optimizer, state, trainee.groups, is_loading=False)
         state["rng"] = self._rng_slot(collect_rng())
         _drain(self._digests)  # of a save that failed
         filesystem_async._results_queue = self._reports
         # The files with the tensors are digested as they are written: reading terabytes again would double a save.
         filesystem_async.open = lambda path, _: ChecksummedFile(path, self._digests.put)
         try:
-            request = dist_checkpointing.save(
-                state, str(partial), async_sharded_save=self._queue is not None, async_strategy="mcore"
-            )
+            dist_checkpointing.save(state, str(partial), async_strategy="mcore")
         except CheckpointException as error:
             raise self._cannot_save(error) from None
-
-        def finalize() -> None:
-            digests = self._written()
-            on_first_rank(lambda: self._publish(partial, step, described, digests))
-
-        if self._queue is None:
-            finalize()
-        else:
-            request.finalize_fns.append(finalize)
-            self._queue.schedule_async_request(request)
-
-    def poll(self) -> None:
-        """Publish an asynchronous save if every rank has finished writing."""
-        self._finalize(blocking=False)
-
-    def finish(self) -> None:
-        """Wait for an asynchronous save."""
-        self._finalize(blocking=True)
+        digests = self._written()
+        on_first_rank(lambda: self._publish(partial, step, described, digests))
 
     def load(self, folder: Path | str | None = None, *, checked: bool = False) -> Resumed:
         """Load the state in `folder` (default: the latest under `root`) into the trainee, whatever layout saved it.
@@ -164,9 +146,7 @@ class TrainingStates:
         same_layout = described["layout"] == self._layout()
         state = self._model_state()
         if trainee.optimizer is not None:
-            state["optimizer"] = optimizer_state.sharded_optimizer_state(
-                trainee.optimizer, state, trainee.groups, is_loading=True
-            )
+            state["optimizer"] = sharded_optimizer_state(trainee.optimizer, state, trainee.groups, is_loading=True)
         if same_layout:
             state["rng"] = self._rng_slot(None)
         try:
@@ -182,7 +162,7 @@ class TrainingStates:
             else:
                 unwrap(chunk).load_state_dict(loaded[f"model{number}"], strict=True)
         if trainee.optimizer is not None:
-            optimizer_state.load_optimizer_state(
+            load_optimizer_state(
                 trainee.optimizer, loaded["optimizer"], described["optimizer_step"], described["grad_scaler"]
             )
         if trainee.scheduler is not None:
@@ -240,8 +220,8 @@ class TrainingStates:
             "dtype": str(self._dtype()),
             "lora": lora_signature(trainee.lora),
             "layout": self._layout(),
-            "optimizer_step": optimizer_state.optimizer_step(trainee.optimizer) if trainee.optimizer else None,
-            "grad_scaler": optimizer_state.grad_scaler_state(trainee.optimizer) if trainee.optimizer else {},
+            "optimizer_step": optimizer_step(trainee.optimizer) if trainee.optimizer else None,
+            "grad_scaler": grad_scaler_state(trainee.optimizer) if trainee.optimizer else {},
             "scheduler": trainee.scheduler.state_dict() if trainee.scheduler else None,
             "progress": progress,
         }
@@ -302,14 +282,6 @@ class TrainingStates:
         except OSError as error:
             raise UserError(f"cannot finish the checkpoint {partial}: {error.strerror}") from None
 
-    def _finalize(self, *, blocking: bool) -> None:
-        if self._queue is None:
-            return
-        try:
-            self._queue.maybe_finalize_async_calls(blocking=blocking)
-        except CheckpointException as error:
-            raise self._cannot_save(error) from None
-
     def _cannot_save(self, error: CheckpointException) -> UserError:
         """Every rank knows that one failed, only the coordinator why."""
         reason = [str(_reason(error)) if error.failures else ""]
@@ -329,7 +301,7 @@ def lora_signature(lora: LoraConfig | None) -> dict[str, Any] | None:
     return None if lora is None else lora.model_dump(mode="json", exclude={"adapter"})
 
 
-def _drain(reports: Any) -> list[tuple[str, str]]:
+def _drain(reports: queue.Queue[tuple[str, str]]) -> list[tuple[str, str]]:
     found = []
     with contextlib.suppress(queue.Empty):
         while True:

@@ -31,9 +31,7 @@ class Checkpoints:
         self._fixed = fixed
         self.window: dict[int, WindowState] = {}
         """After the steps by number, where the schedule has one: what is saved with a step."""
-        self._states = TrainingStates(
-            checkpoint_root(config), actor.trainee, keep=config.trainer.keep_checkpoints, asynchronous=False
-        )
+        self._states = TrainingStates(checkpoint_root(config), actor.trainee, keep=config.trainer.keep_checkpoints)
 
     def save(self, step: int, *, broken_off: UpdateProgress | None = None) -> None:
         """The state after `step` rollout steps. Prompts and seeds of the next step follow from its number, and from the

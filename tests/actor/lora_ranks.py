@@ -37,8 +37,8 @@ def train_adapters(
 ) -> TrainedAdapters:
     from megatron_dppo.actor.actor import TrainingSignal
     from megatron_dppo.batch import InMemorySource
-    from megatron_dppo.checkpoint.optimizer_state import distributed_parts
     from megatron_dppo.checkpoint.peft_adapter import AdapterExporter, save_peft_adapter
+    from megatron_dppo.checkpoint.state_parts import distributed_parts
     from megatron_dppo.models.hf_config import load_hf_config
     from megatron_dppo.models.lora.config import LoraConfig
     from megatron_dppo.models.packed_logits import packed_logits

@@ -127,7 +127,7 @@ def test_a_part_stays_and_the_rest_leaves_as_room_is_needed(tmp_path: Path) -> N
 
 
 def move(actor: Any, source: Any, signal: Any) -> dict[str, Any]:
-    from megatron_dppo.checkpoint.optimizer_state import distributed_parts
+    from megatron_dppo.checkpoint.state_parts import distributed_parts
     from megatron_dppo.checkpoint.training_state import TrainingStates
 
     buffers = [b for chunk in actor.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]

@@ -182,10 +182,6 @@ def test_what_a_preset_needs() -> None:
     assert {n for n in presets.names() if presets.get(n).needs_topk} == {
         f"dppo-topk-{d}{suffix}" for d in ("tv", "kl") for suffix in ("", "-decoupled")
     }
-    assert {n for n in presets.names() if presets.get(n).needs_recomputed_topk} == {
-        "dppo-topk-tv-decoupled",
-        "dppo-topk-kl-decoupled",
-    }
     assert presets.get("ppo-clip", ratio_reference="recomputed").needs_recomputed_logp
 
 

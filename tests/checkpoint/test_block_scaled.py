@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dppo.checkpoint.block_scaled import BlockScaledFiles
 from megatron_dppo.checkpoint.convert import convert_command as convert
+from megatron_dppo.checkpoint.quantized import BlockScaledFiles
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import load_hf_config
 from tests.tiny import tiny_model

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megatron_dppo.checkpoint.convert import convert_command as convert
-from megatron_dppo.checkpoint.mxfp4 import Mxfp4Files
+from megatron_dppo.checkpoint.quantized import Mxfp4Files
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import load_hf_config
 from tests.checkpoint.test_block_scaled import check_refused, check_scheme_refused

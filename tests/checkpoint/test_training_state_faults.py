@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def root(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     folder = tmp_path_factory.mktemp("states")
-    saved, _ = run_ranks(save_several, 2, model, folder, False)[0]
+    saved = run_ranks(save_several, 2, model, folder)[0]
     return folder, saved
 
 
@@ -65,14 +65,6 @@ def test_ranks_that_see_different_latest_states_load_the_one_that_rank_0_sees(
     late = copied(root, tmp_path)
     (late / "latest").write_text("step_00000003\n")
     assert set(run_ranks(load_views, 2, model, [root[0], late])) == {f"{root[0]}/step_00000004 4"}
-
-
-def test_asynchronous_save_holds_the_weights_of_its_moment(model: Path, tmp_path: Path) -> None:
-    saved, later = run_ranks(save_several, 2, model, tmp_path / "states", True)[0]
-    assert saved != later
-    assert sorted(p.name for p in (tmp_path / "states").iterdir()) == ["latest", "step_00000003", "step_00000004"]
-    loaded, step = run_ranks(load_only, 2, model, tmp_path / "states", EP2, {})[0]
-    assert (loaded, step) == (saved, 4)
 
 
 def test_generators_go_on_where_they_were(model: Path, tmp_path: Path) -> None:

@@ -78,18 +78,14 @@ def load_and_step(rank: int, path: Path, root: Path, layout: dict[str, Any]) -> 
     return [before, weights(trainee)], (resumed.step, resumed.progress, resumed.rng_restored)
 
 
-def save_several(rank: int, path: Path, root: Path, asynchronous: bool) -> list[dict[str, str]]:
-    """States of steps 1 to 4, two kept. The weights at step 4; training goes on while the last one is written."""
+def save_several(rank: int, path: Path, root: Path) -> dict[str, str]:
+    """States of steps 1 to 4, two kept. The weights at step 4."""
     trainee = trainee_from(path, {"tensor": 2, "expert": 2, "sequence_parallel": True})
-    states = TrainingStates(root, trainee, keep=2, asynchronous=asynchronous)
+    states = TrainingStates(root, trainee, keep=2)
     for number in range(1, 5):
         adam_step(trainee, number)
         states.save(number, {"position": number})
-        states.poll()
-    saved = weights(trainee)
-    adam_step(trainee, 5)
-    states.finish()
-    return [saved, weights(trainee)]
+    return weights(trainee)
 
 
 def load_only(rank: int, path: Path, root: Path, layout: dict[str, Any], options: dict[str, Any]) -> Any:

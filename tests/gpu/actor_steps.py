@@ -26,7 +26,7 @@ from megatron_dppo.actor.multi_tensor import prepare_step
 from megatron_dppo.actor.optimizer import guarded_step
 from megatron_dppo.actor.runtime import stop
 from megatron_dppo.batch import InMemorySource, RolloutBatch
-from megatron_dppo.checkpoint.optimizer_state import distributed_parts
+from megatron_dppo.checkpoint.state_parts import distributed_parts
 from megatron_dppo.checkpoint.training_state import TrainingStates
 from tests.actor.matrix import SHAPE, Case, advantages, build_actor
 from tests.actor.reference import make_rollout

@@ -20,7 +20,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron_dppo.actor import runtime as actor_runtime
 from megatron_dppo.actor.config import OptimizerConfig
 from megatron_dppo.actor.optimizer import build_optimizer
-from megatron_dppo.checkpoint.optimizer_state import distributed_parts
+from megatron_dppo.checkpoint.state_parts import distributed_parts
 from megatron_dppo.checkpoint.training_state import Trainee, TrainingStates
 from megatron_dppo.models.parallel import ParallelConfig
 from tests.checkpoint.training_ranks import adam_step

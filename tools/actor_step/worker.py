@@ -24,8 +24,8 @@ from actor_step.stock import stock_kernels, stock_optimizer
 from megatron_dppo.actor import runtime as actor_runtime
 from megatron_dppo.actor.actor import MegatronActor, TrainingSignal
 from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
+from megatron_dppo.actor.layers import fuse_weight_gradients
 from megatron_dppo.actor.profiling import StepProfile, profiled
-from megatron_dppo.actor.weight_gradients import fuse_weight_gradients
 from megatron_dppo.algorithm import presets
 from megatron_dppo.batch import InMemorySource, RolloutBatch
 from megatron_dppo.models.flops import training_flops

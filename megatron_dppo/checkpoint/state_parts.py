@@ -1,17 +1,26 @@
-"""The distributed optimizer's state in a form that any layout can load."""
+"""What a training state holds beside a model's weights: adapters, the optimizer, random generators; in forms that any
+layout can load, but for the generators, which are a rank's own."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.live import unwrap
+from megatron_dppo.models.lora.adapter import LoraAdapter
 
 SHARDING = "fully_reshardable"
 
@@ -102,3 +111,66 @@ def _weights_from_masters(part: DistributedOptimizer) -> None:
         weight.copy_(master)
     for chunk in part.model_chunks:
         chunk.start_param_sync(force_sync=True)
+
+
+def sharded_adapters(
+    chunk: torch.nn.Module, model: HFConfig, groups: ProcessGroupCollection
+) -> dict[str, ShardedTensor]:
+    """The adapters of one chunk by parameter name, under keys and in shapes of the whole model, so that any layout
+    (and either layer spec) can load them: axis 0 is the layer's experts, axis 2 what tensor parallelism divides. The
+    base weights come from the Hugging Face folder that the run names."""
+    state: dict[str, ShardedTensor] = {}
+    for name, adapter in unwrap(chunk).named_modules():
+        if not isinstance(adapter, LoraAdapter):
+            continue
+        site, group = adapter.local[0].site, adapter.sharding.group
+        copies = groups.expt_dp if adapter.sharding.expert else groups.dp_cp
+        experts = []
+        if site.expert is not None:
+            assert model.moe is not None
+            here = len(adapter.local)
+            experts = [(0, site.expert // here, model.moe.experts // here)]
+        for suffix, parameter, sharded in (
+            ("a", adapter.a, adapter.sharding.input_sharded),
+            ("b", adapter.b, not adapter.sharding.input_sharded),
+        ):
+            state[f"{name}.{suffix}"] = ShardedTensor.from_rank_offsets(
+                f"{site.key}.lora_{suffix}",
+                parameter,
+                *experts,
+                *([(2, group.rank(), group.size())] if sharded else []),
+                replica_id=(0, 0 if sharded else group.rank(), copies.rank()),
+            )
+    return state
+
+
+def load_adapters(chunk: torch.nn.Module, loaded: Mapping[str, Any]) -> None:
+    """Fill the adapters of one chunk; whatever else it holds stays."""
+    found = unwrap(chunk).load_state_dict(loaded, strict=False)
+    if found.unexpected_keys:
+        raise RuntimeError(f"no such adapters: {found.unexpected_keys[:5]}")
+
+
+def collect_rng() -> dict[str, Any]:
+    """Python's, numpy's, torch's and the device's generators, and Megatron-Core's per-region states, as plain data
+    (tensors, numbers, lists), so that loading runs no code."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 (the global generator, for libraries)
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [str(name), [int(k) for k in keys], int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "regions": dict(get_cuda_rng_tracker().get_states()),
+    }
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Undo everything that drew random numbers since `collect_rng`."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    torch.set_rng_state(state["torch"].cpu())
+    torch.cuda.set_rng_state(state["device"].cpu())
+    get_cuda_rng_tracker().set_states({name: value.cpu() for name, value in state["regions"].items()})

@@ -1,4 +1,5 @@
-"""What Megatron-Core's token dispatchers keep of the microbatch that they saw last."""
+"""What is set on the layers of a built model before it is trained: where their weight gradients go, and what their
+token dispatchers keep."""
 
 from __future__ import annotations
 
@@ -9,6 +10,24 @@ import torch
 
 _MADE_ONCE = frozenset({"sort_input_by_local_experts", "restore_output_by_local_experts", "over_budget"})
 """Tensors of a dispatcher that are no part of a microbatch."""
+
+
+def fuse_weight_gradients(model_chunks: Iterable[torch.nn.Module], *, on: bool = True) -> None:
+    """Let every TransformerEngine layer add `dy^T x` to its weight's float32 `main_grad` inside the matrix product.
+
+    Otherwise the product is written in the weight's dtype, then read again and added by DistributedDataParallel's hook:
+    a rounding to bfloat16 for every microbatch, one small kernel for every expert, and the traffic of both. The weights
+    need a `main_grad`, so wrap the chunks first. Megatron-Core's own flag for this (`gradient_accumulation_fusion`)
+    also covers its plain linear layers and refuses to build those without Apex's kernel; the LM head, the only plain
+    one here, adds into `main_grad` by itself (`megatron_dppo.vocab_parallel.weight_grad`). Without TransformerEngine
+    there is nothing to set, and frozen weights have no `main_grad`.
+    """
+    for chunk in model_chunks:
+        for module in chunk.modules():
+            if hasattr(module, "fuse_wgrad_accumulation") and any(
+                p.requires_grad for p in module.parameters(recurse=False)
+            ):
+                module.fuse_wgrad_accumulation = on  # type: ignore[assignment]
 
 
 def release_dispatched(chunks: Iterable[torch.nn.Module]) -> None:
