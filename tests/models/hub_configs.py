@@ -71,7 +71,6 @@ def _without(config: Config, name: str) -> Config:
 _QWEN3: Config = {name: value for name, value in CONFIGS["Qwen3-8B"].items() if name not in _SIZES}
 _QWEN3_MOE: Config = {name: value for name, value in CONFIGS["Qwen3-30B-A3B"].items() if name not in _SIZES}
 _30B = (2048, 6144, 48, 32, 4)
-_235B = (4096, 12288, 94, 64, 4)
 _CODER: Config = {
     name: value for name, value in _QWEN3_MOE.items() if name not in ("attention_bias", "bos_token_id")
 } | {
