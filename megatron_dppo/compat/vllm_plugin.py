@@ -5,6 +5,9 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import multiprocessing
+import os
+import threading
 import urllib.parse
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,6 +24,7 @@ BACKEND = "megatron_dppo"
 """Our name to vLLM, as a plugin and as a weight-transfer backend."""
 _RECEIVER = "megatron_dppo.rollout.vllm.receiver", "BucketReceiver"
 """Imported when vLLM asks for it."""
+_watched = threading.Event()
 
 
 def register() -> None:
@@ -32,8 +36,13 @@ def register() -> None:
 
     A process that has imported vLLM walks 700,000 objects in its last garbage collection: two to five seconds in which
     the engine's core, its work done, is waited for and then killed. Frozen objects are not walked.
+
+    A core does not notice that whoever started it was killed: it would keep its memory, a GPU's too, for ever.
     """
     atexit.register(gc.freeze)
+    if (parent := multiprocessing.parent_process()) is not None and not _watched.is_set():
+        _watched.set()
+        threading.Thread(target=_end_after, args=(parent,), name="parent", daemon=True).start()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from megatron_dppo.compat.vllm_cpu import mend_expert_choice, mend_expert_sizes, mend_rotation, on_cpu
@@ -45,6 +54,11 @@ def register() -> None:
         mend_expert_choice()
         mend_expert_sizes()
         mend_rotation()
+
+
+def _end_after(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def bind_stores() -> None:

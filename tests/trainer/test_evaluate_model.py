@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
 
 from examples.tiny_moe_dppo.model import byte_tokenizer, random_tiny_qwen3_moe, write_checkpoint
@@ -105,8 +106,11 @@ def test_questions_that_a_model_answers_now_and_then(folder, tmp_path, capsys):
             while not (out / "aime.jsonl").exists() or (out / "aime.jsonl").read_bytes().count(b"\n") < 9:
                 assert process.poll() is None
                 time.sleep(0.01)
+            started = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(signal.SIGKILL)
             process.wait()
+            assert started
+            assert psutil.wait_procs(started, timeout=60)[1] == [], "the engine's core is left"
             assert not (out / "aime.kept.jsonl").exists()
         assert main(arguments) == 0
         files[name] = (out / "aime.kept.jsonl").read_text()
