@@ -10,7 +10,7 @@ import torch
 
 from megatron_dppo.rollout.vllm import views
 from tests.distributed import run_ranks
-from tests.rollout.view_ranks import packed, synced
+from tests.rollout.view_ranks import in_turn, packed, synced
 from tests.tiny import tiny_model
 
 TIED: dict[str, Any] = {"mlp_only_layers": [0, 2], "tie_word_embeddings": True}
@@ -38,32 +38,52 @@ def folders_of(path: Path, family: str, **overrides: Any) -> tuple[Path, ...]:
     return paths
 
 
-@pytest.mark.parametrize(("workers", "divided"), [(1, False), (2, False), (2, True)], ids=["TP1", "TP2", "TP2, EP2"])
-def test_after_syncs_every_parameter_is_that_of_a_fresh_load(tmp_path: Path, workers: int, divided: bool) -> None:
-    models = [*MODELS[:-1], ("qwen3_moe", UNEVEN)] if divided else MODELS
+@pytest.fixture(scope="module")
+def one_worker(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Outcomes of all models, of one whose experts vLLM permutes, and of one on a CPU."""
+    path = tmp_path_factory.mktemp("one")
+    models = [folders_of(path / str(i), family, **overrides) for i, (family, overrides) in enumerate(MODELS)]
+    first, tied = models[0], models[1]
+    calls = [(synced, (models, 1, False)), (synced, ([first], 1, False, True)), (packed, tied[:2])]
+    (found,) = run_ranks(in_turn, 1, calls)
+    return found
+
+
+def check(models: list[tuple[str, Any]], outcomes: list[Any], *, rank: int, divided: bool) -> None:
+    for model, outcome in zip(models, outcomes, strict=True):
+        assert outcome.wrong == [], model
+        # The files of gpt-oss hold a layer's experts as one tensor, which goes to all.
+        assert (outcome.taken < 1) == (divided and model[0] != "gpt_oss"), model
+        left = set()
+        if model[0] == "gpt_oss" and rank > 0 and not divided:  # a bias is made zero there: no copy of what came
+            left = {f"model.layers.{layer}.mlp.experts.routed_experts" for layer in range(4)}
+        assert outcome.reloaded == left, model  # every other layer is loaded by views
+
+
+def test_after_syncs_every_parameter_is_that_of_a_fresh_load(one_worker: list[Any]) -> None:
+    check(MODELS, one_worker[0], rank=0, divided=False)
+
+
+def test_so_it_is_on_two_workers_also_where_they_divide_the_experts(tmp_path: Path) -> None:
+    models = [*MODELS, ("qwen3_moe", UNEVEN)]
     folders = [folders_of(tmp_path / str(i), family, **overrides) for i, (family, overrides) in enumerate(models)]
-    for rank, outcomes in enumerate(run_ranks(synced, workers, folders, workers, divided)):
-        for model, outcome in zip(models, outcomes, strict=True):
-            assert outcome.wrong == [], model
-            # The files of gpt-oss hold a layer's experts as one tensor, which goes to all.
-            assert (outcome.taken < 1) == (divided and model[0] != "gpt_oss"), model
-            left = set()
-            if model[0] == "gpt_oss" and rank > 0 and not divided:  # a bias is made zero there: no copy of what came
-                left = {f"model.layers.{layer}.mlp.experts.routed_experts" for layer in range(4)}
-            assert outcome.reloaded == left, model  # every other layer is loaded by views
+    with_experts, dense = [*range(len(MODELS) - 1), len(MODELS)], len(MODELS) - 1
+    assert models[dense][0] == "qwen2"
+    calls = [(synced, (folders[:-1], 2, False)), (synced, ([folders[n] for n in with_experts], 2, True))]
+    for rank, (whole, divided) in enumerate(run_ranks(in_turn, 2, calls)):
+        check(MODELS, whole, rank=rank, divided=False)
+        check([models[n] for n in with_experts], divided, rank=rank, divided=True)
 
 
-def test_a_layer_whose_weights_vllm_permutes_is_left_to_it(tmp_path: Path) -> None:
-    folders = [folders_of(tmp_path, "qwen3_moe")]
-    (((outcome,)),) = run_ranks(synced, 1, folders, 1, False, True)
+def test_a_layer_whose_weights_vllm_permutes_is_left_to_it(one_worker: list[Any]) -> None:
+    (outcome,) = one_worker[1]
     assert outcome.wrong == []
     assert outcome.reloaded == {"model.layers.1.mlp.experts.routed_experts"}
 
 
-def test_a_layer_that_computes_with_a_packed_copy_is_left_to_vllm(tmp_path: Path) -> None:
+def test_a_layer_that_computes_with_a_packed_copy_is_left_to_vllm(one_worker: list[Any]) -> None:
     """On a CPU these are all but norms and the embedding."""
-    start, folder, _ = folders_of(tmp_path, "qwen3_moe", **TIED)
-    (outcome,) = run_ranks(packed, 1, start, folder)
+    outcome = one_worker[2]
     assert outcome.wrong == []
     assert "model.layers.1.self_attn.qkv_proj" in outcome.reloaded
     assert not any("norm" in name for name in outcome.reloaded)

@@ -177,15 +177,20 @@ def synced(
     with on_a_gpu(swap_gate_and_up) if swap else on_a_gpu():
         for start, second, third in folders:
             held = worker(start, workers, expert_parallel)
-            fresh = [worker(folder, workers, expert_parallel).numbers() for folder in (third, second, third)]
+            fresh = {folder: worker(folder, workers, expert_parallel).numbers() for folder in (third, second)}
             wrong = []
-            for number, (folder, numbers) in enumerate(zip((third, second, third), fresh, strict=True)):
+            for number, folder in enumerate((third, second, third)):
                 held.sync(folder, agree=number == 0)
-                now = held.numbers()
+                now, numbers = held.numbers(), fresh[folder]
                 assert now.keys() == numbers.keys()
                 wrong += [name for name in now if not torch.equal(now[name], numbers[name])]
             found.append(Outcome(held.reloaded(), wrong, held.taken))
     return found
+
+
+def in_turn(rank: int, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
+    """Several of these in one process: to import vLLM takes longer than any of them."""
+    return [call(rank, *arguments) for call, arguments in calls]
 
 
 def packed(rank: int, start: Path, folder: Path) -> Outcome:
