@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_dppo.checkpoint.weight_buckets import Source, WeightBuckets, by_matrix
 from megatron_dppo.checkpoint.weight_layout import unpack
-from megatron_dppo.rollout.engine import Rendezvous, TransferTerms
+from megatron_dppo.rollout.engine import TransferTerms
 from megatron_dppo.rollout.weight_transfer.broadcast import BroadcastSender
 from megatron_dppo.rollout.weight_transfer.group import Meeting, WeightGroup
 from megatron_dppo.rollout.weight_transfer.incoming import Incoming
 from megatron_dppo.rollout.weight_transfer.ipc import IpcSender
+from megatron_dppo.rollout.weight_transfer.recipients import Recipients
 from megatron_dppo.rollout.weight_transfer.turns import Emptying, Filling
 from tests.distributed import PATIENCE_S, run_ranks
 
@@ -106,60 +108,81 @@ def test_colocated_workers_get_their_share(gone: int) -> None:
         assert (wrong == [] and sums) == (rank != gone), (rank, wrong)
 
 
-class _Members:
-    """Two engines of two workers, threads of rank 0, in the place of a fleet."""
+class Engine:
+    """An engine of two workers, threads of this process, as far as a sync sees it; its own client. `gone`: its second
+    worker ends at its second bucket."""
 
-    def __init__(self, buckets: WeightBuckets) -> None:
-        self.buckets, self.workers, self.errors = buckets, [], []
+    def __init__(self, name: str, gone: bool = False) -> None:
+        self.name, self.gone = name, gone
+        self.workers = [Collected(worker, TransferTerms()) for worker in (0, 1)]
+        self._calls = ThreadPoolExecutor(1)
+        self._threads = ThreadPoolExecutor(2)
 
-    def join(self, where: Rendezvous, owners: dict[int, int]) -> list[threading.Thread]:
-        def run(engine: int, worker: int) -> None:
-            try:
-                first = len(owners) + 2 * engine
-                terms = TransferTerms(layouts=self.buckets.layouts, group=where, first_rank=first, source_rank=owners)
-                one = Collected(worker, terms)
-                self.workers.append((worker, one))
-                one.take("group", one.keep)
-            except BaseException as error:
-                self.errors.append(error)
+    def ask(self, call: Callable[[Any], Any], lane: str) -> Future[Any]:
+        return self._calls.submit(call, self)
 
-        threads = [threading.Thread(target=run, args=(engine, worker)) for engine in (0, 1) for worker in (0, 1)]
-        for thread in threads:
-            thread.start()
-        return threads
+    def begin_update(self, version: int) -> None:
+        for worker in self.workers:
+            worker.begin()
+            worker.came = {}
+
+    def agree(self, terms: TransferTerms) -> None:
+        self._both(lambda number: self.workers[number].agree(terms, number))
+
+    def receive_group(self, version: int) -> None:
+        self._both(self._receive)
+
+    def _receive(self, number: int) -> None:
+        worker, seen = self.workers[number], []
+
+        def load(slots: Any, payload: torch.Tensor) -> None:
+            seen.append(slots)
+            if self.gone and number == 1 and len(seen) == 2:
+                worker.leave()
+                raise RuntimeError("gone")
+            worker.keep(slots, payload)
+
+        worker.take("group", load)
+
+    def _both(self, call: Callable[[int], None]) -> None:
+        for done in [self._threads.submit(call, number) for number in (0, 1)]:
+            done.result(PATIENCE_S)
 
 
-def broadcast(rank: int) -> tuple[list[list[str]], bool]:
-    """Send to a fleet: what is wrong with each worker, and whether the sums are the sender's."""
+def broadcast(rank: int, gone: bool) -> tuple[dict[str, list[list[str]]], list[str]]:
+    """Two syncs to a fleet: what is wrong with each worker of each engine after the second, and which engines failed
+    in it."""
     buckets = buckets_on(rank, 2)
-    sender = BroadcastSender(buckets, CPU, workers_per_engine=2, timeout_s=60.0)
-    members, threads = _Members(buckets), []
-    where = None
-    if rank == 0:
-        engines: Any = type("To", (), {"engines": [type("One", (), {"name": name}) for name in "ab"]})
-        where, _ = sender._terms(engines)
-        threads = members.join(where, sender._owners)
-    where = sender._from_controller((where, ("a", "b")))
-    sender._join(where)
-    sender._broadcast(sender._group, None, None)
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    packed = sender.packed.collect()
-    dist.barrier()
+    sender = BroadcastSender(buckets, CPU, workers_per_engine=2, timeout_s=20.0 if gone else 60.0)
+    engines = [Engine("a"), Engine("b")]
+    clients: Any = engines
+    for version in (1, 2):
+        to = Recipients(clients, timeout_s=60.0) if rank == 0 else None
+        if to is not None:
+            engines[1].gone = gone and version == 2
+            to.wait(to.ask(lambda engine: engine.begin_update(version)))  # noqa: B023
+        sender.send(version, to)
+        packed = sender.packed.collect()
     sender.close()
-    if members.errors:
-        raise members.errors[0]
-    right = all(
-        one.checksums() == {i: v for i, v in packed.items() if buckets.layouts[i].goes_to(worker)}
-        for worker, one in members.workers
-    )
-    return [one.wrong(worker) for worker, one in members.workers], right
+    if to is None:
+        return {}, []
+    wrong = {}
+    for engine in to.engines:
+        mine: Any = engine
+        wrong[engine.name] = [one.wrong(worker) for worker, one in enumerate(mine.workers)]
+        for worker, one in enumerate(mine.workers):
+            due = {i: v for i, v in packed.items() if buckets.layouts[i].goes_to(worker)}
+            assert one.checksums() == due
+    return wrong, sorted(to.errors)
 
 
-def test_workers_of_a_fleet_get_their_share() -> None:
-    (wrong, right), _ = run_ranks(broadcast, 2)
-    assert wrong == [[]] * 4
-    assert right
+@pytest.mark.parametrize("gone", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_workers_of_a_fleet_get_their_share(gone: bool) -> None:
+    """An engine whose worker ends in the middle of the second sync breaks all communicators; the other one gets its
+    weights in new ones. gloo's communicators of threads notice after their time limit, three times."""
+    (wrong, failed), _ = run_ranks(broadcast, 2, gone)
+    assert wrong == ({"a": [[], []]} if gone else {"a": [[], []], "b": [[], []]})
+    assert failed == (["b"] if gone else [])
 
 
 def test_members_of_a_share_alone_get_what_is_sent_to_it() -> None:
