@@ -167,6 +167,8 @@ def _time(config: Config, plan: Plan) -> Iterator[str]:
     if rollout.schedule != "synchronous":
         overlap = "rollout and training are added, though they overlap; the step is shorter"
         yield f"rollout.schedule={rollout.schedule}: {overlap}"
+    if rollout.weight_shares("cuda") > 1:
+        yield "rollout.expert_parallel: a weight sync is planned with all experts for every GPU; it may be shorter"
     if rollout.quantization != "none":
         yield f"rollout.quantization={rollout.quantization}: products at bfloat16's rate; generation may be shorter"
     if rollout.oversample:

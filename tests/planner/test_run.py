@@ -263,6 +263,7 @@ def test_what_is_not_planned_is_named(models: Path, run_of: Callable[..., Run]) 
         "optimizer.overlap_grad_reduce=true": "optimizer.overlap_grad_reduce",
         "algorithm.preset=dppo-binary-kl-decoupled": "algorithm.preset=dppo-binary-kl-decoupled",
         "rollout.quantization=fp8": "rollout.quantization=fp8",
+        "rollout.expert_parallel=true": "rollout.expert_parallel: a weight sync",
         "rollout.oversample=0.5": "rollout.oversample=0.5",
         "rollout.dynamic_sampling=8": "rollout.dynamic_sampling=8",
         "rollout.enforce_eager=true": "rollout.enforce_eager=true",
