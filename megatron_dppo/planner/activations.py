@@ -19,6 +19,7 @@ rows that reach its experts, h hidden, q and k the query and key-value widths on
       sigmoid         the scores of all experts besides                           4 S E
     dispatch          row map int32 [S, 2 E + 1]; while the layer runs also fp32
                       probabilities and mask [S, E] (`release_dispatched`)        8 S E
+                      where rows are sorted anew, these two are kept              5 S E
     experts, fc1      rows sorted by expert (with "activation" on one
                       expert-parallel rank sorted anew), their probabilities      2 R h + 4 R
     SwiGLU            both halves                                                 2 R 2 f
@@ -270,8 +271,10 @@ def _experts(layout: Layout) -> Sequence[Operator]:
     factors = _HALF * local * 2 * lora * (hidden + width) + (0 if apart else 2 * low)
     row_map = _FLOAT * rows * (2 * moe.experts + 1)
     # The forward's own variables hold the rows as sent and as arrived, and the chosen experts, until the layer returns.
-    held = sent + arrived + rows * moe.experts * (_FLOAT + 1) + (residual if moe.shared_size else 0)
+    chosen = rows * moe.experts * (_FLOAT + 1)
+    held = sent + arrived + (0 if sorted_again else chosen) + (residual if moe.shared_size else 0)
     scores = _FLOAT * rows * moe.experts if moe.score == "sigmoid" else 0
+    sorted_by = chosen if sorted_again else 0
     resorted = received if sorted_again else 0
     biased = 2 * received if moe.linear_bias else 0
     return (
@@ -283,7 +286,7 @@ def _experts(layout: Layout) -> Sequence[Operator]:
             rows * moe.experts * (4 * _FLOAT),
             3 * residual + 2 * _FLOAT * rows * hidden,
         ),
-        Operator("dispatch", row_map, held, residual + 2 * sent),
+        Operator("dispatch", row_map + sorted_by, held, residual + 2 * sent),
         Operator(
             "experts, fc1",
             (0 if sorted_again else received if adapted else 0) + _FLOAT * layout.expert_rows + 2 * low + spread,
