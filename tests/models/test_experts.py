@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.experts.activation import WeightedSwiGLU, recompute_for_backward
+from megatron_dppo.models.experts.activation import WeightedSwiGLU, recompute_for_backward, weighted_swiglu
 from megatron_dppo.models.experts.grouped import GroupedLinear, stacked, unusable
 from megatron_dppo.models.experts.module import _line_up, _one_launch
 from megatron_dppo.models.hf_config import resolve_hf_config
@@ -118,7 +118,7 @@ def test_an_activation_is_computed_again_for_the_backward() -> None:
         output = weighted @ down + weighted @ adapter
         if again:
             inner, outer = gate_up.detach(), probability.detach()
-            recompute_for_backward(output, weighted, lambda of=(inner, outer): WeightedSwiGLU.apply(*of))
+            recompute_for_backward(output, weighted, lambda out, of=(inner, outer): weighted_swiglu(*of, out))
             assert weighted.untyped_storage().nbytes() == 0
         output.square().sum().backward()
         found.append([one.grad for one in (gate_up, probability, down, adapter)])

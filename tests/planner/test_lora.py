@@ -215,6 +215,13 @@ def test_peaks_of_an_h200(layers: int, recompute: str, lora: bool, measured: flo
     assert stage.peak / GIB == pytest.approx(measured, rel=0.05)
 
 
+@pytest.mark.parametrize(("first", "measured"), [(None, 90.9), (20, 120.9), (8, 133.8)])
+def test_peaks_of_the_whole_model(first: int | None, measured: float) -> None:
+    """docs/benchmarks.md, the same heading: 48 layers, of which the first are recomputed as a whole."""
+    one = dataclasses.replace(layout(48, recompute="full"), recompute_layers=first)
+    assert stage_memory(one, 0, microbatches=2).peak / GIB == pytest.approx(measured, rel=0.02)
+
+
 def test_products_are_those_of_the_flops() -> None:
     """Where nothing but products takes time, a step takes the FLOPs of `training_flops`, but for attention, the router,
     which the planner leaves out, and the logits, which the head computes twice."""

@@ -27,17 +27,8 @@ class WeightedSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Float[Tensor, "T F2"], probability: Float[Tensor, " T"]) -> Float[Tensor, "T F"]:
         ctx.save_for_backward(gate_up, probability)
-        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        if not gate_up.is_cuda:
-            gate, up = gate_up.to(_exact(gate_up)).chunk(2, dim=-1)
-            return (F.silu(gate) * up * probability[:, None]).to(gate_up.dtype)
-        out = gate_up.new_empty((rows, width))
-        if rows:
-            from megatron_dppo.models.experts import activation_kernels
-
-            activation_kernels.forward[(-(-rows // _ROWS),)](
-                gate_up.contiguous(), probability.contiguous(), out, rows, width, ROWS=_ROWS
-            )
+        out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+        weighted_swiglu(gate_up, probability, out)
         return out
 
     @staticmethod
@@ -70,9 +61,25 @@ class WeightedSwiGLU(torch.autograd.Function):
         return d_gate_up, d_probability
 
 
-def recompute_for_backward(output: Tensor, made: Tensor, again: Callable[[], Tensor]) -> None:
+def weighted_swiglu(
+    gate_up: Float[Tensor, "T F2"], probability: Float[Tensor, " T"], out: Float[Tensor, "T F"]
+) -> None:
+    """`WeightedSwiGLU` of the inputs into `out`, which is contiguous; no gradients."""
+    rows, width = out.shape
+    if not gate_up.is_cuda:
+        gate, up = gate_up.to(_exact(gate_up)).chunk(2, dim=-1)
+        out.copy_(F.silu(gate) * up * probability[:, None])
+    elif rows:
+        from megatron_dppo.models.experts import activation_kernels
+
+        activation_kernels.forward[(-(-rows // _ROWS),)](
+            gate_up.contiguous(), probability.contiguous(), out, rows, width, ROWS=_ROWS
+        )
+
+
+def recompute_for_backward(output: Tensor, made: Tensor, again: Callable[[Tensor], object]) -> None:
     """Free `made`, of which `output` was made, until `output`'s gradient is there: whoever keeps it for the backward
-    keeps an empty storage, filled again with what `again` gives before it is read. The storage is `made`'s alone."""
+    keeps an empty storage, which `again` fills, given `made`, before it is read. The storage is `made`'s alone."""
     storage, kept = made.untyped_storage(), made.data  # not `detach()`: autograd would notice that it is written to
     size = storage.nbytes()
     storage.resize_(0)
@@ -80,7 +87,7 @@ def recompute_for_backward(output: Tensor, made: Tensor, again: Callable[[], Ten
     def refill(grad: Tensor) -> None:
         storage.resize_(size)
         with torch.no_grad():
-            kept.copy_(again())
+            again(kept)
 
     output.register_hook(refill)
 

@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.moe_utils import permute
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
-from megatron_dppo.models.experts.activation import WeightedSwiGLU, recompute_for_backward
+from megatron_dppo.models.experts.activation import WeightedSwiGLU, recompute_for_backward, weighted_swiglu
 from megatron_dppo.models.experts.grouped import GroupedLinear, stacked, unusable
 from megatron_dppo.models.live import ADAPTER
 
@@ -112,7 +112,7 @@ class OneLaunchExperts(TEGroupedMLP):
         output, _ = self.linear_fc2(weighted, ends)
         if self.activation_recompute and output.requires_grad:
             inner, outer = gate_up.detach(), permuted_probs.detach()
-            recompute_for_backward(output, weighted, lambda: WeightedSwiGLU.apply(inner, outer))
+            recompute_for_backward(output, weighted, lambda out: weighted_swiglu(inner, outer, out))
         return output, None
 
 
@@ -193,5 +193,5 @@ class UnwaitingDispatcher(MoEAlltoAllTokenDispatcher):
                 num_out_tokens=self.num_out_tokens,
                 fused=self.config.moe_permute_fusion,
             )
-            recompute_for_backward(hidden_states, self.sorted_rows, lambda: sort()[0])
+            recompute_for_backward(hidden_states, self.sorted_rows, lambda out: out.copy_(sort()[0]))
         return hidden_states
