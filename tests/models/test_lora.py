@@ -18,14 +18,17 @@ from safetensors.torch import load_file, save_file
 from megatron_dppo.checkpoint.peft_adapter import check_peft_adapter
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.experts.grouped import GroupedLinear
+from megatron_dppo.models.experts.module import _line_up, _one_launch
 from megatron_dppo.models.hf_config import load_hf_config
 from megatron_dppo.models.live import Owned
 from megatron_dppo.models.lora.adapter import LoraAdapter, Sharding
+from megatron_dppo.models.lora.attach import _add_output
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.lora.sites import LocalSite, Site, adapter_tensors
 from megatron_dppo.models.names import Piece
 from tests.distributed import run_ranks
 from tests.models.lora_ranks import CONFIG, PACKS, attach_and_look, first_adapters, logits_and_folder
+from tests.models.test_experts import Grouped
 from tests.peft_adapters import LORA, by_projection, with_peft, write_adapter
 from tests.tiny import tiny_model, tiny_qwen3_moe
 
@@ -177,12 +180,13 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("matrix", ["linear_fc1", "linear_fc2"])
-def test_experts_in_one_grouped_product(alone: None, matrix: str, dtype: torch.dtype) -> None:
-    """float32 takes the grouped product that a GPU takes, float64 the loop; both against a loop written here."""
-    experts, rows, cols, rank = 5, 24, 16, 4
-    kinds = ["gate_proj", "up_proj"] if matrix == "linear_fc1" else ["down_proj"]
+def kinds_of(matrix: str) -> list[str]:
+    return ["gate_proj", "up_proj"] if matrix == "linear_fc1" else ["down_proj"]
+
+
+def expert_adapter(matrix: str, dtype: torch.dtype, experts: int, rows: int, cols: int, rank: int) -> LoraAdapter:
+    """Of weights `[rows, cols]`, with random A and B and a scale of 6 / rank."""
+    kinds = kinds_of(matrix)
     height = rows // len(kinds)
     local = []
     for e in range(experts):
@@ -198,6 +202,44 @@ def test_experts_in_one_grouped_product(alone: None, matrix: str, dtype: torch.d
     with torch.no_grad():
         for parameter in adapter.parameters():
             parameter.normal_(generator=torch.Generator().manual_seed(1))
+    return adapter
+
+
+@pytest.mark.parametrize(("rank", "joined"), [(4, True), (3, False)])
+def test_an_experts_layer_has_its_adapter_once(alone: None, rank: int, joined: bool) -> None:
+    """Whether the layer's own product has it (rows of 16 bytes) or the hook adds it, and without it where it is off."""
+    torch.manual_seed(0)
+    layer: Any = Grouped().requires_grad_(requires_grad=False)
+    layer.__class__ = _one_launch(Grouped)
+    _line_up(layer)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.normal_()
+    adapter = layer.lora = expert_adapter("linear_fc2", torch.float32, 3, 4, 8, rank)
+    _add_output(layer, adapter, grouped=True)
+    counts, x = [2, 0, 3], torch.randn(5, 8, requires_grad=True)
+    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    assert adapter.joins(x, ends) == joined
+    parts = list(enumerate(x.split(counts)))
+    frozen = torch.cat([F.linear(part, getattr(layer, f"weight{e}")) for e, part in parts])
+    share = torch.cat([F.linear(F.linear(part, adapter.a[e]), adapter.b[e, 0]) for e, part in parts]) * 6 / rank
+    y, _ = layer(x, ends)
+    torch.testing.assert_close(y, frozen + share)
+    wanted = torch.autograd.grad((frozen + share).square().sum(), [x, adapter.a, adapter.b])
+    for mine, right in zip(torch.autograd.grad(y.square().sum(), [x, adapter.a, adapter.b]), wanted, strict=True):
+        torch.testing.assert_close(mine, right, atol=1e-4, rtol=1e-4)
+    adapter.off = True
+    torch.testing.assert_close(layer(x, ends)[0], frozen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("matrix", ["linear_fc1", "linear_fc2"])
+def test_experts_in_one_grouped_product(alone: None, matrix: str, dtype: torch.dtype) -> None:
+    """float32 takes the grouped product that a GPU takes, float64 the loop; both against a loop written here."""
+    experts, rows, cols, rank = 5, 24, 16, 4
+    kinds = kinds_of(matrix)
+    height = rows // len(kinds)
+    adapter = expert_adapter(matrix, dtype, experts, rows, cols, rank)
     splits = [3, 0, 7, 1, 0]
     x = torch.randn(sum(splits), cols, dtype=dtype, requires_grad=True)
     output = torch.randn(sum(splits), rows, dtype=dtype, requires_grad=True)
