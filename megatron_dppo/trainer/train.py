@@ -123,7 +123,7 @@ def train(config: Config) -> int:
             progress.phase("loading the model")
         # The model, and the state that this run goes on from.
         actor = build_actor(runtime, config, hf_config)
-        # A garbage collection that looks at all that is there by now takes 30 ms and more, in the middle of a step.
+        # A full garbage collection looks at some 570,000 objects of imported modules: 0.3 s in the middle of a step.
         gc.collect()
         gc.freeze()
         stack.callback(gc.unfreeze)
