@@ -38,35 +38,40 @@ def what_is_wrongly_quantised(engine: Any) -> list[list[str]]:
     return engine._loop.run(engine.core.engine.collective_rpc("wrongly_quantised"))
 
 
-@pytest.mark.parametrize(
-    ("family", "engine_kind"),
-    [(family, kind) for family in FAMILIES for kind in KINDS if kind != "vllm" or family not in NOT_ON_A_CPU]
-    + [pytest.param(family, kind, marks=pytest.mark.full) for family in KIN for kind in KINDS],
-)
-def test_an_engine_of_the_family(ray_session: RaySession, tmp_path: Path, family: str, engine_kind: str) -> None:
-    """log mu, top-K and routes of what was loaded; the same of what two ranks sent; and the trainer's with R3."""
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(family, marks=pytest.mark.full) for family in KIN)])
+def test_engines_of_the_family(ray_session: RaySession, tmp_path: Path, family: str) -> None:
+    """log mu, top-K and routes of what was loaded; the same of what two ranks sent to all engines at once; and the
+    trainer's with R3."""
     folders = [tmp_path / "loaded", tmp_path / "synced"]
     for seed, folder in enumerate(folders, start=50):
         tiny_model(family, folder, seed, **SIZES.get(family, {}))
-    remote = RemoteEngine(
-        making(folders[0], CONFIG.model_copy(update={"engine": engine_kind})), name=f"{family}-{engine_kind}"
-    )
+    loaded, sent = (load(folder) for folder in folders)
+    kinds = [kind for kind in KINDS if kind != "vllm" or family not in NOT_ON_A_CPU]
+    remotes = [
+        RemoteEngine(making(folders[0], CONFIG.model_copy(update={"engine": kind})), name=f"{family}-{kind}")
+        for kind in kinds
+    ]
     try:
-        engine = Asked(remote)
-        if engine_kind == "vllm":  # the routers are found, which `rollout.quantization` must leave alone
-            assert remote.ask(what_is_wrongly_quantised, "control").result() == [["no layer is quantised"]]
-        check(engine.generate(requests(40, "loaded"), SAMPLING, training=True), load(folders[0]), version=0)
+        engines = [Asked(remote) for remote in remotes]
+        for kind, remote, engine in zip(kinds, remotes, engines, strict=True):
+            if kind == "vllm":  # the routers are found, which `rollout.quantization` must leave alone
+                assert remote.ask(what_is_wrongly_quantised, "control").result() == [["no layer is quantised"]]
+            check(engine.generate(requests(40, "loaded"), SAMPLING, training=True), loaded, version=0)
         syncs = [(str(folders[1]), 1, "broadcast")]
-        assert run_ranks(sync, 2, ray_session.where, [remote.name], TP2_EP2, syncs)[0] == {}
-        batch = engine.generate(requests(40, "synced"), SAMPLING, training=True)
+        names = [remote.name for remote in remotes]
+        assert run_ranks(sync, 2, ray_session.where, names, TP2_EP2, syncs)[0] == {}
+        batches = [engine.generate(requests(40, "synced"), SAMPLING, training=True) for engine in engines]
     finally:
-        remote.close()
-    check(batch, load(folders[1]), version=1)
-    assert batch.routes is not None
-    ((replayed, live),) = run_ranks(parity_on_rank, 1, str(folders[1]), batch)
-    print(f"{family}: worst gap {replayed['max_abs_logp_gap']:.2e} with R3, {live['max_abs_logp_gap']:.2e} without")
-    assert replayed["max_abs_logp_gap"] <= 1e-4
-    assert replayed["compared_routings"] == batch.routes.valid.sum() * batch.routes.moe_layers
+        for remote in remotes:
+            remote.close()
+    (parities,) = run_ranks(parity_on_rank, 1, str(folders[1]), *batches)
+    for kind, batch, (replayed, live) in zip(kinds, batches, parities, strict=True):
+        check(batch, sent, version=1)
+        assert batch.routes is not None
+        gaps = f"{replayed['max_abs_logp_gap']:.2e} with R3, {live['max_abs_logp_gap']:.2e} without"
+        print(f"{family}, {kind}: worst gap {gaps}")
+        assert replayed["max_abs_logp_gap"] <= 1e-4
+        assert replayed["compared_routings"] == batch.routes.valid.sum() * batch.routes.moe_layers
 
 
 @pytest.mark.parametrize("family", sorted(NOT_ON_A_CPU))

@@ -12,14 +12,14 @@ from tests.distributed import run_ranks
 from tests.rollout.conftest import Served, only_vllm
 
 
-def parity_on_rank(rank: int, path: str, batch: RolloutBatch) -> tuple[dict[str, float], dict[str, float]]:
-    """An fp32 Megatron-Core model on the engine's tokens: (with replay, without)."""
+def parity_on_rank(rank: int, path: str, *batches: RolloutBatch) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """An fp32 Megatron-Core model on the tokens of each engine: (with replay, without)."""
     from megatron_dppo.batch import InMemorySource
     from tests.router_replay.actor_ranks import build_actor
 
     actor = build_actor(path, {}, preset="dppo-binary-tv", mode="r3", budget=512, temperature=1.0)
-    source = InMemorySource.of(batch)
-    return actor.parity(source, replay=True).metrics, actor.parity(source, replay=False).metrics
+    sources = [InMemorySource.of(batch) for batch in batches]
+    return [(actor.parity(one, replay=True).metrics, actor.parity(one, replay=False).metrics) for one in sources]
 
 
 def comparison_on_rank(rank: int, path: str, batch: RolloutBatch) -> Comparison:
@@ -29,7 +29,7 @@ def comparison_on_rank(rank: int, path: str, batch: RolloutBatch) -> Comparison:
 
 
 def test_replayed_log_probabilities_are_the_engines(served: Served) -> None:
-    ((replayed, live),) = run_ranks(parity_on_rank, 1, str(served.model), served.first)
+    (((replayed, live),),) = run_ranks(parity_on_rank, 1, str(served.model), served.first)
     print(f"fp32 engine: worst gap {replayed['max_abs_logp_gap']:.2e} with R3, {live['max_abs_logp_gap']:.2e} without")
     assert replayed["max_abs_logp_gap"] <= 1e-4
     assert served.first.routes is not None
