@@ -15,7 +15,7 @@ from tests.actor.matrix import SHAPE, TEMPERATURE, UPDATES, Lesson, advantages
 from tests.actor.reference import expected_training, make_rollout
 from tests.tiny import tiny_model
 
-SEEDS = {"glm4_moe": 12, "kimi_k2": 5, "qwen3_5_moe": 7}
+SEEDS = {"glm4_moe": 12, "qwen3_5_moe": 7}
 """Of models that are too close to a tie with the usual seed, or too steep for float32."""
 
 
