@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from megatron_dppo.checkpoint.peft_adapter import check_peft_adapter
 from megatron_dppo.errors import UserError
@@ -30,7 +32,7 @@ from tests.distributed import run_ranks
 from tests.models.lora_ranks import CONFIG, PACKS, attach_and_look, first_adapters, logits_and_folder
 from tests.models.test_experts import Grouped
 from tests.peft_adapters import LORA, by_projection, with_peft, write_adapter
-from tests.tiny import tiny_model, tiny_qwen3_moe
+from tests.tiny import SEEING, tiny_model, tiny_qwen3_moe
 
 TP2_EP2 = {"tensor": 2, "expert": 2, "sequence_parallel": True}
 
@@ -120,6 +122,33 @@ def test_one_a_for_gate_and_up_is_read_as_two(tmp_path: Path) -> None:
     np.testing.assert_allclose(logits[:, : right.shape[1]], right, atol=2e-5, rtol=0)
     with pytest.raises(UserError, match=r"r is 4, lora\.rank is 2"):
         check_peft_adapter(tmp_path / "peft", load_hf_config(tmp_path / "model"), LoraConfig(rank=2, alpha=10))
+
+
+@pytest.mark.parametrize(
+    ("family", "left_out"),
+    [("qwen3_next", {"mlp.shared_expert"}), ("qwen3_5", set()), ("qwen3_5_moe", {"mlp.experts"})],
+)
+def test_what_peft_alone_applies_of_gated_delta_layers_and_experts(
+    tmp_path: Path, family: str, left_out: set[str]
+) -> None:
+    """As docs/lora.md has it; of the whole model where that sees images too."""
+    tiny = tiny_model(family, tmp_path / "model", num_hidden_layers=2)
+    write_adapter(tmp_path / "ours", tiny)
+    stored = load_file(tmp_path / "ours" / "adapter_model.safetensors")
+    kind = AutoModelForImageTextToText if family in SEEING else AutoModelForCausalLM
+    adapted = peft.PeftModel.from_pretrained(kind.from_pretrained(tmp_path / "model"), tmp_path / "ours")
+    state = {name: p.detach().numpy() for name, p in adapted.get_base_model().named_parameters() if "lora_" in name}
+    state |= {name.replace("language_model.", ""): value for name, value in state.items()}
+    missing = set()
+    for name, tensor in stored.items():
+        try:
+            applied = by_projection(state, name)
+        except KeyError:
+            missing.add(re.search(r"mlp\.\w+|self_attn|linear_attn", name)[0])
+            continue
+        np.testing.assert_array_equal(applied, tensor.numpy(), err_msg=name)
+    assert missing == left_out
+    assert any("linear_attn.in_proj" in name for name in state)
 
 
 def edit(folder: Path, **settings: Any) -> None:
