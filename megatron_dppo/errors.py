@@ -40,5 +40,5 @@ def typed_line(error: BaseException) -> str:
 
 def did_you_mean(word: str, known: Iterable[str], *, most: int = 1, prefix: str = "") -> str:
     """The end of a line on an unknown word: `; did you mean X?`, or nothing where no known one is close."""
-    close = difflib.get_close_matches(word, list(known), n=most)
+    close = difflib.get_close_matches(str(word), list(known), n=most)
     return f"; did you mean {' or '.join(prefix + one for one in close)}?" if close else ""

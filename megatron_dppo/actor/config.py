@@ -28,10 +28,10 @@ class ActorConfig(ConfigModel):
     recompute: Recompute = "none"
     """Activation recomputation: nothing, the experts' gated SiLU and, where experts are not divided among ranks, the
     rows sorted by expert ("activation", on GPUs), core attention ("selective"), or whole layers."""
-    recompute_layers: int | None = Field(default=None, ge=1)
+    recompute_layers: int | None = Field(default=None, ge=1, strict=True)
     """With `recompute=full`: only the first so many layers of each model chunk (a pipeline stage, or its part in an
-    interleaved schedule) are recomputed, the others as with "activation": as few as the memory allows take the least
-    time (`megatron-dppo plan` finds how many). null recomputes all."""
+    interleaved schedule) are recomputed, the others as with "activation", or "none" where that is refused: as few as
+    the memory allows take the least time (`megatron-dppo plan` finds how many). null recomputes all."""
     router_replay: ReplayMode = "r3"
     """Experts of the training forward: the engine's ("r3", needs `rollout.router_replay`), the trainer's own of the
     pass before the update ("r2", needs a preset with a recomputed anchor), or what the live router says ("none").

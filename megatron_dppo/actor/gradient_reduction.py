@@ -14,6 +14,9 @@ from torch import Tensor
 _PIECE = 1 << 26
 """Numbers that are sent at a time where nothing runs beside: 128 MiB of bfloat16 as sent, and as received."""
 
+_LARGEST = 1 << 28
+"""Numbers of a bucket that may be under way at once: 512 MiB as sent, and as received."""
+
 
 def reduce_in_bfloat16(chunks: Iterable[Any]) -> None:
     """From now on the gradients of these DistributedDataParallel chunks, which are added up over microbatches in
@@ -49,9 +52,11 @@ class Bfloat16BucketGroup(_ParamAndGradBucketGroup):
         if before is not None and before.grad_reduce_handle is not None:
             before.finish_grad_sync()
         assert self.grad_reduce_handle is None, "one reduction at a time"
-        beside = self.ddp_config.overlap_grad_reduce
+        overlap = self.ddp_config.overlap_grad_reduce
+        # Later pipeline stages and model chunks have one bucket of all their gradients: that goes piece by piece.
+        beside = overlap and sum(bucket.grad_data.numel() for bucket in self.buckets) <= _LARGEST
         sums = [one for bucket in self.buckets for one in self._exchange(bucket, beside=beside)]
-        self.grad_reduce_handle = _Exchanges(sums) if beside else None
+        self.grad_reduce_handle = _Exchanges(sums) if overlap else None
 
     @torch.no_grad()
     def _exchange(self, bucket: Any, *, beside: bool) -> list[_Exchange]:

@@ -7,9 +7,11 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from megatron_dppo.checkpoint.hf_files import HFFiles
 from megatron_dppo.config.load import recorded
@@ -112,12 +114,34 @@ def facts(config: Config, *, task: str, weights: str) -> dict[str, Any]:
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The first setting that is not what it was, in words; "" where all are alike. Of a mapping (the preset's
-    overrides) either side may have an entry that the other lacks."""
+    overrides) either side may have an entry that the other lacks. A setting that the schema did not know when the state
+    was saved had its default's effect."""
     for name in [*now, *sorted(before.keys() - now.keys())]:
+        section = name.rpartition(".")[0]
+        known = any(key.startswith(f"{section}.") for key in before)
+        if name not in before and known and _is_default(name, now[name]):
+            continue
         if _compared(before.get(name)) != _compared(now.get(name)):
             was, value = (repr(side[name]) if name in side else "absent" for side in (before, now))
             return f"{name} was {_short(was)} and is {_short(value)} now"
     return ""
+
+
+def _is_default(name: str, value: Any) -> bool:
+    """Whether `value` is what the schema gives a dotted key that nobody sets."""
+    sections: list[type[BaseModel]] = [Config]
+    fields: list[FieldInfo] = []
+    for part in name.split("."):
+        fields = [section.model_fields[part] for section in sections if part in section.model_fields]
+        sections = [kind for field in fields for kind in _sections(field.annotation)]
+    return any(not field.is_required() and field.get_default(call_default_factory=True) == value for field in fields)
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a field may hold."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for inner in get_args(annotation) for section in _sections(inner)]
 
 
 def placed(name: str) -> str:

@@ -120,7 +120,8 @@ class WeightSync:
             return 0
         buckets, rollout = self._buckets(), self._rollout
         held = buckets.nbytes * (2 if rollout.dtype == "float32" else 1) // rollout.tensor_parallel
-        return held + held // 4 + 2 * buckets.largest + _LOADING - torch.cuda.mem_get_info(device)[0]
+        filled = 3 if buckets.shares else 2  # one more where a rank owns what the worker on its GPU does not need
+        return held + held // 4 + filled * buckets.largest + _LOADING - torch.cuda.mem_get_info(device)[0]
 
     def _buckets(self) -> WeightBuckets:
         shares = self._rollout.weight_shares(self._runtime.device.type)

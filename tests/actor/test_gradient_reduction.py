@@ -68,29 +68,39 @@ def test_every_rank_rounds_its_part_once(tmp_path: Path, ranks: int, layout: dic
             assert norms == pytest.approx(exact_norms, rel=1e-3)
 
 
-def add_up(rank: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def add_up(rank: int, scale: float, overlap: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """What a rank has, and its shard of the sum that a bucket group makes of everybody's."""
     from types import SimpleNamespace
 
     import torch.distributed as dist
 
+    from megatron_dppo.actor import gradient_reduction
     from megatron_dppo.actor.gradient_reduction import Bfloat16BucketGroup
+
+    if overlap:  # as with a later pipeline stage, all of whose gradients are one bucket
+        gradient_reduction._LARGEST, gradient_reduction._PIECE = 1000, 100
 
     size = dist.get_world_size()
     torch.manual_seed(rank)
     mine = torch.randn(size * 1001) * 10.0 ** torch.randint(-6, 6, (size * 1001,))
     group = object.__new__(Bfloat16BucketGroup)
     bucket = SimpleNamespace(grad_data=mine.clone(), gradient_scaling_factor=scale, params_with_extra_main_grads=[])
-    group.buckets, group.ddp_config = [bucket], SimpleNamespace(overlap_grad_reduce=False)
+    group.buckets, group.ddp_config = [bucket], SimpleNamespace(overlap_grad_reduce=overlap)
     group.intra_distributed_optimizer_instance_size, group.intra_distributed_optimizer_instance_rank = size, rank
     group.intra_distributed_optimizer_instance_group = dist.group.WORLD
     group.is_first_batch, group.grad_reduce_handle, group.previous_grad_reduce_bucket_group = True, None, None
-    group.finish_grad_sync()
+    if overlap:
+        group.start_grad_sync()
+        assert not group.grad_reduce_handle.under_way
+        group.grad_reduce_handle.wait()
+    else:
+        group.finish_grad_sync()
     return mine, bucket.grad_data.view(size, -1)[rank].clone()
 
 
-def test_parts_are_added_in_float32() -> None:
-    results = run_ranks(add_up, 4, 0.5)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_parts_are_added_in_float32(overlap: bool) -> None:
+    results = run_ranks(add_up, 4, 0.5, overlap)
     parts = torch.stack([mine for mine, _ in results])
     total = (parts * 0.5).bfloat16().float().sum(0)
     assert torch.equal(torch.cat([shard for _, shard in results]), total)

@@ -25,6 +25,7 @@ def test_the_first_line_of_an_error_is_never_missing(error: Exception, first: st
 def test_a_word_that_is_close_is_named_and_no_other() -> None:
     assert did_you_mean("stepz", ["steps", "seed"]) == "; did you mean steps?"
     assert did_you_mean("stepz", ["steps", "seed"], prefix="trainer.") == "; did you mean trainer.steps?"
+    assert did_you_mean(None, ["steps"]) == "", "a caller's own words may be anything"  # type: ignore[arg-type]
     two = did_you_mean("threshold", ["threshold_negative", "threshold_positive", "topk"], most=2)
     assert two == "; did you mean threshold_positive or threshold_negative?"
     assert did_you_mean("learning", ["steps", "seed"]) == did_you_mean("x", []) == ""

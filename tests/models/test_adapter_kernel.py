@@ -43,5 +43,5 @@ def test_shares_are_added_where_the_products_lie() -> None:
 
 
 if __name__ == "__main__":
-    for rank, parts, width in ((8, 2, 160), (24, 1, 72), (32, 2, 96), (16, 3, 129)):
+    for rank, parts, width in ((8, 2, 160), (24, 1, 72), (32, 2, 96), (16, 3, 129), (136, 2, 96), (264, 2, 40)):
         check(rank, parts, width)

@@ -20,11 +20,13 @@ from tests.models.hub_configs import LOADED
 from tests.models.public_configs import CONFIGS
 from tests.models.test_hub_configs import cut, logit_errors, publish
 
-ODD = ['"4"', '""', "true", "null", "[4]", '{"a": 1}', "-1", "0", "2.5", "1e400", "-1e400", "NaN"]
+ODD = ['"4"', '""', "true", "null", "[4]", '{"a": 1}', "-1", "0", "2.5", "1e400", "-1e400", "NaN", "1" + 400 * "0"]
 """As they stand in the file."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
 PUBLISHED = {config["model_type"]: config for config in (*LOADED.values(), *CONFIGS.values())}
-PUBLISHED["qwen3"] |= {"rope_scaling": YARN | {"attention_factor": 1.1386294361119891, "attn_factor": 1.0}}
+PUBLISHED["qwen3"] = PUBLISHED["qwen3"] | {
+    "rope_scaling": YARN | {"attention_factor": 1.1386294361119891, "attn_factor": 1.0}
+}
 """Of each model type."""
 
 

@@ -73,12 +73,6 @@ FAULTS: dict[str, tuple[list[str], str, str]] = {
         "actor.router_bias_update_rate=0.001 would move a part of the model that adapters are not saved with; set "
         "it to 0, or train all weights",
     ),
-    "a way that no gradient goes": (
-        ["optimizer.grad_reduce_dtype=bfloat16", "parallel={tensor: 2, expert: 2, sequence_parallel: true}"],
-        "optimizer",
-        "optimizer.grad_reduce_dtype=bfloat16: no two of 2 ranks have the same parameters, so no gradient is reduced; "
-        "set it to float32",
-    ),
     "no top-K": (
         ["algorithm.preset=dppo-topk-kl", "rollout.top_k_logprobs=0"],
         "algorithm",

@@ -89,6 +89,7 @@ def test_every_rule_is_broken_or_is_a_warning(config: Path, model: Path) -> None
         "_adapters",
         "_unused",
         "_padded_experts",
+        "_reduction",
         "_served",
     }
 
@@ -230,3 +231,12 @@ def test_the_planner_counts_the_rows_of_context_parallel_ranks() -> None:
     layout = ParallelConfig(context=4)
     assert (layout.packed_length(17), ParallelConfig().packed_length(17)) == (24, 17)
     assert resolve_hf_config(CONFIGS["Qwen3-8B"]).positions == 40960
+
+
+def test_a_reduction_that_does_nothing_is_said_and_kept(config: Path, model: Path) -> None:
+    """A state goes on with the ranks that are there, and resuming asks for the setting that it was saved with."""
+    alone = ["optimizer.grad_reduce_dtype=bfloat16", "parallel={tensor: 2, expert: 2, sequence_parallel: true}"]
+    found = [rule(load_config(config, alone), load_hf_config(model), RANKS) for rule in MODEL]
+    (said,) = [one for one in found if one is not None]
+    assert said.level == "warning"
+    assert "does nothing: no two of 2 ranks have the same parameters" in str(said)

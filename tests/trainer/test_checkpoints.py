@@ -90,6 +90,15 @@ def test_what_decides_the_next_step_must_stay(before: dict[str, Any], now: dict[
     assert difference(settings(**before), settings(**now)) == changed
 
 
+def test_a_state_from_before_a_setting_goes_on_with_its_default() -> None:
+    """But not one without the section that the setting is in: no adapters are not the default ones."""
+    old = {name: value for name, value in settings().items() if name != "optimizer.grad_reduce_dtype"}
+    assert difference(old, settings()) == ""
+    changed = difference(old, settings(optimizer={"grad_reduce_dtype": "bfloat16"}))
+    assert changed == "optimizer.grad_reduce_dtype was absent and is 'bfloat16' now"
+    assert difference(settings(), settings(lora={})).startswith("lora.")
+
+
 def test_the_normaliser_is_compared_as_it_is_resolved() -> None:
     def explicit(value: float) -> dict[str, Any]:
         return {"overrides": {"aggregation": "seq-mean-token-sum-norm"}, "normaliser": value}

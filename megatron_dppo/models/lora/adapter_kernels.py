@@ -36,18 +36,20 @@ def add_low_rank(
         which = tl.program_id(0) // blocks
         place = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
         column = which * part + place
-        inner = tl.arange(0, PADDED)
         inside = (row < stop)[:, None] & (place < part)[None, :]
-        left = tl.load(
-            low + row.to(tl.int64)[:, None] * low_width + which * RANK + inner[None, :],
-            mask=(row < stop)[:, None] & (inner < RANK)[None, :],
-            other=0.0,
-        )
-        right = tl.load(
-            factor + mine.to(tl.int64) * of_expert + inner[:, None] * of_rank + column[None, :] * of_column,
-            mask=(inner < RANK)[:, None] & (place < part)[None, :],
-            other=0.0,
-        )
         at = out + row.to(tl.int64)[:, None] * width + column[None, :]
-        before = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(at, tl.dot(left, right, before).to(out.dtype.element_ty), mask=inside)
+        total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        for begin in range(0, RANK, PADDED):
+            inner = begin + tl.arange(0, PADDED)
+            left = tl.load(
+                low + row.to(tl.int64)[:, None] * low_width + which * RANK + inner[None, :],
+                mask=(row < stop)[:, None] & (inner < RANK)[None, :],
+                other=0.0,
+            )
+            right = tl.load(
+                factor + mine.to(tl.int64) * of_expert + inner[:, None] * of_rank + column[None, :] * of_column,
+                mask=(inner < RANK)[:, None] & (place < part)[None, :],
+                other=0.0,
+            )
+            total = tl.dot(left, right, total)
+        tl.store(at, total.to(out.dtype.element_ty), mask=inside)

@@ -21,10 +21,10 @@ class IpcSender:
 
     Two buffers alternate: while a worker loads one bucket, the ranks bring the next together. A bucket that one worker
     of each engine alone needs is brought together on those workers' GPUs; a rank on another one that owns some of it
-    only sends. A buffer is read only
-    after its writer's stream is done with it, and written again only after the worker on its GPU is; the two processes
-    tell each other through a page of memory (`Filling`), and nobody calls anybody. Memory: two buckets on every GPU
-    during a sync, three where a rank owns experts that the worker on its GPU does not need.
+    only sends. A buffer is read only after its writer's stream is done with it, and written again only after the worker
+    on its GPU is; the two processes tell each other through a page of memory (`Filling`), and nobody calls anybody.
+    Memory: two buckets on every GPU during a sync, three where a rank owns experts that the worker on its GPU does not
+    need.
     """
 
     def __init__(self, buckets: WeightBuckets, device: torch.device, *, timeout_s: float) -> None:
