@@ -22,8 +22,8 @@ class TokenStats:
     entropy: Float[Tensor, " T"] | None
     """``-sum_j p_j log p_j`` in nats; None where it was not asked for. Carries gradients."""
     topk_logp: Float[Tensor, "T K"] | None
-    """``log pi`` of each row's own ids; ``-inf`` where the id is ``-1``. Carries gradients.
-    None without ``topk_ids``."""
+    """``log pi`` of each row's own ids; ``-inf`` where the id is ``-1``. Carries gradients. None without
+    ``topk_ids``."""
 
 
 @dataclass(frozen=True)

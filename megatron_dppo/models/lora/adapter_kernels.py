@@ -18,7 +18,7 @@ def add_low_rank(
         part    columns of out that share columns of low
 
     Program (column block, tile): blocks of COLUMNS are counted part by part, tiles of ROWS rows expert by expert.
-    EXPERTS and PADDED are `experts` and RANK (16 at least) rounded up to powers of two.
+    EXPERTS is `experts` rounded up to a power of two, PADDED likewise RANK, but 16 to 128: the rank in such blocks.
     """
     tile = tl.program_id(1)
     expert = tl.arange(0, EXPERTS)
