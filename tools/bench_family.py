@@ -80,6 +80,7 @@ def planned_gib(config: Config, model: HFConfig, gpus: int, tokens: float, seque
         gpus=gpus,
         parallel=config.parallel,
         recompute=config.actor.recompute,
+        recompute_layers=config.actor.recompute_layers,
         microbatch_tokens=int(min(tokens / gpus, config.actor.max_tokens_per_microbatch)),
         attention_span=int(tokens / sequences),
         optimizer_offload=config.optimizer.cpu_offload_fraction,

@@ -57,9 +57,10 @@ def existing(path: Path) -> Path:
 
 def require_room(path: Path, needed: int) -> None:
     """`UserError` where the disk has less than the bytes that `path` will take."""
-    free = shutil.disk_usage(existing(path)).free
+    there = existing(path)
+    free = shutil.disk_usage(there).free
     if free < needed:
-        raise UserError(f"{path} needs {needed / 1e9:.2f} GB, {existing(path)} has {free / 1e9:.2f} GB free; make room")
+        raise UserError(f"{path} needs {needed / 1e9:.2f} GB, {there} has {free / 1e9:.2f} GB free; make room")
 
 
 def publish(partial: Path, path: Path) -> None:

@@ -24,7 +24,7 @@ BACKEND = "megatron_dppo"
 """Our name to vLLM, as a plugin and as a weight-transfer backend."""
 _RECEIVER = "megatron_dppo.rollout.vllm.receiver", "BucketReceiver"
 """Imported when vLLM asks for it."""
-_watched = threading.Event()
+_WATCH = "ends with its parent"
 
 
 def register() -> None:
@@ -40,9 +40,7 @@ def register() -> None:
     A core does not notice that whoever started it was killed: it would keep its memory, a GPU's too, for ever.
     """
     atexit.register(gc.freeze)
-    if (parent := multiprocessing.parent_process()) is not None and not _watched.is_set():
-        _watched.set()
-        threading.Thread(target=_end_after, args=(parent,), name="parent", daemon=True).start()
+    end_with_parent()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from megatron_dppo.compat.vllm_cpu import mend_expert_choice, mend_expert_sizes, mend_rotation, on_cpu
@@ -56,9 +54,18 @@ def register() -> None:
         mend_rotation()
 
 
-def _end_after(parent: Any) -> None:
-    parent.join()
-    os._exit(1)
+def end_with_parent() -> None:
+    """End this process when the one that started it has ended. By a thread, which a forked child lacks and starts for
+    itself: the kernel's own signal would come already when the thread ends that started this process. Idempotent."""
+    parent = multiprocessing.parent_process()
+    if parent is None or any(thread.name == _WATCH for thread in threading.enumerate()):
+        return
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name=_WATCH, daemon=True).start()
 
 
 def bind_stores() -> None:

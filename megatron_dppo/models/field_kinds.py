@@ -3,15 +3,12 @@ others as they are; a file comes from anybody."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Mapping
 from typing import Any
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.families.decoder import words
 
-_LARGEST_WHOLE, _LARGEST = 2**53, 1e300
-"""No model has such sizes, and what is computed of them stays a number."""
 _SIZE, _COUNT, _WHOLE = "a whole number above 0", "a whole number from 0 on", "a whole number"
 _FACTOR, _NUMBER, _FLAG = "a number above 0", "a number from 0 on", "true or false"
 
@@ -77,8 +74,7 @@ def _refuse(name: str, shown: str, value: Any, kinds: Mapping[str, Container[str
 def _is(value: Any, kind: str) -> bool:
     if isinstance(value, bool) or kind == _FLAG:
         return isinstance(value, bool) and kind == _FLAG
-    if not isinstance(value, int if kind in (_SIZE, _COUNT, _WHOLE) else int | float) or not abs(value) < math.inf:
-        return False
-    if abs(value) > (_LARGEST_WHOLE if kind in (_SIZE, _COUNT, _WHOLE) else _LARGEST):
+    of, largest = (int, 2**53) if kind in (_SIZE, _COUNT, _WHOLE) else (int | float, 1e300)
+    if not isinstance(value, of) or not abs(value) <= largest:  # false for nan; no model has such sizes
         return False
     return kind == _WHOLE or value > 0 or (value == 0 and kind in (_COUNT, _NUMBER))

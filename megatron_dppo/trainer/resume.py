@@ -117,9 +117,8 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     overrides) either side may have an entry that the other lacks. A setting that the schema did not know when the state
     was saved had its default's effect."""
     for name in [*now, *sorted(before.keys() - now.keys())]:
-        section = name.rpartition(".")[0]
-        known = any(key.startswith(f"{section}.") for key in before)
-        if name not in before and known and _is_default(name, now[name]):
+        section = name.rpartition(".")[0] + "."
+        if name not in before and any(key.startswith(section) for key in before) and _is_default(name, now[name]):
             continue
         if _compared(before.get(name)) != _compared(now.get(name)):
             was, value = (repr(side[name]) if name in side else "absent" for side in (before, now))

@@ -50,9 +50,8 @@ def whole_step(cases: list[Case], steps: list[float]) -> float | None:
     whole = replace(cases[0], layers=cases[0].whole).kinds
     depths = np.array([[1.0, *(case.kinds.get(kind, 0) for kind in whole)] for case in cases])
     wanted = np.array([1.0, *whole.values()])
-    if not np.allclose(np.linalg.pinv(depths) @ depths @ wanted, wanted):
-        return None
-    return float(wanted @ np.linalg.pinv(depths) @ np.array(steps))
+    weights = wanted @ np.linalg.pinv(depths)
+    return float(weights @ np.array(steps)) if np.allclose(weights @ depths, wanted) else None
 
 
 def _depth(found: Found) -> str:
