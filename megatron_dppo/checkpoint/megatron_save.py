@@ -6,8 +6,7 @@ import queue
 import secrets
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +98,14 @@ def save_megatron_checkpoint(
         gpt = unwrap(chunk)
         weights = gpt.sharded_state_dict(metadata={**content, "dp_cp_group": groups.dp_cp})
         _add_extra_states(weights, gpt)
+        _halves_apart(weights)
         state["model" if len(models) == 1 else f"model{number}"] = weights
     # Where the writer, a thread of this process, says what it wrote. The stock queue is a process of its own.
     filesystem_async._results_queue = queue.Queue()
     try:
-        with _halves_apart([weights for name, weights in state.items() if name.startswith("model")]):
-            dist_checkpointing.save(
-                state, str(partial / RELEASE), TorchDistSaveShardedStrategy(), content_metadata=dict(content)
-            )
+        dist_checkpointing.save(
+            state, str(partial / RELEASE), TorchDistSaveShardedStrategy(), content_metadata=dict(content)
+        )
     except (CheckpointException, CheckpointingException, OSError) as error:
         on_first_rank(lambda: shutil.rmtree(partial, ignore_errors=True))
         raise UserError(f"cannot write {output}: {error!r:.300}; nothing was left there") from None
@@ -135,30 +134,15 @@ def _finish(partial: Path, output: Path, common: dict[str, Any]) -> None:
         raise UserError(f"cannot write {output}: {error.strerror}; nothing was left there") from None
 
 
-@contextmanager
-@torch.no_grad()
-def _halves_apart(chunks: Sequence[dict[str, Any]]) -> Iterator[None]:
+def _halves_apart(weights: dict[str, Any]) -> None:
     """The writer copies what is a view, and keeps all copies: both halves of every gated matrix, two thirds of an MoE
-    model. Here each matrix gives its memory to its halves, one after another, and gets it back."""
-    given = []
-    for weights in chunks:
-        for key, entry in weights.items():
-            if isinstance(entry, ShardedTensorFactory):
-                halves = entry.build()
-                for half in halves:
-                    half.data = half.data.clone()
-                memory = entry.data.untyped_storage()
-                given.append((entry.data.detach(), memory, memory.size(), halves))
-                memory.resize_(0)
-                weights[key] = halves
-    try:
-        yield
-    finally:
-        for matrix, memory, size, halves in given:
-            memory.resize_(size)
-            matrix.copy_(torch.cat([half.data.reshape(-1, *matrix.shape[1:]) for half in halves]))
+    model. Here each half is a storage of its own in the matrix's memory. On a GPU it copies everything to the host."""
+    for key, entry in weights.items():
+        if isinstance(entry, ShardedTensorFactory) and entry.data.is_cpu:
+            weights[key] = halves = entry.build()
             for half in halves:
-                half.data = None
+                memory = half.data.detach().reshape(-1).view(torch.uint8).numpy()
+                half.data = torch.from_numpy(memory).view(half.data.dtype).view(half.data.shape)
 
 
 def _add_extra_states(weights: dict[str, Any], gpt: GPTModel) -> None:
