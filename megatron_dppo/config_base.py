@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 
 class ConfigModel(BaseModel):
     """Frozen, typed, keyword-only; unknown keys are errors. A docstring under each field says what it means."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
 
     _from_environment: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
     """Of the outermost section: the place of each value that holds one of the environment's, and what was written there
     (`${oc.env:NAME}`). See `config.load.recorded`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_meant(cls, given: Any) -> Any:
+        """No shell expands the `~` of `run.dir=~/runs`, and a folder of that name is nobody's wish; Python takes true
+        for the number 1."""
+        values = dict(given) if isinstance(given, Mapping) else {}
+        for name, value in values.items():
+            kind = cls.model_fields[name].annotation if name in cls.model_fields else None
+            kinds = (kind, *get_args(kind))
+            if isinstance(value, str | Path) and Path in kinds:
+                values[name] = at_home(value)
+            if isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds):
+                raise ValueError(f"{name} is a number, not {str(value).lower()}")
+        return values or given
+
+
+def at_home(path: str | Path) -> Path:
+    """`path` with `~` and `~name` at its beginning as that home folder, where there is one."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # no such user: the name of a file
+        return Path(path)
 
 
 def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:

@@ -144,31 +144,54 @@ def _marked(tree: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[tupl
 
 
 def _explain(kind: type[BaseModel], error: Any) -> str:
-    key = ".".join(str(part) for part in error["loc"])
+    key, sections = _place(kind, error["loc"])
     if error["type"] == "extra_forbidden":
-        return f"unknown config key {key}{_nearest(kind, error['loc'])}"
+        return f"unknown config key {key}{_nearest(key, sections)}"
     if error["type"] == "missing":
         return f"config key {key} is required; set {key}=... or put it in the config file"
+    if error["type"] == "union_tag_not_found":
+        kinds = ", ".join(map(str, map(_tag, sections)))
+        return f"config key {key}={error['input']!r}: has no kind; set kind to one of {kinds}"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error" and isinstance(error["input"], dict):  # a section's own check, which names keys
         return f"config section {key}: {message}" if key else message
     return f"config key {key}={error['input']!r}: {message}" if key else message
 
 
-def _nearest(kind: type[BaseModel], location: tuple[Any, ...]) -> str:
-    """The known key most like the last part of `location`, in the section it was written in."""
-    section: Any = kind
-    for part in location[:-1]:
-        field = section.model_fields.get(part) if _is_model(section) else None
-        section = (
-            next((t for t in (field.annotation, *get_args(field.annotation)) if _is_model(t)), None) if field else None
-        )
-    known = list(section.model_fields) if _is_model(section) else []
-    prefix = "".join(f"{part}." for part in location[:-1])
-    if hint := did_you_mean(str(location[-1]), known, prefix=prefix):
+def _nearest(key: str, sections: list[type[BaseModel]]) -> str:
+    """The known key most like the last part of `key`, in the section it was written in."""
+    section, dot, name = key.rpartition(".")
+    known = [field for one in sections for field in one.model_fields]
+    if hint := did_you_mean(name, known, prefix=section + dot):
         return hint
-    of = f" of {prefix[:-1]}" if prefix else ""
+    of = f" of {section}" if section else ""
     return f"; known keys{of}: {', '.join(known)}" if known else ""
+
+
+def _place(kind: type[BaseModel], location: tuple[Any, ...]) -> tuple[str, list[type[BaseModel]]]:
+    """A location as one writes it, and the sections that its last part may stand in. Of an entry that may be of several
+    kinds pydantic has the kind in its location too."""
+    sections, inside, written = [kind], [kind], []
+    for part in location:
+        if chosen := [one for one in inside if _tag(one) == part]:
+            inside = chosen
+            continue
+        sections = inside
+        if isinstance(part, str):
+            fields = [model.model_fields[part].annotation for model in sections if part in model.model_fields]
+            inside = [one for annotation in fields for one in _sections(annotation)]
+        written.append(str(part))
+    return ".".join(written), sections
+
+
+def _sections(kind: Any) -> list[type[BaseModel]]:
+    """Those that a value of this type is or holds."""
+    return [kind] if _is_model(kind) else [one for part in get_args(kind) for one in _sections(part)]
+
+
+def _tag(section: type[BaseModel]) -> Any:
+    """By which pydantic knows one of several kinds."""
+    return section.model_fields["kind"].default if "kind" in section.model_fields else None
 
 
 def _is_model(kind: Any) -> bool:

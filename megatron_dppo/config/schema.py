@@ -4,6 +4,7 @@ its own here, since `algorithm` knows no configuration."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -43,7 +44,7 @@ class AlgorithmConfig(ConfigModel):
     """Name of the preset; it fixes the trust region and its anchor."""
     constants: str | None = None
     """Published set of constants ("appendix-d", "appendix-f", ...); the preset's first when absent."""
-    overrides: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    overrides: dict[str, bool | int | Annotated[float, Field(allow_inf_nan=True)] | str] = Field(default_factory=dict)
     """Fields of the preset to change, e.g. `algorithm.overrides.threshold_negative=0.2`."""
     divergence: str | None = None
     """D of a preset that masks by divergence: a row of the table, or the import path (`package.module:NAME` or

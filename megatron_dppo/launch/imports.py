@@ -56,7 +56,7 @@ def load_callable(path: str, *, named: str, folder: str | None = None) -> Callab
         sys.path.append(folder)
     try:
         if module_name.endswith(".py"):
-            file = Path(folder, module_name).resolve()
+            file = Path(folder, Path(module_name).expanduser()).resolve()
             spec = importlib.util.spec_from_file_location(f"own_{file.stem}", file)
             assert spec is not None
             assert spec.loader is not None
@@ -65,7 +65,7 @@ def load_callable(path: str, *, named: str, folder: str | None = None) -> Callab
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a program that reads its arguments ends where there are none
         raise UserError(f"{named}{path} cannot be imported: {type(error).__name__}: {error}") from error
     found = getattr(module, name, None)
     if not callable(found):

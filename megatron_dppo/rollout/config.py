@@ -132,7 +132,7 @@ class RolloutConfig(ConfigModel):
     @field_validator("compile_cache")
     @classmethod
     def _wherever_an_engine_starts(cls, folder: Path | None) -> Path | None:
-        return None if folder is None else folder.expanduser().absolute()
+        return None if folder is None else folder.absolute()
 
     @property
     def takes_turns(self) -> bool:

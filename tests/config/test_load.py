@@ -25,6 +25,26 @@ def test_defaults_overrides_and_their_order(config_file):
     assert config.algorithm.resolve().name == "dppo-binary-tv"
 
 
+def test_what_may_be_infinite_and_what_is_no_number_by_right(config_file):
+    settings = ["algorithm.overrides={ratio_cap: .inf, include_other: false}", "trainer.resume=1"]
+    config = load_config(config_file, ["algorithm.preset=dppo-topk-tv", *settings])
+    assert config.algorithm.resolve().ratio_cap == float("inf")
+    assert config.algorithm.resolve().include_other is False
+    assert config.trainer.resume is True
+
+
+def test_the_home_folder(config_file, tmp_path, monkeypatch):
+    """No shell puts it in place of the `~` of `run.dir=~/runs`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    lora = "lora={adapter: ~/adapter}"
+    config = load_config(config_file, ["run.dir=~/runs/~a", "model.path=~/", "rollout.compile_cache=~/cache", lora])
+    assert config.run.dir == tmp_path / "runs/~a"
+    assert config.model.path == tmp_path
+    assert config.rollout.compile_cache == tmp_path / "cache"
+    assert config.lora.adapter == tmp_path / "adapter"
+    assert load_config(config_file, ["run.dir=~nobody-of-that-name/x"]).run.dir == Path("~nobody-of-that-name/x")
+
+
 def test_a_saved_config_loads_again(config_file, tmp_path):
     config = load_config(config_file, ["parallel.tensor=2", "algorithm.overrides.threshold_negative=0.3"])
     save_config(config, tmp_path / "saved.yaml")
@@ -61,6 +81,15 @@ def test_a_saved_config_loads_again(config_file, tmp_path):
             "task={kind: agent, agent: {command: x, environment: [A=B]}}",
             "task.agent.environment.0='A=B': String should match",
         ),
+        ("optimizer.lr=.inf", "config key optimizer.lr=inf: Input should be a finite number"),
+        ("optimizer.epsilon=inf", "config key optimizer.epsilon='inf': Input should be a finite number"),
+        ("run.collective_timeout_minutes=.inf", "config key run.collective_timeout_minutes=inf: Input should be a fin"),
+        ("rollout.dynamic_sampling=true", "config section rollout: dynamic_sampling is a number, not true"),
+        ("trainer.profile_step=true", "config section trainer: profile_step is a number, not true"),
+        ("task.rewards=[{kind: math-verify, boxed: 1}]", "key task.rewards.0.boxed; did you mean task.rewards.0.boxed_"),
+        ("task.rewards=[{kind: format}]", "config key task.rewards.0.pattern is required"),
+        ("task.rewards=[{weight: 1}]", "rewards.0={'weight': 1}: has no kind; set kind to one of verifier, math-verify"),
+        ("evaluation.sets=[{name: a, data: {pth: x}}]", "did you mean evaluation.sets.0.data.path?"),
         ("run.seed", "override 'run.seed' must look like section.key=value"),
     ],
 )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_dppo.config_base import at_home
 from megatron_dppo.errors import UserError, first_line
 from megatron_dppo.tasks.data.config import DataConfig
 
@@ -38,7 +39,7 @@ def read_rows(config: DataConfig) -> Iterator[Row]:
 
     Raises UserError for what does not exist, cannot be read, or holds a row that is no object, by file and line.
     """
-    path = Path(config.path)
+    path = at_home(config.path)
     if path.is_dir() and any((path / name).exists() for name in _SAVED):
         yield from _saved_dataset(config, path)
     elif path.is_dir():
