@@ -42,10 +42,11 @@ def release_dispatched(chunks: Iterable[torch.nn.Module]) -> None:
     for chunk in chunks:
         for module in chunk.modules():
             if hasattr(module, "token_dispatcher"):
-                module.register_forward_hook(_release)
+                module.register_forward_hook(lambda layer, inputs, output: release(layer))
 
 
-def _release(layer: Any, inputs: Any, output: Any) -> None:
+def release(layer: Any) -> None:
+    """What the dispatcher of `layer`, whose forward is over, holds of a microbatch (`release_dispatched`)."""
     dispatcher = layer.token_dispatcher
     for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
         for name, value in vars(holder).items() if holder is not None else ():

@@ -37,6 +37,9 @@ class ParallelConfig(ConfigModel):
     sequence_parallel: bool = False
     """Shard activations between the tensor-parallel regions by token; needed by mixture-of-experts models with
     tensor > 1."""
+    overlap_expert_exchange: bool = False
+    """Run the forward of a microbatch beside the backward of the one before, layer by layer (Megatron-Core's combined
+    1F1B), so that each one's exchange of tokens between experts' ranks is hidden behind the other's computation."""
 
     @property
     def chunks(self) -> int:
@@ -96,6 +99,20 @@ class ParallelConfig(ConfigModel):
                 model.moe is not None and model.moe.linear_bias and self.expert_tensor > 1,
                 f"the experts of {model.family.model_type} carry biases, which expert_tensor = {self.expert_tensor} "
                 "ranks cannot share; set it to 1",
+            ),
+            (
+                self.overlap_expert_exchange and self.expert == 1,
+                "overlap_expert_exchange needs expert > 1: with 1 no tokens are exchanged; set it to false",
+            ),
+            (
+                self.overlap_expert_exchange and self.pipeline > 1 and self.chunks == 1,
+                f"overlap_expert_exchange with pipeline = {self.pipeline} needs virtual_pipeline > 1: without it no "
+                "forward is independent of the backward that it would run beside; set one of them",
+            ),
+            (
+                self.overlap_expert_exchange and model.moe is not None and not model.moe.layers[-1],
+                "overlap_expert_exchange needs experts in the last layer: beside a backward Megatron-Core leaves out the "
+                "final norm behind any other; set it to false",
             ),
             # attention
             (

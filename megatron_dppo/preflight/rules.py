@@ -168,6 +168,27 @@ def _router_bias(config: Config) -> Finding | None:
     )
 
 
+def _expert_exchange(config: Config) -> Finding | None:
+    """Megatron-Core's combined schedule runs layers in parts, whose whole it can neither recompute nor, where the first
+    part has nothing to train, go backward through; and it hides one kind of exchange alone."""
+    if not config.parallel.overlap_expert_exchange:
+        return None
+    problem = "parallel.overlap_expert_exchange=true runs layers in parts:"
+    if config.actor.recompute == "full":
+        remedy = "set actor.recompute to none, activation or selective"
+        return error("layout", f"{problem} none can be recomputed as a whole, as actor.recompute=full does", remedy)
+    if config.actor.token_dispatcher == "allgather":
+        return error(
+            "layout",
+            f"{problem} of the ways of actor.token_dispatcher it knows alltoall, not allgather",
+            "set it to alltoall",
+        )
+    if config.lora:
+        remedy = "set it to false, or train all weights"
+        return error("layout", f"{problem} with adapters alone to train some would have no gradient", remedy)
+    return None
+
+
 def _own_code(config: Config) -> Finding | None:
     """A divergence and a loss of the user's own do what is asked of them."""
     try:
@@ -261,6 +282,7 @@ SECTIONS: tuple[Callable[[Config], Finding | None], ...] = (
     _baseline,
     _topk,
     _router_bias,
+    _expert_exchange,
     _own_code,
     _reference_kl,
     _engine,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ class _Targets:
     """bool `[S]`: forced and real."""
     recorded: int
     gaps: int
+    training: bool
+    """Whether a backward follows."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class RouterReplayController:
 
     A forward that activation checkpointing will repeat runs without gradients: exactly then the merged ids are kept, in
     forward order, and a router call outside of `microbatch` takes the oldest. Backward visits the microbatches of a
-    chunk in forward order under 1F1B and interleaved schedules, so first in, first out is each microbatch's own.
+    chunk in forward order under 1F1B and interleaved schedules, so first in, first out is each microbatch's own. Where one
+    microbatch's forward runs beside another's backward (`parallel.overlap_expert_exchange`) no router is recomputed.
     """
 
     def __init__(self, routers: Sequence[tuple[int, Any]], *, force: bool = True, keep_routes: bool = False) -> None:
@@ -72,7 +75,6 @@ class RouterReplayController:
         self._force, self._keep_routes = force, keep_routes
         self._hooks = [(router, _Hook(self, index)) for index, router in routers]
         self._targets: _Targets | None = None
-        self._training = False
         self._rows: Counter[tuple[str, int, int]] = Counter()
         self._differing: dict[int, dict[int, torch.Tensor]] = {}  # bool [S], by microbatch and layer
         self._brought: dict[int, LocalRoutes] = {}
@@ -99,29 +101,31 @@ class RouterReplayController:
                 router.router_replay = None
                 hook.kept.clear()
 
-    @contextmanager
-    def microbatch(self, index: int, routes: LocalRoutes, device: torch.device, *, training: bool) -> Iterator[None]:
-        """Around one forward call of one model chunk with microbatch `index`. `training=False`: no backward follows.
+    def microbatch(
+        self, index: int, routes: LocalRoutes, device: torch.device, *, training: bool
+    ) -> AbstractContextManager[None]:
+        """Around one forward call of one model chunk with microbatch `index`, or around each part of it that calls
+        routers, where a schedule runs other microbatches' backward passes in between: it can be entered again.
+        `training=False`: no backward follows.
 
         Raises UserError where the routes are another model's.
         """
         for router, hook in self._hooks:
             check_same_model(routes, hook.index, router)
         forced, real = routes.forced, routes.real
-        self._targets = _Targets(
-            microbatch=index,
-            experts=to_device(routes.experts, device),
-            forced=to_device(forced, device),
-            counted=to_device(forced & real, device),
-            recorded=int((forced & real).sum()),
-            gaps=int((~forced & real).sum()),
-        )
         self._brought[index] = routes
-        self._training = training
-        try:
-            yield
-        finally:
-            self._targets = None
+        return _Forward(
+            self,
+            _Targets(
+                microbatch=index,
+                experts=to_device(routes.experts, device),
+                forced=to_device(forced, device),
+                counted=to_device(forced & real, device),
+                recorded=int((forced & real).sum()),
+                gaps=int((~forced & real).sum()),
+                training=training,
+            ),
+        )
 
     def counts(self, microbatches: int) -> ReplayCounts:
         """Rows by microbatch (`0..microbatches-1`) and layer of this rank (one device synchronisation)."""
@@ -172,7 +176,7 @@ class RouterReplayController:
         merged = torch.where(targets.forced[:, None], recorded, live) if self._force else live
         if self._keep_routes:
             self._used[key] = merged
-        if self._training and not torch.is_grad_enabled():
+        if targets.training and not torch.is_grad_enabled():
             rows = targets.recorded + targets.gaps
             self._rows["kept", *key] += rows
             hook.kept.append(_Kept(targets.microbatch, merged, rows))
@@ -192,6 +196,19 @@ class RouterReplayController:
             )
         self._rows["recomputed", kept.microbatch, hook.index] += kept.rows
         return kept.experts
+
+
+class _Forward(AbstractContextManager[None]):
+    """Inside, router calls are of one microbatch's forward."""
+
+    def __init__(self, controller: RouterReplayController, targets: _Targets) -> None:
+        self._controller, self._own = controller, targets
+
+    def __enter__(self) -> None:
+        self._controller._targets = self._own
+
+    def __exit__(self, *_: object) -> None:
+        self._controller._targets = None
 
 
 class _Hook(RouterReplay):

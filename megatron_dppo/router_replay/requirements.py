@@ -35,12 +35,6 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "ranks with a capacity drop tokens, which the engine did not; unset it",
     ),
     (
-        "overlap_moe_expert_parallel_comm",
-        bool,
-        "expert-parallel overlap runs the forward of one microbatch inside the backward of another, where a router "
-        "call cannot be told from a recomputation; set it to false",
-    ),
-    (
         "mtp_num_layers",
         bool,
         "multi-token-prediction layers number themselves from 1 again, and the engine records no routes for them; "

@@ -57,7 +57,7 @@ FREE = (
     "run.dir", "run.name", "run.collective_timeout_minutes", "run.hang_minutes",
     "model.path",
     "parallel.tensor", "parallel.pipeline", "parallel.virtual_pipeline", "parallel.context", "parallel.expert",
-    "parallel.expert_tensor", "parallel.sequence_parallel",
+    "parallel.expert_tensor", "parallel.sequence_parallel", "parallel.overlap_expert_exchange",
     "actor.max_tokens_per_microbatch", "actor.long_sequences", "actor.token_dispatcher", "actor.recompute",
     "actor.recompute_layers", "actor.max_skipped_steps",
     "optimizer.overlap_grad_reduce", "optimizer.overlap_param_gather", "optimizer.keep_on_gpu_gib",

@@ -29,12 +29,21 @@ def model() -> HFConfig:
         ({"virtual_pipeline": 2}, 1, "pipeline > 1"),
         ({"sequence_parallel": True}, 1, "sequence_parallel"),
         ({"tensor": 2}, 2, "sequence_parallel: true"),
+        ({"overlap_expert_exchange": True}, 2, "needs expert > 1"),
+        ({"overlap_expert_exchange": True, "expert": 2, "pipeline": 2}, 4, "needs virtual_pipeline > 1"),
     ],
 )
 def test_misfits_are_refused(sizes: dict[str, Any], world_size: int, named: str, model: HFConfig) -> None:
     with pytest.raises(UserError, match=named) as refusal:
         ParallelConfig(**sizes).check_fits(model, world_size)
     assert "\n" not in str(refusal.value)
+
+
+def test_an_exchange_is_overlapped_where_the_last_layer_has_experts() -> None:
+    parallel = ParallelConfig(expert=2, overlap_expert_exchange=True)
+    parallel.check_fits(resolve_hf_config(MOE), 2)
+    with pytest.raises(UserError, match=r"needs experts in the last layer"):
+        parallel.check_fits(resolve_hf_config(MOE | {"mlp_only_layers": [5]}), 2)
 
 
 def test_heads_of_a_delta_rule_are_divided_among_tensor_and_context_ranks() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 LENGTHS = "(rollout.max_prompt_tokens and rollout.max_response_tokens)"
+OVERLAPPED = ("parallel.expert=2", "parallel.overlap_expert_exchange=true")
+PARTS = "parallel.overlap_expert_exchange=true runs layers in parts:"
 FAULTS: dict[str, tuple[list[str], str, str]] = {
     "mini-batches": (
         ["trainer.prompts_per_mini_batch=3"],
@@ -200,5 +202,21 @@ FAULTS: dict[str, tuple[list[str], str, str]] = {
         "lengths",
         f"prompts and responses reach 513 tokens {LENGTHS}, the positions of the model 512; lower "
         "rollout.max_response_tokens",
+    ),
+    "parts of layers that are recomputed whole": (
+        [*OVERLAPPED, "actor.recompute=full"],
+        "layout",
+        f"{PARTS} none can be recomputed as a whole, as actor.recompute=full does; set actor.recompute to none, activation "
+        "or selective",
+    ),
+    "parts of layers that gather": (
+        [*OVERLAPPED, "actor.token_dispatcher=allgather"],
+        "layout",
+        f"{PARTS} of the ways of actor.token_dispatcher it knows alltoall, not allgather; set it to alltoall",
+    ),
+    "parts of layers with adapters": (
+        [*OVERLAPPED, "lora={rank: 4}"],
+        "layout",
+        f"{PARTS} with adapters alone to train some would have no gradient; set it to false, or train all weights",
     ),
 }

@@ -19,7 +19,6 @@ FAULTS = {
     "moe_token_dropping": (True, "dropped tokens"),
     "moe_pad_expert_input_to_capacity": (True, "drop tokens"),
     "moe_expert_rank_capacity_factor": (2.0, "drop tokens"),
-    "overlap_moe_expert_parallel_comm": (True, "cannot be told from a recomputation"),
     "mtp_num_layers": (1, "number themselves from 1 again"),
     "moe_router_topk_limited_devices": (2, "device-limited"),
     "moe_router_load_balancing_type": ("sinkhorn", "consults no replay hook"),

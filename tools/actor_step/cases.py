@@ -94,8 +94,8 @@ class Case:
     """One run: `gpus` processes, one model.
 
     time       median step of several ways to train (`actor_step.arms`)
-    depth      the step with this project's kernels and with stock ones in turn, at one of several depths, from which
-               the whole model's is computed
+    depth      the step with this project's kernels and with stock ones (or with the exchange between experts' ranks
+               overlapped and not) in turn, at one of several depths, from which the whole model's is computed
     agreement  loss and gradient norm of three steps on a batch that is the same for every layout
     experts    one layer of experts, by this project's kernels and by stock ones in turn
     """
@@ -230,6 +230,8 @@ CASES = [
     *_depths("full-ep2-minimax", 2, (1, 2), family="MiniMax-M2", layout={"expert": 2}, whole=62),
     *_depths("full-ep2", 2, (2, 4), layout={"expert": 2}),
     *_depths("full-ep2-overlap", 2, (2, 4), layout={"expert": 2}, overlap=True),
+    *_depths("full-ep2-1f1b", 2, (2, 4), layout={"expert": 2, "overlap_expert_exchange": True}),
+    *_depths("full-ep2-1f1b-many", 2, (2, 4), layout={"expert": 2, "overlap_expert_exchange": True}, microbatches=6),
     *_depths("full-tp2-ep2", 2, (2, 4), layout=_TP2_EP2),
     *_depths("full-pp2-ep2", 4, (4, 8), layout=_PP2_EP2, microbatches=4),
     *_depths("full-ep4", 4, (2, 4), layout={"expert": 4}),

@@ -15,6 +15,7 @@ Found = dict[str, dict[str, Any]]
 MAIN, REPLAY, NO_REPLAY = "dppo-topk-tv, replay", "dppo-binary-tv, replay", "dppo-binary-tv"
 STOCK = "dppo-binary-tv, replay, Megatron-Core's optimizer step"
 STOCK_KERNELS = "dppo-topk-tv, replay, stock experts, dispatcher and Adam"
+PLAIN = "dppo-topk-tv, replay, one microbatch after the other"
 OLD_LOGP = "dppo-topk-tv-decoupled, replay"
 EXPERTS, STOCK_EXPERTS = "experts", "stock experts and dispatcher"
 
@@ -61,7 +62,7 @@ def _depth(found: Found) -> str:
     for case in sorted(_cases(found, "depth"), key=lambda one: one.layers):
         names.setdefault(case.name.rpartition("-")[0], []).append(case)
     for cases in names.values():
-        for arm in (MAIN, STOCK_KERNELS):
+        for arm, kernels in ((MAIN, "ours"), (PLAIN, "ours, not overlapped"), (STOCK_KERNELS, "stock")):
             medians = [_median(found[case.name], "with_replay", arm) for case in cases]
             measured = {case.layers: step for case, step in zip(cases, medians, strict=True) if step is not None}
             reached = [case for case in cases if case.layers in measured]
@@ -72,10 +73,11 @@ def _depth(found: Found) -> str:
             high = found[deep.name]
             layer = (whole - measured[deep.layers]) / (deep.whole - deep.layers)
             spread = np.quantile(high["with_replay"][arm], [0.25, 0.75])
-            ratio = _ratio(measured[deep.layers], _median(high, "with_replay", STOCK_KERNELS))
+            other = PLAIN if PLAIN in high["with_replay"] else STOCK_KERNELS
+            ratio = _ratio(measured[deep.layers], _median(high, "with_replay", other))
             rows.append(
                 [
-                    *(deep.name, deep.layout_text, "ours" if arm == MAIN else "stock"),
+                    *(deep.name, deep.layout_text, kernels),
                     ", ".join(f"{step:.4f}" for step in measured.values()),
                     *(f"{spread[0]:.4f} to {spread[1]:.4f}", len(high["with_replay"][arm]), ratio),
                     *(f"{layer * 1e3:.1f}", f"{whole:.2f}", f"{high['tokens'] / whole / deep.gpus:,.0f}"),
@@ -87,7 +89,7 @@ def _depth(found: Found) -> str:
         "The whole step from several depths: a layer, its weights' optimizer step included, takes what a deeper "
         "model takes longer, by layer and kind of layer. Arms in turn in one process; medians."
     )
-    head = ["case", "layout", "kernels", "depths' steps s", "quartiles of the deepest", "steps", "of stock", "layer ms"]
+    head = ["case", "layout", "kernels", "depths' steps s", "quartiles of the deepest", "steps", "of the last", "layer ms"]
     head += ["whole step s", "tokens/s per GPU", "MFU at full depth", "peak GiB"]
     return _table(title, head, rows)
 

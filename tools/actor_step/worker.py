@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.utils import get_model_config
 
 from actor_step.arms import Arm, cross_entropy_arm, policy_arm
 from actor_step.cases import LEARNING_RATE, REPEATS, SEQUENCES_PER_PACK, SMALL, TOPK, Case
@@ -34,6 +35,7 @@ from megatron_dppo.models.parallel import ParallelConfig
 MAIN, REPLAY, NO_REPLAY = "dppo-topk-tv, replay", "dppo-binary-tv, replay", "dppo-binary-tv"
 STOCK = "dppo-binary-tv, replay, Megatron-Core's optimizer step"
 STOCK_KERNELS = "dppo-topk-tv, replay, stock experts, dispatcher and Adam"
+PLAIN = "dppo-topk-tv, replay, one microbatch after the other"
 OLD_LOGP = "dppo-topk-tv-decoupled, replay"
 EXPERTS, STOCK_EXPERTS = "experts", "stock experts and dispatcher"
 
@@ -116,7 +118,8 @@ class Bench:
         return source, signal, batch
 
     def depth(self) -> None:
-        """The same step with our kernels and with stock ones."""
+        """The same step with our kernels and with stock ones; where the exchange between experts' ranks is overlapped,
+        with and without that."""
         source, signal, batch = self._batch()
         whole = training_flops(describe(replace(self.case, layers=self.case.whole), tiny=self.tiny), batch.lengths)
         self.note("whole_flops_per_gpu", whole / self.case.gpus)
@@ -126,12 +129,19 @@ class Bench:
             with stock_kernels(self.actor):
                 ours()
 
-        for name, arm in ((MAIN, ours), (STOCK_KERNELS, stock)):
+        def plain() -> None:
+            config = get_model_config(self.actor.model[0])
+            config.overlap_moe_expert_parallel_comm = False
+            ours()
+            config.overlap_moe_expert_parallel_comm = True
+
+        arms = {MAIN: ours} | ({PLAIN: plain} if self.parallel.overlap_expert_exchange else {STOCK_KERNELS: stock})
+        for name, arm in arms.items():
             self._step(arm)
             self._reset_peak()
             self._step(arm)
             self.note(f"peak_gib, {name}", self._peak())
-        self.note("with_replay", self._rounds({MAIN: ours, STOCK_KERNELS: stock}))
+        self.note("with_replay", self._rounds(arms))
         self.note("peak_gib", self.found[f"peak_gib, {MAIN}"])
         self.note("profile", self._profile(ours))
 
