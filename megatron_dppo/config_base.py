@@ -53,5 +53,8 @@ def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:
 Bounds = Annotated[tuple[float, float], AfterValidator(_ordered)]
 """Two numbers that float32 can say, the smaller first."""
 
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+"""As the generators of all libraries take it, also with a rank's number added."""
+
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 """Of the environment; its value is read where the run is started."""

@@ -14,7 +14,7 @@ from megatron_dppo.algorithm.advantage import Baseline
 from megatron_dppo.algorithm.aggregation import Aggregation
 from megatron_dppo.algorithm.preset import Preset
 from megatron_dppo.config.trainer import EvaluationConfig, TrackingConfig, TrainerConfig
-from megatron_dppo.config_base import ConfigModel
+from megatron_dppo.config_base import ConfigModel, Seed
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.rollout.config import RolloutConfig
@@ -88,7 +88,7 @@ class RunConfig(ConfigModel):
     """Folder of the run: metrics, checkpoints, plots and the trained model. Made when absent."""
     name: str = "run"
     """Shown in titles."""
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """Root of the random streams of training: sampling of each request, initialisation of random weights and adapters.
     The questions and their order follow from `task.seed` alone."""
     collective_timeout_minutes: float = Field(default=120.0, gt=0)

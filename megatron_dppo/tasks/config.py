@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from megatron_dppo.config_base import ConfigModel
+from megatron_dppo.config_base import ConfigModel, Seed
 from megatron_dppo.tasks.agent import AgentConfig
 from megatron_dppo.tasks.data.config import DataConfig
 from megatron_dppo.tasks.environments.config import EnvironmentConfig
@@ -56,7 +56,7 @@ class TaskConfig(ConfigModel):
     """Where the policy acts, for the kinds `environment` and `agent`."""
     agent: AgentConfig | None = None
     """Who plays the episodes, for the kind `agent`."""
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """Draws the questions and their order; it also decides which questions are held out, so a model that was trained
     on this task under another seed may have seen them."""
     train_size: int | None = Field(default=None, ge=1)

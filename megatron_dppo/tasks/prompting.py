@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import re
+import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,15 +24,28 @@ Messages = Sequence[Mapping[str, str]]
 
 
 def user_message(config: TaskConfig, question: str, metadata: Mapping[str, Any]) -> str:
-    """Fill `config.prompt`. Raises UserError where the template asks for what the dataset does not give."""
+    """Fill `config.prompt`. Raises UserError where the template asks for what the dataset does not give, or where what
+    comes out is blank."""
     try:
-        return config.prompt.format(question=question, metadata=metadata)
+        message = _Template().format(config.prompt, question=question, metadata=metadata)
     except (KeyError, IndexError, AttributeError, ValueError) as error:
         known = ", ".join(sorted(metadata))
         raise UserError(
             f"task.prompt={config.prompt!r} cannot be filled ({type(error).__name__}: {error}); it may use "
             f"{{question}} and {{metadata[...]}} with {known}"
         ) from error
+    if not message.strip():
+        raise UserError(f"task.prompt={config.prompt!r} gives a blank message; leave the row out or fill it")
+    return message
+
+
+class _Template(string.Formatter):
+    """`str.format`, which would write the word None for a null."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None:
+            raise ValueError("what it shows is null")
+        return str(super().format_field(value, format_spec))
 
 
 def with_system_prompt(config: TaskConfig, messages: Messages) -> list[dict[str, str]]:

@@ -62,6 +62,21 @@ def test_the_length_filter_counts(path, tokenizer):
         build_task(config(path), tokenizer, max_prompt_tokens=3)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("{problem} {metadata[hint]}", "neither"),
+        ("{question} {metadata[hint]}", r"hints.jsonl, line 2: task.prompt=.* \(ValueError: what it shows is null\)"),
+        ("{metadata[blank]}", r"hints.jsonl, line 2: task.prompt='{metadata\[blank\]}' gives a blank message"),
+    ],
+)
+def test_a_prompt_that_a_row_does_not_fill(tmp_path, tokenizer, prompt, message):
+    rows = [{"problem": "1", "answer": "1", "hint": h, "blank": b} for h, b in (("h", "b"), (None, " "))]
+    (tmp_path / "hints.jsonl").write_text(f"{json.dumps(rows[0])}\n" + json.dumps(rows[1] | {"problem": "2"}) + "\n")
+    with pytest.raises((UserError, ValidationError), match=message):
+        build_task(config(tmp_path / "hints.jsonl", held_out_size=0, prompt=prompt, chat_template=False), tokenizer)
+
+
 def test_a_template_with_a_clock_shows_the_date_of_the_run(path, tokenizer):
     clocked = copy.deepcopy(tokenizer)
     clocked.chat_template = "{{ strftime_now('%d %b %Y') }}|" + tokenizer.chat_template

@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.data.config import DataConfig, FieldMap
-from megatron_dppo.tasks.data.rows import Row, read_rows
+from megatron_dppo.tasks.data.rows import Row, read_rows, unread
 from megatron_dppo.tasks.rewards.final_answer import boxed_answer
 
 LAYOUTS: dict[str, FieldMap] = {
@@ -107,6 +107,8 @@ class DataReport:
     """Prompts of more tokens than `rollout.max_prompt_tokens`."""
     unmeetable: list[str] = field(default_factory=list)
     """Rows that are kept, but whose reference no answer can equal."""
+    unread: list[str] = field(default_factory=list)
+    """Files of a folder that are of no kind that is read."""
 
     def lines(self) -> list[str]:
         """For people: one line, and one more per kind of row that deserves a look."""
@@ -126,6 +128,7 @@ class DataReport:
             ("contradicting an earlier row", self.conflicting),
             ("longer than rollout.max_prompt_tokens", self.too_long),
             (f"{len(self.unmeetable):,} references that no answer can meet", self.unmeetable),
+            ("files that are of no kind that is read", self.unread),
         ):
             if places:
                 more = f" and {len(places) - _NAMED:,} more" if len(places) > _NAMED else ""
@@ -135,7 +138,8 @@ class DataReport:
 
 def read_examples(config: DataConfig) -> tuple[list[Example], DataReport]:
     """Distinct examples of `config.path` in the order of the rows. See `examples_of` for errors."""
-    return examples_of(read_rows(config), config)
+    examples, report = examples_of(read_rows(config), config)
+    return examples, replace(report, unread=unread(config))
 
 
 def examples_of(rows: Iterable[Row], config: DataConfig) -> tuple[list[Example], DataReport]:

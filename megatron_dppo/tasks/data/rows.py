@@ -47,7 +47,7 @@ def read_rows(config: DataConfig) -> Iterator[Row]:
             yield from _file(file)
     elif path.is_file():
         yield from _file(path)
-    elif path.name.endswith(_SUFFIXES) or path.is_absolute() or config.path.startswith(("./", "../")):
+    elif _is_read(path) or path.is_absolute() or config.path.startswith(("./", "../")):
         raise UserError(f"{path}: no such file or folder")
     else:
         yield from _hub(config)
@@ -59,8 +59,7 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
 
     Raises UserError where there is none.
     """
-    files = sorted(file for file in folder.rglob("*") if file.name.endswith(_SUFFIXES) and file.is_file())
-    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+    files = [file for file in _shown(folder) if _is_read(file)]
     if not files:
         raise UserError(f"{folder}: holds no {', '.join(_SUFFIXES)} file")
     found = {file: split_of(str(file.relative_to(folder)), split) for file in files}
@@ -71,6 +70,24 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
         there = ", ".join(sorted({name for name in found.values() if name}))
         raise UserError(f"{folder}: has no file of the split {split!r}, by their names it has {there}; set data.split")
     return chosen
+
+
+def unread(config: DataConfig) -> list[str]:
+    """Files in the folder `config.path`, if it is one of files, that hold no rows that can be read: `b.csv`."""
+    folder = at_home(config.path)
+    if not folder.is_dir() or any((folder / name).exists() for name in _SAVED):
+        return []
+    about = re.compile(r"(?:readme|license|\w+$)|.*\.(?:md|py|sh|ya?ml)$", re.IGNORECASE)
+    return [str(file) for file in _shown(folder) if not _is_read(file) and not about.match(file.name)]
+
+
+def _shown(folder: Path) -> list[Path]:
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+
+
+def _is_read(file: Path) -> bool:
+    return file.name.lower().endswith(_SUFFIXES)
 
 
 def split_of(name: str, wanted: str) -> str | None:
@@ -87,9 +104,9 @@ def split_of(name: str, wanted: str) -> str | None:
 
 
 def _file(path: Path) -> Iterator[Row]:
-    if not path.name.endswith(_SUFFIXES):
+    if not _is_read(path):
         raise UserError(f"{path}: is none of {', '.join(_SUFFIXES)}")
-    kind = path.with_suffix("").suffix if path.suffix in _COMPRESSIONS else path.suffix
+    kind = (path.with_suffix("") if path.suffix.lower() in _COMPRESSIONS else path).suffix.lower()
     try:
         yield from {".jsonl": _json_lines, ".json": _json, ".parquet": _parquet}[kind](path)
     except OSError as error:
@@ -102,7 +119,7 @@ def _open(path: Path) -> IO[bytes]:
     """The file's bytes, decompressed by its name."""
     import pyarrow
 
-    return pyarrow.input_stream(str(path), compression=_COMPRESSIONS.get(path.suffix))
+    return pyarrow.input_stream(str(path), compression=_COMPRESSIONS.get(path.suffix.lower()))
 
 
 def _json_lines(path: Path) -> Iterator[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -282,6 +283,20 @@ def test_files_of_a_folder_by_the_split_in_their_names(tmp_path, names, split, c
         file.parent.mkdir(exist_ok=True)
         write_jsonl(file, [{"problem": str(number), "answer": "1"}])
     assert [int(example.question) for example in read(tmp_path, split=split)[0]] == chosen
+
+
+def test_files_of_a_folder_that_are_not_read_are_named(tmp_path):
+    row = '{"question": "%s", "answer": "1"}\n'
+    for name, question in (("a.jsonl", "a"), ("b.JSONL", "b")):
+        (tmp_path / name).write_text(row % question)
+    (tmp_path / "c.Json.GZ").write_bytes(gzip.compress((row % "c").encode()))
+    for name in ("d.csv", "README.md", "LICENSE", "load.py", ".e.csv", "deep/f.arrow"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("question,answer\nd,1\n")
+    examples, report = read_examples(DataConfig(path=str(tmp_path)))
+    assert [example.question for example in examples] == ["a", "b", "c"]
+    assert report.unread == [str(tmp_path / "d.csv"), str(tmp_path / "deep/f.arrow")]
+    assert "files that are of no kind that is read: " + "; ".join(report.unread) in "\n".join(report.lines())
 
 
 def test_a_split_that_no_file_has(tmp_path):
