@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 
+from megatron_dppo.rollout.engine import Rendezvous
 from megatron_dppo.rollout.weight_transfer.group import GroupClosed, Meeting, WeightGroup
 from tests.distributed import PATIENCE_S
 
@@ -54,3 +59,46 @@ def test_a_member_that_leaves_breaks_the_broadcast_for_the_others() -> None:
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(member, range(2)))
+
+
+class _Ends(WeightGroup):
+    """A member whose process ends when it has said that it is there."""
+
+    def __init__(self, where: Rendezvous, rank: int, moment: str, imported: Any) -> None:
+        self._moment = moment
+        imported.set()
+        super().__init__(where, rank, CPU)
+
+    def _communicator(self, store: Any, *sizes: Any) -> Any:
+        if self._moment == "its share" and self._groups:
+            os._exit(0)
+        return super()._communicator(store, *sizes)
+
+    def _connect(self) -> None:
+        os._exit(0)
+
+
+def test_a_worker_that_ends_while_shares_connect_is_found_out_in_time() -> None:
+    """NCCL would make the connections of a share in the middle of the first sync, without a time limit. The member of
+    another share finds out as well."""
+    meeting, timeout_s, context = Meeting("127.0.0.1"), 5.0, mp.get_context("spawn")
+    cases = []
+    for moment in ("its share", "its first word"):
+        where, imported = meeting.next(3, timeout_s, shares=((0, 1), (0, 2))), context.Event()
+        worker = context.Process(target=_Ends, args=(where, 2, moment, imported))
+        worker.start()
+        cases.append((where, worker, imported))
+
+    def member(where: Rendezvous, rank: int, imported: Any) -> float:
+        assert imported.wait(PATIENCE_S)
+        begun = time.monotonic()
+        with pytest.raises(GroupClosed, match="not all 3 members of a weight broadcast came together"):
+            WeightGroup(where, rank, CPU)
+        return time.monotonic() - begun
+
+    with ThreadPoolExecutor(4) as threads:
+        took = [threads.submit(member, where, rank, event) for where, _, event in cases for rank in range(2)]
+    assert max(one.result() for one in took) < 3 * timeout_s
+    for _, worker, _ in cases:
+        worker.join(PATIENCE_S)
+        assert worker.exitcode == 0

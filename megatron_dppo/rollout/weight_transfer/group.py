@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -56,13 +58,15 @@ class WeightGroup:
             store = dist.TCPStore(where.host, where.port, is_master=False, timeout=patience)
             self._meeting = dist.PrefixStore(where.key, store)
             self._meeting.set(f"here-{rank}", "1")
-            # NCCL's own set-up has no time limit: it begins when everybody is there.
             self._meeting.wait([f"here-{member}" for member in range(where.size)], patience)
             for share, members in self._members.items():  # in one order on every member: gloo's wait for each other
                 own = dist.PrefixStore(str(share), self._meeting)
                 self._groups[share] = self._communicator(own, members.index(rank), len(members), patience)
-        except RuntimeError as error:
-            raise GroupClosed(f"not all {where.size} members of a weight broadcast came together: {error}") from error
+            self._connect()
+        except (RuntimeError, TimeoutError) as error:
+            self.abort()
+            why = str(error) or f"no connection within rollout.sync_timeout_s={where.timeout_s:g}"
+            raise GroupClosed(f"not all {where.size} members of a weight broadcast came together: {why}") from error
 
     def _communicator(self, store: dist.Store, rank: int, size: int, patience: timedelta) -> Any:
         if self._device.type != "cuda":
@@ -73,6 +77,26 @@ class WeightGroup:
         # alone; the error shows in `finish`.
         with environment({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}):
             return dist.ProcessGroupNCCL(store, rank, size, options)
+
+    def _connect(self) -> None:
+        """A byte over every communicator. NCCL makes its connections in the first call, which has no time limit and
+        waits for ever for a member that died before: here, in a thread that is then left behind, and not in the middle
+        of a sync."""
+        connected: Future[None] = Future()
+
+        def speak() -> None:
+            try:
+                for share, members in self._members.items():
+                    word = torch.zeros(1, dtype=torch.uint8, device=self._device)
+                    self.broadcast(word, members[0], share).wait()
+                if self._device.type == "cuda":
+                    torch.cuda.current_stream(self._device).synchronize()
+                connected.set_result(None)
+            except Exception as error:
+                connected.set_exception(error)
+
+        threading.Thread(target=speak, daemon=True).start()
+        connected.result(self._timeout)
 
     def takes(self, share: int | None) -> bool:
         """Whether this member takes part in broadcasts of a share."""
