@@ -111,8 +111,8 @@ class ParallelConfig(ConfigModel):
             ),
             (
                 self.overlap_expert_exchange and model.moe is not None and not model.moe.layers[-1],
-                "overlap_expert_exchange needs experts in the last layer: beside a backward Megatron-Core leaves out the "
-                "final norm behind any other; set it to false",
+                "overlap_expert_exchange needs experts in the last layer: Megatron-Core leaves out the final norm "
+                "behind any other; set it to false",
             ),
             # attention
             (

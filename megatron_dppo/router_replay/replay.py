@@ -62,8 +62,8 @@ class RouterReplayController:
 
     A forward that activation checkpointing will repeat runs without gradients: exactly then the merged ids are kept, in
     forward order, and a router call outside of `microbatch` takes the oldest. Backward visits the microbatches of a
-    chunk in forward order under 1F1B and interleaved schedules, so first in, first out is each microbatch's own. Where one
-    microbatch's forward runs beside another's backward (`parallel.overlap_expert_exchange`) no router is recomputed.
+    chunk in forward order under 1F1B and interleaved schedules, so first in, first out is each microbatch's own. Where
+    one microbatch's forward runs beside another's backward (`parallel.overlap_expert_exchange`) none is recomputed.
     """
 
     def __init__(self, routers: Sequence[tuple[int, Any]], *, force: bool = True, keep_routes: bool = False) -> None:

@@ -206,8 +206,8 @@ FAULTS: dict[str, tuple[list[str], str, str]] = {
     "parts of layers that are recomputed whole": (
         [*OVERLAPPED, "actor.recompute=full"],
         "layout",
-        f"{PARTS} none can be recomputed as a whole, as actor.recompute=full does; set actor.recompute to none, activation "
-        "or selective",
+        f"{PARTS} none can be recomputed as a whole, as actor.recompute=full does; set actor.recompute to none, "
+        "activation or selective",
     ),
     "parts of layers that gather": (
         [*OVERLAPPED, "actor.token_dispatcher=allgather"],

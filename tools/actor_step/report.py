@@ -89,8 +89,8 @@ def _depth(found: Found) -> str:
         "The whole step from several depths: a layer, its weights' optimizer step included, takes what a deeper "
         "model takes longer, by layer and kind of layer. Arms in turn in one process; medians."
     )
-    head = ["case", "layout", "kernels", "depths' steps s", "quartiles of the deepest", "steps", "of the last", "layer ms"]
-    head += ["whole step s", "tokens/s per GPU", "MFU at full depth", "peak GiB"]
+    head = ["case", "layout", "kernels", "depths' steps s", "quartiles of the deepest", "steps", "of the last"]
+    head += ["layer ms", "whole step s", "tokens/s per GPU", "MFU at full depth", "peak GiB"]
     return _table(title, head, rows)
 
 
