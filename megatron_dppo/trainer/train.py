@@ -150,6 +150,8 @@ def train(config: Config) -> int:
                 progress.note(str(finding))
             for line in suite.report:
                 progress.note(line)
+            if first_step >= (steps := config.trainer.steps):
+                progress.note(f"step {first_step}: trainer.steps={steps} is reached, nothing is left to train")
         trainer = Trainer(
             runtime,
             config,

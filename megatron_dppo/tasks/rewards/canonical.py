@@ -56,6 +56,7 @@ _SUBSTITUTIONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\(?:lbrack)(?![a-zA-Z])", "["),
         (r"\\(?:rbrack)(?![a-zA-Z])", "]"),
         (r"\\(?:varnothing)(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
+        (r"\{\s*([^{}]+?)\s*\\choose(?![a-zA-Z])\s*([^{}]+?)\s*\}", r"\\binom{\1}{\2}"),
         (r"\\degree(?![a-zA-Z])|\^\s*\{?\s*\\circ\s*\}?", "°"),
         (r"\\(?:ldots|dots|cdots)(?![a-zA-Z])", "..."),
         (r"\+\s*\\infty", r"\\infty"),
@@ -77,6 +78,8 @@ _SUBSTITUTIONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
     )
 )
+_OUTWARD = re.compile(r"([\[\]])([^\[\]()]+[,;][^\[\]()]+)([\[\]])")
+"""`]0, 1]`, as an interval is written in French and German."""
 _LEAD = re.compile(
     r"(?:(?:so|thus|hence|therefore|the|final|correct|answer|option|choice|result|total|value|solution|solutions|"
     r"is|are|equals?)\b(?!\s*=)[\s,:]*)+(?=[^\s,:])",
@@ -98,7 +101,13 @@ def canonical(text: str) -> str:
     text = _FONT.sub("", text)
     for pattern, replacement in _SUBSTITUTIONS[1:]:
         text = pattern.sub(replacement, text)
+    if text.lstrip().startswith("]") or text.rstrip(" .").endswith("["):
+        text = _OUTWARD.sub(_inward, text)
     return without_lead(_ASIDE.sub("", trimmed(text)))
+
+
+def _inward(interval: re.Match[str]) -> str:
+    return ("(" if interval[1] == "]" else "[") + interval[2] + (")" if interval[3] == "[" else "]")
 
 
 def trimmed(text: str) -> str:

@@ -51,6 +51,7 @@ _CHOSEN = re.compile(r"(?:\(([A-J])\)|([A-J])[.:)]|([A-Ja-j])$)\s*(?P<rest>.*)",
 _OPTION_AND_VALUE = re.compile(r"\(([A-J])\)\s*(.+)", re.DOTALL)
 _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
 _DATE = re.compile(r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}/\d{1,2}/\d{2,4}|\d{1,2}[-.]\d{1,2}[-.]\d{4}")
+_ANGLE = re.compile(r"(?:m\s*)?\\(?:angle|widehat)\s*\{?\s*([A-Z]{3})\s*\}?")
 _OPERATORS = frozenset("+*/^_=<>|!\\{}()[]")
 _FUNCTIONS = re.compile(r"\b(?:sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|mod|det|lim|arc\w+)\b")
 
@@ -375,6 +376,12 @@ def _plain(text: str) -> str:
     return " ".join(re.sub(r"[^\w]+", " ", re.sub(r"(?<=\w)\.(?=\w|$|\s)|'", "", text.casefold())).split())
 
 
+def _angles(reference: str, answer: str, precision: int) -> bool | None:
+    """Named from either side; the vertex stays in the middle."""
+    one, other = _ANGLE.fullmatch(reference), _ANGLE.fullmatch(answer)
+    return None if one is None or other is None else other[1] in (one[1], one[1][::-1])
+
+
 def _expressions(reference: str, answer: str, precision: int) -> bool | None:
     return same_expression(reference, answer, precision)
 
@@ -382,6 +389,6 @@ def _expressions(reference: str, answer: str, precision: int) -> bool | None:
 # fmt: off
 _RULES: tuple[Rule, ...] = (
     _choice, _numbers, _dates, _digits, _piecewise, _matrices, _membership, _intervals_and_tuples, _lists, _relations,
-    _ratios, _quantities, _words, _expressions,
+    _ratios, _quantities, _words, _angles, _expressions,
 )
 # fmt: on

@@ -1,7 +1,7 @@
 """Which part of a response is its final answer.
 
 In this order: nothing, where the response is still thinking; what the last `\\boxed{...}` after the thinking holds;
-what follows the last "answer:", "answer is" or "####"; a response of one line and hardly a word; the last formula;
+what the last `<answer>` holds; what follows the last "answer:", "answer is" or "####"; a response of one line and hardly a word; the last formula;
 the last number. A response that began another box and did not close or fill it took the earlier ones back: it has no
 answer. Every step is linear in the length of the response.
 """
@@ -18,7 +18,8 @@ _BETWEEN_PARTS = re.compile(
 )
 """Between two boxes that make up one answer: `\\boxed{1}$ and $\\boxed{2}`."""
 _MARK = re.compile(r"(?:####|\banswers?\b[^.:=\n]{0,60}?(?::|=|\bis\b|\bare\b)[*_\s]*:?)[*_\s]*", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"[.!]\**\s+(?=[A-Z])")
+_TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.IGNORECASE | re.DOTALL)
+_SENTENCE_END = re.compile(r"[.!]\**\s+(?=[A-Z])|,?\s+(?:because|since)\s")
 _PROSE_AFTER_FORMULA = re.compile(r"\$[^$]+\$([,.;] [a-z]+ [a-z]+[^$]*)$")
 _FORMULA = re.compile(
     r"\$\$(?P<a>[^$]+)\$\$|(?<!\\)\$(?P<b>[^$\n]+)(?<!\\)\$(?!\d)|\\\((?P<c>.+?)\\\)|\\\[(?P<d>.+?)\\\]", re.DOTALL
@@ -49,6 +50,8 @@ def final_answer(response: str, *, boxed_only: bool = False) -> str | None:
     boxes = _boxes(text)
     if boxes:
         return _last_group(text, boxes)
+    if tagged := _TAGGED.findall(text):
+        text = tagged[-1].strip()
     if boxed_only or not text:
         return None
     marks = list(_MARK.finditer(text))

@@ -10,7 +10,9 @@ _MOST_DIGITS = 4000
 """Python reads no longer integers."""
 _MOST_EXPONENT = 4000
 
-_PLAIN = re.compile(r"(?P<sign>[-+]?)\s*(?P<whole>[1-9]\d{0,2}(?:[,\s]\d{3})+|\d+)?(?:\.(?P<part>\d+))?")
+_PLAIN = re.compile(
+    r"(?P<sign>[-+]?)\s*(?P<whole>[1-9]\d{0,2}(?:(?:[,\s]\d{3})+|(?:\.\d{3}){2,})|\d+)?(?:\.(?P<part>\d+))?"
+)
 _POWER = re.compile(r"\s*(?:(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{?\s*(?P<a>[-+]?\d+)\s*\}?|[eE](?P<b>[-+]?\d+))")
 _FRACTION = re.compile(r"(?:\\frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(-?\d+)\s*\}|(\d))|(\d+)\s*/\s*(-?\d+))")
 _REPEATING = re.compile(
@@ -55,7 +57,7 @@ def _decimal(text: str) -> Number | None:
         exponent = int(power["a"] or power["b"])
         if abs(exponent) > _MOST_EXPONENT:
             return None
-    whole, part = re.sub(r"[,\s]", "", found["whole"] or ""), found["part"] or ""
+    whole, part = re.sub(r"[,.\s]", "", found["whole"] or ""), found["part"] or ""
     place = Fraction(10) ** (exponent - len(part))
     value = int(whole + part) * place * (-1 if found["sign"] == "-" else 1)
     return Number(value, len((whole + part).lstrip("0")), place) if part else Number(value)
