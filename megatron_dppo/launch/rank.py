@@ -65,7 +65,8 @@ def exit_status(run: Callable[[], int | None]) -> int:
     except UserError as error:
         status, details, reason = 2, "", f"{PROGRAM}: error: {_with_notes(error)}"
     except KeyboardInterrupt as stop:
-        number = received[0] if received else signal.SIGINT
+        asked = [one for one in (*received, *stop.args) if isinstance(one, signal.Signals)]
+        number = asked[0] if asked else signal.SIGINT
         status, details, reason = 128 + number, "", f"{PROGRAM}: stopped by {number.name}"
         if (cause := _user_error_before(stop)) is not None:
             status, reason = 2, f"{PROGRAM}: error: {_with_notes(cause)}"

@@ -39,7 +39,7 @@ class StopRequest:
             self._signalled = self._signalled or signal.Signals(number).name
 
         def out_of_time(number: int, frame: FrameType | None) -> None:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(signal.SIGTERM)
 
         handlers = {signal.SIGTERM: note, signal.SIGUSR1: note, signal.SIGALRM: out_of_time}
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}

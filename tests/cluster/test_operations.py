@@ -216,7 +216,7 @@ def test_repeated_signals_do_not_cut_the_step_short(tmp_path: Path) -> None:
 
 def test_a_step_that_takes_too_long_after_sigterm_is_broken_off(tmp_path: Path) -> None:
     status, out = stopped(tmp_path, lambda process: process.send_signal(signal.SIGTERM), grace=0.5, step=2000)
-    assert (status, out) == (130, "")
+    assert (status, out) == (143, "")
 
 
 def test_a_file_asks_as_well_and_is_taken_away(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Which part of a response is its final answer.
 
 In this order: nothing, where the response is still thinking; what the last `\\boxed{...}` after the thinking holds;
-what the last `<answer>` holds; what follows the last "answer:", "answer is" or "####"; a response of one line and hardly a word; the last formula;
-the last number. A response that began another box and did not close or fill it took the earlier ones back: it has no
-answer. Every step is linear in the length of the response.
+what the last `<answer>` holds; what follows the last "answer:", "answer is" or "####"; a response of one line and
+hardly a word; the last formula; the last number. A response that began another box and did not close or fill it took
+the earlier ones back: it has no answer. Every step is linear in the length of the response.
 """
 
 from __future__ import annotations
