@@ -84,9 +84,11 @@ def init_process_group(backend: str, timeout: timedelta) -> None:
         dist.init_process_group(backend, timeout=timeout)
         return
     try:
-        store = bound_store(host, port, timeout=timeout)
+        store: dist.Store = bound_store(host, port, timeout=timeout)
     except OSError as error:
         _LOG.warning("MASTER_ADDR=%s: %s; torch's store listens on all interfaces", host, error)
         dist.init_process_group(backend, timeout=timeout)
         return
+    # The prefix that torch gives the other ranks' keys.
+    store = dist.PrefixStore("default_pg", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)

@@ -91,7 +91,7 @@ def listening_at(port: int) -> set[str]:
 def test_a_store_listens_on_its_address_alone() -> None:
     store = network.bound_store("127.0.0.1")
     assert listening_at(store.port) == {"127.0.0.1"}
-    other = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=20))
+    other = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=60))
     other.set("key", "value")
     assert store.get("key") == b"value"
     with pytest.raises(OSError, match="in use"):
@@ -133,6 +133,28 @@ def test_the_doctor_says_that_torchruns_store_is_open() -> None:
     (found,) = check_listening({"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "MASTER_PORT": "29500"})
     assert (found.level, found.check) == ("ok", "listening")
     assert "port 29500 on all interfaces" in found.problem
+
+
+def test_ranks_that_no_torchrun_started_meet() -> None:
+    """As srun or mpirun start them: the variables alone. Rank 0's store listens on MASTER_ADDR alone."""
+    body = (
+        "import os, psutil, torch, torch.distributed as dist; from datetime import timedelta\n"
+        "from megatron_dppo.launch.network import init_process_group\n"
+        "init_process_group('gloo', timedelta(seconds=60))\n"
+        "one = torch.ones(1); dist.all_reduce(one); port = int(os.environ['MASTER_PORT'])\n"
+        "sockets = [c for c in psutil.Process().net_connections('tcp') if c.status == 'LISTEN']\n"
+        "print(int(one), [c.laddr.ip for c in sockets if c.laddr.port == port]); dist.destroy_process_group()"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", body], env=plain | where | {"RANK": str(rank)}, stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=200)[0].decode() for rank in ranks]
+    assert said == ["2 ['127.0.0.1']\n", "2 []\n"]
 
 
 def test_an_engines_store_listens_on_its_address_alone() -> None:
