@@ -36,60 +36,39 @@ import os
 import sys
 from pathlib import Path
 
-import torch
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from examples.smollm2.settings import ROOT, arguments, model
 from megatron_dppo.cli import main
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import MadeOnce, exit_status, job_stamp, run_example
 
-ROOT = Path(__file__).resolve().parent.parent
-TASKS = {
-    "sums": (),  # the configuration's
-    "word_problems": (  # "how many legs are there in total if you have 2 cows, 1 spider?"
-        *("run.name=SmolLM2, word problems", "task.dataset=leg_counting", "task.train_size=2048"),
-        "task.parameters={min_animals: 1, max_animals: 2, min_instances: 1, max_instances: 3}",
-    ),
-}
-CPU = (
-    *("actor.dtype=float32", "actor.max_tokens_per_microbatch=4096", "lora.rank=16", "lora.alpha=32"),
-    *("optimizer.lr=3e-4", "rollout.dtype=float32", "rollout.kv_cache_mib=512", "rollout.enforce_eager=true"),
-    *("rollout.max_num_seqs=256", "rollout.cpu_threads=2", "trainer.steps=20", "trainer.prompts_per_step=32"),
-    *("trainer.samples_per_prompt=8", "trainer.prompts_per_mini_batch=16", "trainer.checkpoint_every=5"),
-    *("evaluation.every=10", "evaluation.prompts=64", "evaluation.samples=1"),
-)
-"""What makes the same run one for two cores and an hour."""
+TASK, EXPERTS, SEED = (os.environ.get(*pair) for pair in (("TASK", "sums"), ("EXPERTS", "0"), ("SEED", "0")))
+RUN_DIR = Path(os.environ.get("RUN_DIR", ROOT / f"runs/smollm2/{TASK}/{job_stamp()}"))
 
 
-def arguments() -> list[str]:
-    """Of `megatron-dppo train`. Errors: `UserError` for a variable that names nothing."""
-    if TASK not in TASKS:
-        raise UserError(f"TASK={TASK} is none of the tasks of this script: {', '.join(TASKS)}")
+MODEL_DIR = Path(os.environ["MODEL_DIR"]) if "MODEL_DIR" in os.environ else None
+
+
+def chosen() -> tuple[MadeOnce, list[str]]:
+    """The model, and the arguments of `megatron-dppo`. Errors: `UserError` for a variable that names nothing."""
     if not EXPERTS.isdecimal():
         raise UserError(f"EXPERTS={EXPERTS} is not a number of experts; 0 is the dense model")
-    found = ["train", str(ROOT / "examples/smollm2/smollm2.yaml"), *TASKS[TASK]]
-    found += [f"model.path={MODEL_DIR}", f"run.dir={RUN_DIR}", f"run.seed={SEED}"]
-    if EXPERTS != "0":
-        found += ["actor.router_replay=r3", "rollout.router_replay=true"]
-    return [*found, *(() if torch.cuda.is_available() else CPU)]
+    made = model(int(EXPERTS), SEED, MODEL_DIR, os.environ.get("PACKAGE"))
+    return made, arguments(TASK, int(EXPERTS), SEED, made.folder, RUN_DIR)
 
-
-TASK, EXPERTS, SEED = (os.environ.get(*pair) for pair in (("TASK", "sums"), ("EXPERTS", "0"), ("SEED", "0")))
-NAME = "SmolLM2-135M-Instruct" + (f"-{EXPERTS}-experts-seed-{SEED}" if EXPERTS != "0" else "")
-MODEL_DIR = Path(os.environ.get("MODEL_DIR", ROOT / "models" / NAME))
-RUN_DIR = Path(os.environ.get("RUN_DIR", ROOT / f"runs/smollm2/{TASK}/{job_stamp()}"))
-MAKER = [f"{ROOT}/examples/smollm2/make_model.py", "{out}", "--experts", EXPERTS, "--seed", SEED]
 
 if __name__ == "__main__":  # processes that the run spawns import this file again
-    settings = {"TASK": TASK, "EXPERTS": EXPERTS, "SEED": SEED, "MODEL_DIR": MODEL_DIR, "RUN_DIR": RUN_DIR}
-    found: list[str] = []
-    if exit_status(lambda: found.extend(arguments())):
+    found: list[tuple[MadeOnce, list[str]]] = []
+    if exit_status(lambda: found.append(chosen())):
         sys.exit(2)
+    [(made, arguments_of_run)] = found
     run_example(
         main,
-        found,
+        arguments_of_run,
         script=__file__,
         processes=os.environ.get("NPROC", "1"),
-        model=MadeOnce(MODEL_DIR, [*MAKER, *(["--package", os.environ["PACKAGE"]] if "PACKAGE" in os.environ else [])]),
-        settings=settings,
+        model=made,
+        settings={"TASK": TASK, "EXPERTS": EXPERTS, "SEED": SEED, "MODEL_DIR": made.folder, "RUN_DIR": RUN_DIR},
     )
 # end of Python

@@ -13,11 +13,14 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from examples.stability_study.study import LABELS
+from megatron_dppo.config.load import read_tree
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import METRICS_FILE, History, Series
 from megatron_dppo.trainer.plots import smooth
 
 REWARD, EVALUATED = "reward/mean", "eval/accuracy"
+Arms = Mapping[str, Mapping[int, History]]
+"""Runs by arm and seed."""
 LEARNS = 0.5
 """A run learns if, at its end, it has this share of the gain of the experiment's best run."""
 AXES = {
@@ -60,7 +63,7 @@ class Ended:
 
 def report(out: Path) -> int:
     """Write and print the tables, draw the pictures. Raises UserError where there is no run."""
-    found = {name: arms for name in ("learn", "replay", *AXES) if (arms := _runs(out / name))}
+    found = {name: arms for name in ("learn", "replay", *AXES) if (arms := _runs(out, name))}
     if not found:
         raise UserError(f"{out}: holds no run of the study ({out}/EXPERIMENT/ARM/seed-N)")
     parts = []
@@ -78,13 +81,18 @@ def report(out: Path) -> int:
     return 0
 
 
-def _runs(folder: Path) -> dict[str, list[History]]:
+def _runs(out: Path, experiment: str) -> Arms:
     """The runs of each arm, by seed, as far as they came."""
-    arms: dict[str, list[History]] = {}
-    for file in sorted(folder.glob(f"**/seed-*/{METRICS_FILE}")):
+    arms: dict[str, dict[int, History]] = {}
+    for file in sorted((out / experiment).glob(f"**/seed-*/{METRICS_FILE}")):
         history = History.read(file)
         if len(history[REWARD]):
-            arms.setdefault(str(file.parent.parent.relative_to(folder)), []).append(history)
+            arm = str(file.parent.parent.relative_to(out / experiment))
+            arms.setdefault(arm, {})[int(file.parent.name.removeprefix("seed-"))] = history
+    if arms and experiment == "staleness":  # without it they are runs of `rates`
+        rate = read_tree(next((out / experiment).glob("**/config.yaml")))["optimizer"]["lr"]
+        fresh = ((arm.partition("/"), runs) for arm, runs in _runs(out, "rates").items())
+        arms |= {f"{algorithm}/0": dict(runs) for (algorithm, _, value), runs in fresh if float(value) == float(rate)}
     return dict(sorted(arms.items(), key=lambda item: _place(item[0])))
 
 
@@ -94,23 +102,23 @@ def _place(arm: str) -> tuple[int, float, str]:
     return (known.index(algorithm) if algorithm in known else -1, float(value or 0), arm)
 
 
-def _learned(arms: Mapping[str, Sequence[History]]) -> Iterator[str]:
+def _learned(arms: Arms) -> Iterator[str]:
     yield "| | seeds | steps | held-out accuracy before | after | well-formed before | after | minutes |"
     yield "|---|---|---|---|---|---|---|---|"
     for arm, runs in arms.items():
-        steps = {int(one[REWARD].steps[-1]) for one in runs}
+        steps = {int(one[REWARD].steps[-1]) for one in runs.values()}
         cells = [arm, str(len(runs)), _between(sorted(steps))]
         for metric in (EVALUATED, "eval/well_formed"):
-            cells += [_spread([one[metric].values[end] for one in runs], ".3f") for end in (0, -1)]
-        seconds = [sum(one[f"time/{part}_s"].values.sum() for part in ("step", "eval")) for one in runs]
+            cells += [_spread([one[metric].values[end] for one in runs.values()], ".3f") for end in (0, -1)]
+        seconds = [sum(one[f"time/{part}_s"].values.sum() for part in ("step", "eval")) for one in runs.values()]
         yield f"| {' | '.join([*cells, _spread([s / 60 for s in seconds], '.1f')])} |"
 
 
-def _ended(arms: Mapping[str, Sequence[History]]) -> Iterator[str]:
+def _ended(arms: Arms) -> Iterator[str]:
     yield "| | seeds | steps | reward at first | at the end | mean \\|pi - mu\\| at the end | largest | masked |"
     yield "|---|---|---|---|---|---|---|---|"
     for arm, runs in arms.items():
-        ends = [Ended.of(one) for one in runs]
+        ends = [Ended.of(one) for one in runs.values()]
         algorithm, _, value = arm.partition("/")
         cells = [
             f"{LABELS.get(algorithm, algorithm)} {value}",
@@ -131,24 +139,28 @@ _CELLS: tuple[tuple[Callable[[Ended], float], str], ...] = (
 )
 
 
-def largest_that_learns(arms: Mapping[str, Sequence[History]]) -> dict[str, tuple[float | None, ...]]:
+def largest_that_learns(arms: Arms) -> dict[str, tuple[float | None, ...]]:
     """Per algorithm and seed the largest value of the experiment with which the run learns, None where none does. Runs
     that are not complete do not count."""
-    whole = max(len(one[REWARD]) for runs in arms.values() for one in runs)
-    ended = {arm: [Ended.of(one) for one in runs if len(one[REWARD]) == whole] for arm, runs in arms.items()}
-    start = float(np.mean([one.start for ends in ended.values() for one in ends]))
-    bar = start + LEARNS * (max(one.end for ends in ended.values() for one in ends) - start)
+    whole = max(len(one[REWARD]) for runs in arms.values() for one in runs.values())
+    ended = {
+        arm: {seed: Ended.of(one) for seed, one in runs.items() if len(one[REWARD]) == whole}
+        for arm, runs in arms.items()
+    }
+    known = [one for ends in ended.values() for one in ends.values()]
+    start = float(np.mean([one.start for one in known]))
+    bar = start + LEARNS * (max(one.end for one in known) - start)
     found: dict[str, dict[int, float | None]] = {}
     for arm, ends in ended.items():
         algorithm, _, value = arm.partition("/")
         by_seed = found.setdefault(algorithm, {})
-        for seed, one in enumerate(ends):
+        for seed, one in ends.items():
             best = by_seed.get(seed)
             by_seed[seed] = max(best or 0.0, float(value)) if one.end >= bar else best
     return {algorithm: tuple(by_seed[seed] for seed in sorted(by_seed)) for algorithm, by_seed in found.items()}
 
 
-def _largest(arms: Mapping[str, Sequence[History]], what: str) -> Iterator[str]:
+def _largest(arms: Arms, what: str) -> Iterator[str]:
     yield f"| | {what}, by seed |"
     yield "|---|---|"
     for algorithm, values in largest_that_learns(arms).items():
@@ -156,13 +168,13 @@ def _largest(arms: Mapping[str, Sequence[History]], what: str) -> Iterator[str]:
         yield f"| {LABELS.get(algorithm, algorithm)} | {said} |"
 
 
-def plot_learning(arms: Mapping[str, Sequence[History]], path: Path) -> None:
+def plot_learning(arms: Arms, path: Path) -> None:
     """Held-out accuracy and training reward: means over seeds, bands from the lowest to the highest."""
     figure = _figure(1, 2)
     left, right = figure.subplots(1, 2)
     for colour, (arm, runs) in zip(("C0", "C1", "C2", "C3"), arms.items(), strict=False):
-        _band(left, [one[EVALUATED] for one in runs], colour, f"{arm}, {len(runs)} seeds", marker="o")
-        _band(right, [Series(one[REWARD].steps, smooth(one[REWARD])) for one in runs], colour, arm)
+        _band(left, [one[EVALUATED] for one in runs.values()], colour, f"{arm}, {len(runs)} seeds", marker="o")
+        _band(right, [Series(one[REWARD].steps, smooth(one[REWARD])) for one in runs.values()], colour, arm)
     left.set_title("held-out accuracy, sampled at temperature 1")
     right.set_title("training reward")
     for axis in (left, right):
@@ -172,7 +184,7 @@ def plot_learning(arms: Mapping[str, Sequence[History]], path: Path) -> None:
     figure.savefig(path, format="png")
 
 
-def plot_sweeps(experiments: Mapping[str, Mapping[str, Sequence[History]]], path: Path) -> None:
+def plot_sweeps(experiments: Mapping[str, Arms], path: Path) -> None:
     """A row per experiment: reward and mismatch at the end against what was varied, by algorithm."""
     figure = _figure(len(experiments), 2)
     for axes, (name, arms) in zip(
@@ -183,7 +195,7 @@ def plot_sweeps(experiments: Mapping[str, Mapping[str, Sequence[History]]], path
             mine = {float(a.partition("/")[2]): runs for a, runs in arms.items() if a.partition("/")[0] == algorithm}
             values = np.array(sorted(mine))
             for axis, get in zip(axes, (lambda one: one.end, lambda one: one.mismatch), strict=True):
-                ends = [[get(Ended.of(one)) for one in mine[value]] for value in values]
+                ends = [[get(Ended.of(one)) for one in mine[value].values()] for value in values]
                 shown = values if name == "rates" else np.arange(len(values))
                 axis.plot(
                     shown, [np.mean(e) for e in ends], "o-", color=f"C{colour}", label=LABELS.get(algorithm, algorithm)

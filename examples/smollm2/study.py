@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Several runs of SmolLM2 that share one GPU, and what they show together.
+"""Several runs of SmolLM2 that share a GPU, and what they show together.
 
-    python examples/smollm2/study.py OUT EXPERIMENT ... [--seeds "0 1 2"] [--at-once 8] [--seconds S] [a.b=c ...]
+    python examples/smollm2/study.py OUT EXPERIMENT ... [--seeds "0 1 2"] [--lanes 8] [--seconds S] [a.b=c ...]
     python examples/smollm2/study.py OUT report
 
 | EXPERIMENT | runs |
@@ -12,8 +12,10 @@
 | `staleness` | algorithms x steps that answers may be old, at `--rate` |
 | `noise` | float32 on both sides, algorithms x noise on the engine's weights, at `--rate` |
 
-Runs are OUT/EXPERIMENT/ARM/seed-N, seed by seed. One that is complete is not repeated; one that stopped with a state
-goes on from it, without one it begins anew. After `--seconds` nothing is started; what runs is asked to stop.
+Runs are OUT/EXPERIMENT/ARM/seed-N, seed by seed, each made by one of the lanes: processes that keep their engine from run
+to run (`lane.py`). Where there are several GPUs start this once for each (CUDA_VISIBLE_DEVICES) with the same OUT: no run
+is made twice. One that is complete is not repeated; one that stopped with a state goes on from it, without one it begins
+anew. After `--seconds` nothing is started; what runs is asked to stop.
 """
 
 from __future__ import annotations
@@ -25,18 +27,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from examples.smollm2.lane import Job, run_lane
 from examples.smollm2.report import report
 from megatron_dppo.checkpoint.state_folder import finished_states
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import exit_status
 from megatron_dppo.trainer.history import CHECKPOINTS, METRICS_FILE, read_rows
 
-ROOT = Path(__file__).resolve().parents[2]
 ALGORITHMS = ("dppo-binary-tv", "grpo-clip-higher", "cispo", "pg-is")
 EXPERIMENTS = ("learn", "replay", "rates", "staleness", "noise")
 SHORT = (
@@ -44,38 +46,30 @@ SHORT = (
     *("trainer.export_hugging_face=false", "tracking.samples_every=0", "trainer.parity_check=false"),
 )
 """Of the runs of a table: 512 answers and 4 gradient steps a step, 100 gradient steps in all."""
+LOST = 2
+"""How often a lane that was killed starts again."""
 MIXTURE_GIB, DENSE_GIB = 29, 14
 """Of GPU memory that a run takes, trainer and engine."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run: its folder below OUT, the script's variables and overrides."""
-
-    folder: str
-    variables: dict[str, str]
-    overrides: tuple[str, ...]
-    gib: int
 
 
 def jobs(experiment: str, seed: int, chosen: argparse.Namespace) -> Iterator[Job]:
     """The runs of `experiment` with `seed`. Raises UserError where an option is missing."""
 
-    def job(arm: str, *overrides: str, gib: int = DENSE_GIB, **variables: str) -> Job:
-        folder = f"{experiment}/{arm}/seed-{seed}"
-        return Job(folder, {"SEED": str(seed), **variables}, (f"run.name={arm}", *overrides, *chosen.overrides), gib)
+    def job(arm: str, *overrides: str, folder: str = "", gib: int = DENSE_GIB, **options: Any) -> Job:
+        folder = f"{folder or f'{experiment}/{arm}'}/seed-{seed}"
+        return Job(folder, seed, (f"run.name={arm}", *overrides, *chosen.overrides), gib, **options)
 
     if experiment == "learn":
         kept = ("trainer.checkpoint_every=0",)  # with its moments a mixture's state is 11 GB
         yield job("dense", *kept)
-        yield job("mixture", *kept, gib=MIXTURE_GIB, EXPERTS="8")
+        yield job("mixture", *kept, gib=MIXTURE_GIB, experts=8)
     elif experiment == "replay":
         if chosen.parted is None:
             raise UserError("study replay: name the mixture whose experts differ (supervised.py makes it): --parted")
-        mixture = {"EXPERTS": "8", "MODEL_DIR": str(chosen.parted)}
+        mixture = {"gib": MIXTURE_GIB, "experts": 8, "model": chosen.parted}
         kept = ("trainer.steps=30", "trainer.checkpoint_every=0", "trainer.export_hugging_face=false")
-        yield job("r3", *kept, gib=MIXTURE_GIB, **mixture)
-        yield job("live", *kept, "actor.router_replay=none", gib=MIXTURE_GIB, **mixture)
+        yield job("r3", *kept, **mixture)
+        yield job("live", *kept, "actor.router_replay=none", **mixture)
     else:
         for algorithm in chosen.algorithms:
             one = (*SHORT, f"algorithm.preset={algorithm}", "algorithm.constants=appendix-d")
@@ -85,8 +79,11 @@ def jobs(experiment: str, seed: int, chosen: argparse.Namespace) -> Iterator[Job
                     yield job(f"{algorithm}/{other:g}", *one, f"optimizer.lr={other:g}")
             elif experiment == "staleness":
                 for steps in chosen.staleness:
-                    ahead = ("rollout.schedule=one_step_off", f"rollout.max_staleness={steps}") if steps else ()
-                    yield job(f"{algorithm}/{steps}", *one, rate, *ahead)
+                    ahead = ("rollout.schedule=one_step_off", f"rollout.max_staleness={steps}")
+                    if steps:
+                        yield job(f"{algorithm}/{steps}", *one, rate, *ahead)
+                    else:  # the run of `rates`
+                        yield job(f"{algorithm}/0", *one, rate, folder=f"rates/{algorithm}/{chosen.rate:g}")
             else:
                 precise = ("actor.dtype=float32", "rollout.dtype=float32", "rollout.weight_transfer=object_store")
                 for noise in chosen.noise:
@@ -115,52 +112,55 @@ def steps_of(job: Job) -> int:
     return int(said[-1]) if said else 50
 
 
-def run(chosen: argparse.Namespace) -> int:
-    """Run what is left, `--at-once` at a time and no more than `--gib` of the GPU; 1 where a run failed."""
-    started, failed = time.monotonic(), []
-    queue = [job for name in chosen.experiments for seed in chosen.seeds for job in jobs(name, seed, chosen)]
-    active: dict[subprocess.Popen[bytes], Job] = {}
-    out: Path = chosen.out
-    over = False
+def chosen_jobs(chosen: argparse.Namespace) -> list[Job]:
+    return [job for name in chosen.experiments for seed in chosen.seeds for job in jobs(name, seed, chosen)]
+
+
+def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Run what is left in `--lanes` processes, as many of them as `--gib` of the GPU hold; 1 where a run failed."""
+    started, queue = time.monotonic(), chosen_jobs(chosen)
+    lanes = min(chosen.lanes, len(queue), max(chosen.gib // min(job.gib for job in queue), 1))
+    command = [sys.executable, __file__, *arguments, "--until", str(started + chosen.seconds)]
+    lost, status = 0, 0
+    active: dict[int, subprocess.Popen[bytes]] = {}
     try:
-        while queue or active:
-            late = time.monotonic() - started > chosen.seconds
-            if late and not over:
-                queue, over = [], True
-                for job in active.values():
-                    (out / job.folder / "stop").touch()  # ends after its step, and saves
-            room = chosen.gib - sum(job.gib for job in active.values())
-            fitting = next((job for job in queue if job.gib <= room), None)
-            if fitting is not None and len(active) < chosen.at_once:
-                queue.remove(fitting)
-                more = left(fitting, out, steps_of(fitting))
-                if more is not None:
-                    active[_start(fitting, out, more)] = fitting
-                    time.sleep(chosen.stagger)
-                continue
-            time.sleep(1.0)
-            for process in [one for one in active if one.poll() is not None]:
-                job = active.pop(process)
-                said = "" if process.returncode == 0 else f", status {process.returncode}: {out / job.folder}.log"
-                print(f"{time.monotonic() - started:5.0f} s: {job.folder}{said}", flush=True)
-                failed += [job.folder] if process.returncode else []
+        for number in range(lanes):
+            active[number] = _start(command, number, chosen.out)
+            time.sleep(chosen.stagger)
+        while active:
+            time.sleep(0.5)
+            for number in [number for number, lane in active.items() if lane.poll() is not None]:
+                ended = active.pop(number).returncode
+                status = status or ended
+                if ended not in (0, 1) and lost < LOST * lanes:
+                    lost += 1
+                    print(f"lane {number} ended with status {ended}: {_log(chosen.out, number)}", flush=True)
+                    active[number] = _start(command, number, chosen.out)
     finally:
-        for process in active:
-            process.terminate()
-        for process in active:
-            process.wait()
-    return 1 if failed else 0
+        for lane in active.values():
+            lane.terminate()
+        for lane in active.values():
+            lane.wait()
+    return int(status != 0)
 
 
-def _start(job: Job, out: Path, more: Sequence[str]) -> subprocess.Popen[bytes]:
-    log = out / f"{job.folder}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    variables = {"PYTHON": sys.executable, "RUN_DIR": str(out / job.folder), "OMP_NUM_THREADS": "1"}
-    command = ["bash", str(ROOT / "examples/run_smollm2_dppo.sh"), *job.overrides, *more]
-    with open(log, "ab") as file:
-        return subprocess.Popen(
-            command, env=os.environ | variables | job.variables, stdout=file, stderr=subprocess.STDOUT
-        )
+def _start(command: Sequence[str], number: int, out: Path) -> subprocess.Popen[bytes]:
+    file = _log(out, number)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with open(file, "ab") as log:
+        return subprocess.Popen([*command, "--lane", str(number)], env=environment, stderr=log)
+
+
+def _log(out: Path, number: int) -> Path:
+    """What a lane's own processes print; a run's output is beside its folder."""
+    return out / f"lanes/{os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}-{number}.log"
+
+
+def run_one_lane(chosen: argparse.Namespace) -> int:
+    """What fits on the GPU beside the lanes before this one."""
+    fitting = [job for job in chosen_jobs(chosen) if job.gib * (chosen.lane + 1) <= max(chosen.gib, job.gib)]
+    return run_lane(fitting, lambda job: left(job, chosen.out, steps_of(job)), chosen.out, chosen.until)
 
 
 def _several[T](kind: Callable[[str], T]) -> Callable[[str], list[T]]:
@@ -185,7 +185,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--noise", type=_several(float), default=[0.0, 0.01, 0.03])
     parser.add_argument("--rate", type=float, default=2e-5, help="of staleness and noise")
     parser.add_argument("--parted", type=Path, help="of replay: a mixture whose experts differ")
-    parser.add_argument("--at-once", type=int, default=8, help="runs that share the GPU and the cores")
+    parser.add_argument("--lanes", type=int, default=8, help="runs that share the GPU and the cores")
+    parser.add_argument("--lane", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--gib", type=int, default=125, help="of the GPU, for all of them")
     parser.add_argument("--seconds", type=float, default=1e9, help="after which nothing is started")
     parser.add_argument("--stagger", type=float, default=1.0, help="seconds between two starts")
@@ -199,7 +201,9 @@ def main(arguments: Sequence[str]) -> int:
         for word in chosen.experiments:
             if word not in EXPERIMENTS:
                 raise UserError(f"study: {word} is no experiment: {', '.join(EXPERIMENTS)}")
-        return run(chosen)
+        if not chosen.experiments:
+            raise UserError(f"study: name an experiment: {', '.join(EXPERIMENTS)}; or report")
+        return run(chosen, arguments) if chosen.lane is None else run_one_lane(chosen)
 
     return exit_status(go)
 

@@ -104,8 +104,7 @@ class Trainer:
     def run(self, first_step: int, export: Callable[[], None] = lambda: None) -> bool:
         """Steps `first_step + 1 .. trainer.steps`; `first_step` steps are done already (0, or what a checkpoint holds).
 
-        The weights of the checkpoint the engine was started from are those of step 0; a resumed run syncs first, and so
-        do one with random weights and one whose engines slept while the trainer was built.
+        The engines get the weights first: those that they started from may be others, of a run before or of none.
         Returns whether the last step was reached: a run that is asked to stop (`StopRequest`) saves its state after the
         running step and returns False. After the last step `export` is called.
 
@@ -131,10 +130,8 @@ class Trainer:
 
     def _run(self, first_step: int) -> bool:
         self._step_now = first_step
-        loaded = not (self._config.model.random_weights or self._config.rollout.takes_turns)
-        if first_step > 0 or self._config.trainer.engine_weight_noise or not loaded:
-            with self._watch("sync"):
-                self._coordinator.sync(first_step)
+        with self._watch("sync"):
+            self._coordinator.sync(first_step)
         # A run that was stopped during an evaluation has the checkpoint of that step, but not its result.
         if self._evaluation_is_due(first_step) and not self._evaluated(first_step):
             self._evaluate(first_step)

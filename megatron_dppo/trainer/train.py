@@ -6,7 +6,8 @@ import datetime
 import gc
 import secrets
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import torch
@@ -55,8 +56,11 @@ CONFIG = "config.yaml"
 """Of the run's folder."""
 
 
-def train(config: Config) -> int:
+def train(config: Config, engines: Callable[..., AbstractContextManager[RolloutFleet | None]] = open_fleet) -> int:
     """Train as `config` says, on all ranks of a torchrun job. Returns the exit code.
+
+    engines  `open_fleet`, or what takes the same and gives engines that are up already: a process that trains several
+             times, one run after another, need not start them again. They get the run's weights before anything else.
 
     What can be checked is checked before the engine or a process group is started. The engine loads in the background
     while the ranks build their model. Everything started here is closed on the way out, whatever the way.
@@ -111,14 +115,14 @@ def train(config: Config) -> int:
         if progress:
             progress.phase("starting engines")
 
-        def made(engines: RolloutFleet) -> None:
+        def made(fleet: RolloutFleet) -> None:
             assert progress is not None
-            progress.detail = lambda: _said(engines.status())
+            progress.detail = lambda: _said(fleet.status())
 
-        engines = open_fleet(
+        opened = engines(
             runtime, config.model.path, rollout, namespace=namespace, logs=config.run.dir / LOGS, made=made
         )
-        fleet = stack.enter_context(engines)
+        fleet = stack.enter_context(opened)
         if progress:
             progress.phase("loading the model")
         # The model, and the state that this run goes on from.

@@ -35,14 +35,16 @@ def test_runs_are_named_by_what_varies(tmp_path: Path) -> None:
         f"rates/{algorithm}/{rate}/seed-1" for algorithm in ("dppo-binary-tv", "pg-is") for rate in ("1e-05", "2e-05")
     ]
     assert "optimizer.lr=2e-05" in rates[1].overrides
-    assert rates[1].variables == {"SEED": "1"}
+    assert rates[1].seed == 1
     assert study.steps_of(rates[0]) == 7, "the last word counts"
     fresh, old = list(study.jobs("staleness", 0, chosen(tmp_path)))[:2]
+    assert fresh.folder == "rates/dppo-binary-tv/2e-05/seed-0", "the same run as of the rates"
     assert not any("schedule" in override for override in fresh.overrides)
     assert "rollout.max_staleness=4" in old.overrides
     with pytest.raises(study.UserError, match="--parted"):
         list(study.jobs("replay", 0, chosen(tmp_path)))
     r3, live = study.jobs("replay", 0, chosen(tmp_path, parted=Path("m")))
+    assert (r3.model, r3.experts) == (Path("m"), 8)
     assert set(live.overrides) - set(r3.overrides) == {"run.name=live", "actor.router_replay=none"}
 
 
@@ -58,7 +60,7 @@ def logged(out: Path, folder: str, rewards: list[float]) -> None:
 
 
 def test_a_run_goes_on_where_it_can(tmp_path: Path) -> None:
-    job = study.Job("rates/pg-is/1e-05/seed-0", {}, (), 9)
+    job = study.Job("rates/pg-is/1e-05/seed-0", 0, (), 9)
     assert study.left(job, tmp_path, 3) == ()
     logged(tmp_path, job.folder, [0.1, 0.2])
     assert study.left(job, tmp_path, 2) is None
@@ -84,6 +86,17 @@ def test_the_largest_value_that_learns(tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "study.png").stat().st_size > 10_000
     with pytest.raises(report.UserError, match="holds no run"):
         report.report(tmp_path / "none")
+
+
+def test_answers_that_are_not_old_are_the_runs_of_the_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder, end in (("staleness/pg-is/4", 0.3), ("rates/pg-is/2e-05", 0.7), ("rates/pg-is/4e-05", 0.9)):
+        logged(tmp_path, f"{folder}/seed-2", [0.1, end])
+        (tmp_path / folder / "seed-2/config.yaml").write_text("optimizer: {lr: 2.0e-5}\n")
+    report.report(tmp_path)
+    stale = capsys.readouterr().out.partition("## staleness")[2]
+    assert "| PG-IS 0 | 1 | 2 | 0.100 | 0.700 |" in stale
+    assert "| PG-IS 4 | 1 | 2 | 0.100 | 0.300 |" in stale
+    assert "0.900" not in stale
 
 
 def test_working_is_right_or_slips() -> None:

@@ -1,0 +1,130 @@
+"""Runs one after another in one process, which keep their engine: it starts once, and each run gives it its weights.
+
+```
+lane 0, a process ─ engine ─ run, run, run ...      each takes the next run of the list that nobody has
+lane 1            ─ engine ─ run, run, run ...      (a lock beside the run's folder), on this GPU or another
+```
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+from examples.smollm2.settings import arguments, model
+from megatron_dppo.config.load import load_config
+from megatron_dppo.launch.stop import REQUEST
+from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.engine import RolloutFleet
+from megatron_dppo.rollout.start import open_fleet
+from megatron_dppo.trainer.train import train
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: its folder below OUT, what it trains, overrides, and the GPU memory that it takes."""
+
+    folder: str
+    seed: int
+    overrides: tuple[str, ...]
+    gib: int
+    experts: int = 0
+    model: Path | None = None
+
+
+class KeptEngines:
+    """`open_fleet` for runs that follow each other: engines stay as long as model and settings are the same. After an
+    error new ones are started. To be closed."""
+
+    def __init__(self) -> None:
+        self._stack, self._of, self._fleet = ExitStack(), None, None
+
+    @contextmanager
+    def __call__(
+        self, ranks: Any, model: Path, config: RolloutConfig, *, made: Callable[[RolloutFleet], None], **options: Any
+    ) -> Iterator[RolloutFleet | None]:
+        # What the trainer alone looks at may differ.
+        of = (model, config.model_copy(update={"schedule": "synchronous", "max_staleness": 1}))
+        if of != self._of:
+            self.close()
+            self._fleet = self._stack.enter_context(open_fleet(ranks, model, config, made=made, **options))
+            self._of = of
+        elif self._fleet is not None:
+            made(self._fleet)
+        try:
+            yield self._fleet
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._stack.close()
+        self._of = self._fleet = None
+
+
+def run_lane(jobs: Sequence[Job], left: Callable[[Job], Sequence[str] | None], out: Path, until: float) -> int:
+    """Run what nobody runs of `jobs`, in this process, as rank 0 of one; 1 where a run failed.
+
+    left   what a run needs besides to begin or go on; None where it is complete
+    until  of `time.monotonic`: then nothing is started, and what runs is asked to stop
+    """
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    engines, failed = KeptEngines(), False
+    try:
+        for job in jobs:
+            with _claimed(out / f"{job.folder}.lock") as mine:
+                more = left(job) if mine and time.monotonic() < until else None
+                if more is None:
+                    continue
+                done = _run(job, more, out, engines, until)
+                failed |= not done
+                if done and left(job) is not None:  # it was asked to stop, and so are we
+                    break
+    finally:
+        engines.close()
+    return int(failed)
+
+
+@contextmanager
+def _claimed(file: Path) -> Iterator[bool]:
+    """Whether nobody else has the run; it is ours inside."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def _run(job: Job, more: Sequence[str], out: Path, engines: KeptEngines, until: float) -> bool:
+    started, run = time.monotonic(), out / job.folder
+    made = model(job.experts, job.seed, job.model, os.environ.get("PACKAGE"))
+    stop = Timer(until - started, lambda: (run / REQUEST).touch())
+    stop.daemon = True
+    stop.start()
+    said = ""
+    with open(out / f"{job.folder}.log", "a") as log, redirect_stdout(log), redirect_stderr(log):
+        try:
+            made.ensure()
+            task = os.environ.get("TASK", "sums")
+            _, config, *settings = arguments(task, job.experts, job.seed, made.folder, run)
+            train(load_config(Path(config), [*settings, *job.overrides, *more]), engines)
+        except Exception:
+            traceback.print_exc()
+            said = f" failed: {log.name}"
+    stop.cancel()
+    gc.collect()  # the model and its optimizer refer to each other
+    print(f"{time.monotonic() - started:5.0f} s: {job.folder}{said}", flush=True)
+    return not said
