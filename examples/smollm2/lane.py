@@ -11,35 +11,25 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
-import sys
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Timer
 from typing import Any
 
+from examples.smollm2.plan import Job
 from examples.smollm2.settings import arguments, model
+from megatron_dppo.checkpoint.state_folder import finished_states
 from megatron_dppo.config.load import load_config
 from megatron_dppo.launch.stop import REQUEST
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import RolloutFleet
 from megatron_dppo.rollout.start import open_fleet
+from megatron_dppo.trainer.history import CHECKPOINTS, METRICS_FILE, read_rows
 from megatron_dppo.trainer.train import train
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run: its folder below OUT, what it trains, overrides, and the GPU memory that it takes."""
-
-    folder: str
-    seed: int
-    overrides: tuple[str, ...]
-    gib: int
-    experts: int = 0
-    model: Path | None = None
 
 
 class KeptEngines:
@@ -72,10 +62,24 @@ class KeptEngines:
         self._of = self._fleet = None
 
 
-def run_lane(jobs: Sequence[Job], left: Callable[[Job], Sequence[str] | None], out: Path, until: float) -> int:
-    """Run what nobody runs of `jobs`, in this process, as rank 0 of one; 1 where a run failed.
+def left(job: Job, out: Path) -> tuple[str, ...] | None:
+    """What the run needs beside its overrides to begin or go on; None where it is complete."""
+    run = out / job.folder
+    if not (run / METRICS_FILE).exists():
+        shutil.rmtree(run, ignore_errors=True)
+        return ()
+    done = max((row["step"] for row in read_rows(run / METRICS_FILE) if "reward/mean" in row), default=0)
+    if done >= job.steps:
+        return None
+    if finished_states(run / CHECKPOINTS):
+        return ("trainer.resume=true",)
+    shutil.rmtree(run)
+    return ()
 
-    left   what a run needs besides to begin or go on; None where it is complete
+
+def run_lane(jobs: Sequence[Job], out: Path, until: float) -> int:
+    """Run what is left of `jobs` and nobody runs, in this process, as rank 0 of one; 1 where a run failed.
+
     until  of `time.monotonic`: then nothing is started, and what runs is asked to stop
     """
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -83,12 +87,12 @@ def run_lane(jobs: Sequence[Job], left: Callable[[Job], Sequence[str] | None], o
     try:
         for job in jobs:
             with _claimed(out / f"{job.folder}.lock") as mine:
-                more = left(job) if mine and time.monotonic() < until else None
+                more = left(job, out) if mine and time.monotonic() < until else None
                 if more is None:
                     continue
                 done = _run(job, more, out, engines, until)
                 failed |= not done
-                if done and left(job) is not None:  # it was asked to stop, and so are we
+                if done and left(job, out) is not None:  # it was asked to stop, and so are we
                     break
     finally:
         engines.close()
@@ -110,16 +114,18 @@ def _claimed(file: Path) -> Iterator[bool]:
 
 def _run(job: Job, more: Sequence[str], out: Path, engines: KeptEngines, until: float) -> bool:
     started, run = time.monotonic(), out / job.folder
-    made = model(job.experts, job.seed, job.model, os.environ.get("PACKAGE"))
     stop = Timer(until - started, lambda: (run / REQUEST).touch())
     stop.daemon = True
     stop.start()
     said = ""
     with open(out / f"{job.folder}.log", "a") as log, redirect_stdout(log), redirect_stderr(log):
         try:
-            made.ensure()
-            task = os.environ.get("TASK", "sums")
-            _, config, *settings = arguments(task, job.experts, job.seed, made.folder, run)
+            folder = job.model
+            if folder is None:
+                made = model(job.experts, job.seed, package=os.environ.get("PACKAGE"))
+                made.ensure()
+                folder = made.folder
+            _, config, *settings = arguments(os.environ.get("TASK", "sums"), job.experts, job.seed, folder, run)
             train(load_config(Path(config), [*settings, *job.overrides, *more]), engines)
         except Exception:
             traceback.print_exc()

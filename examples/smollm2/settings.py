@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import MadeOnce
 
@@ -40,9 +38,11 @@ def model(experts: int, seed: int | str, folder: Path | None = None, package: st
 
 def arguments(task: str, experts: int, seed: int | str, model: Path, run: Path) -> list[str]:
     """Of `megatron-dppo train`. Errors: `UserError` for a task that is none."""
+    from torch.cuda import is_available  # takes seconds to import, which whoever only needs the model saves
+
     if task not in TASKS:
         raise UserError(f"TASK={task} is none of the tasks of this script: {', '.join(TASKS)}")
     found = [*TASKS[task], f"model.path={model}", f"run.dir={run}", f"run.seed={seed}"]
     if experts:
         found += ["actor.router_replay=r3", "rollout.router_replay=true"]
-    return ["train", str(CONFIG), *found, *(() if torch.cuda.is_available() else CPU)]
+    return ["train", str(CONFIG), *found, *(() if is_available() else CPU)]

@@ -12,113 +12,36 @@
 | `staleness` | algorithms x steps that answers may be old, at `--rate` |
 | `noise` | float32 on both sides, algorithms x noise on the engine's weights, at `--rate` |
 
-Runs are OUT/EXPERIMENT/ARM/seed-N, seed by seed, each made by one of the lanes: processes that keep their engine from run
-to run (`lane.py`). Where there are several GPUs start this once for each (CUDA_VISIBLE_DEVICES) with the same OUT: no run
-is made twice. One that is complete is not repeated; one that stopped with a state goes on from it, without one it begins
-anew. After `--seconds` nothing is started; what runs is asked to stop.
+Runs are OUT/EXPERIMENT/ARM/seed-N, seed by seed, each made by one of the lanes: processes that keep their engine from
+run to run (`lane.py`). Where there are several GPUs start this once for each (CUDA_VISIBLE_DEVICES) with one OUT: no
+run is made twice. One that is complete is not repeated; one that stopped with a state goes on from it, without one it
+begins anew. After `--seconds` nothing is started; what runs is asked to stop.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.smollm2.lane import Job, run_lane
-from examples.smollm2.report import report
-from megatron_dppo.checkpoint.state_folder import finished_states
+from examples.smollm2.plan import ALGORITHMS, EXPERIMENTS, jobs
+from examples.smollm2.settings import model
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import exit_status
-from megatron_dppo.trainer.history import CHECKPOINTS, METRICS_FILE, read_rows
 
-ALGORITHMS = ("dppo-binary-tv", "grpo-clip-higher", "cispo", "pg-is")
-EXPERIMENTS = ("learn", "replay", "rates", "staleness", "noise")
-SHORT = (
-    *("trainer.steps=25", "trainer.checkpoint_every=0", "evaluation.every=0"),
-    *("trainer.export_hugging_face=false", "tracking.samples_every=0", "trainer.parity_check=false"),
-)
-"""Of the runs of a table: 512 answers and 4 gradient steps a step, 100 gradient steps in all."""
 LOST = 2
-"""How often a lane that was killed starts again."""
-MIXTURE_GIB, DENSE_GIB = 29, 14
-"""Of GPU memory that a run takes, trainer and engine."""
-
-
-def jobs(experiment: str, seed: int, chosen: argparse.Namespace) -> Iterator[Job]:
-    """The runs of `experiment` with `seed`. Raises UserError where an option is missing."""
-
-    def job(arm: str, *overrides: str, folder: str = "", gib: int = DENSE_GIB, **options: Any) -> Job:
-        folder = f"{folder or f'{experiment}/{arm}'}/seed-{seed}"
-        return Job(folder, seed, (f"run.name={arm}", *overrides, *chosen.overrides), gib, **options)
-
-    if experiment == "learn":
-        kept = ("trainer.checkpoint_every=0",)  # with its moments a mixture's state is 11 GB
-        yield job("dense", *kept)
-        yield job("mixture", *kept, gib=MIXTURE_GIB, experts=8)
-    elif experiment == "replay":
-        if chosen.parted is None:
-            raise UserError("study replay: name the mixture whose experts differ (supervised.py makes it): --parted")
-        mixture = {"gib": MIXTURE_GIB, "experts": 8, "model": chosen.parted}
-        kept = ("trainer.steps=30", "trainer.checkpoint_every=0", "trainer.export_hugging_face=false")
-        yield job("r3", *kept, **mixture)
-        yield job("live", *kept, "actor.router_replay=none", **mixture)
-    else:
-        for algorithm in chosen.algorithms:
-            one = (*SHORT, f"algorithm.preset={algorithm}", "algorithm.constants=appendix-d")
-            rate = f"optimizer.lr={chosen.rate:g}"
-            if experiment == "rates":
-                for other in chosen.rates:
-                    yield job(f"{algorithm}/{other:g}", *one, f"optimizer.lr={other:g}")
-            elif experiment == "staleness":
-                for steps in chosen.staleness:
-                    ahead = ("rollout.schedule=one_step_off", f"rollout.max_staleness={steps}")
-                    if steps:
-                        yield job(f"{algorithm}/{steps}", *one, rate, *ahead)
-                    else:  # the run of `rates`
-                        yield job(f"{algorithm}/0", *one, rate, folder=f"rates/{algorithm}/{chosen.rate:g}")
-            else:
-                precise = ("actor.dtype=float32", "rollout.dtype=float32", "rollout.weight_transfer=object_store")
-                for noise in chosen.noise:
-                    noisy = f"trainer.engine_weight_noise={noise:g}"
-                    yield job(f"{algorithm}/{noise:g}", *one, rate, *precise, noisy, gib=2 * DENSE_GIB)
-
-
-def left(job: Job, out: Path, steps: int) -> tuple[str, ...] | None:
-    """What the run needs beside its overrides to begin or go on; None where it is complete."""
-    run = out / job.folder
-    if not (run / METRICS_FILE).exists():
-        shutil.rmtree(run, ignore_errors=True)
-        return ()
-    done = max((row["step"] for row in read_rows(run / METRICS_FILE) if "reward/mean" in row), default=0)
-    if done >= steps:
-        return None
-    if finished_states(run / CHECKPOINTS):
-        return ("trainer.resume=true",)
-    shutil.rmtree(run)
-    return ()
-
-
-def steps_of(job: Job) -> int:
-    """Of `trainer.steps` the last word counts; the configuration's is 50."""
-    said = [override.partition("=")[2] for override in job.overrides if override.startswith("trainer.steps=")]
-    return int(said[-1]) if said else 50
-
-
-def chosen_jobs(chosen: argparse.Namespace) -> list[Job]:
-    return [job for name in chosen.experiments for seed in chosen.seeds for job in jobs(name, seed, chosen)]
+"""How often, for each lane, one that was killed starts again."""
 
 
 def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run what is left in `--lanes` processes, as many of them as `--gib` of the GPU hold; 1 where a run failed."""
-    started, queue = time.monotonic(), chosen_jobs(chosen)
+    started, queue = time.monotonic(), jobs(chosen)
     lanes = min(chosen.lanes, len(queue), max(chosen.gib // min(job.gib for job in queue), 1))
     command = [sys.executable, __file__, *arguments, "--until", str(started + chosen.seconds)]
     lost, status = 0, 0
@@ -127,6 +50,10 @@ def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
         for number in range(lanes):
             active[number] = _start(command, number, chosen.out)
             time.sleep(chosen.stagger)
+        package = os.environ.get("PACKAGE")
+        made = [model(job.experts, job.seed, package=package) for job in queue if job.model is None]
+        for one in {one.folder: one for one in made}.values():  # lanes that import meanwhile wait for theirs
+            one.ensure()
         while active:
             time.sleep(0.5)
             for number in [number for number, lane in active.items() if lane.poll() is not None]:
@@ -159,8 +86,10 @@ def _log(out: Path, number: int) -> Path:
 
 def run_one_lane(chosen: argparse.Namespace) -> int:
     """What fits on the GPU beside the lanes before this one."""
-    fitting = [job for job in chosen_jobs(chosen) if job.gib * (chosen.lane + 1) <= max(chosen.gib, job.gib)]
-    return run_lane(fitting, lambda job: left(job, chosen.out, steps_of(job)), chosen.out, chosen.until)
+    from examples.smollm2.lane import run_lane  # what trains takes seconds to import
+
+    fitting = [job for job in jobs(chosen) if job.gib * (chosen.lane + 1) <= max(chosen.gib, job.gib)]
+    return run_lane(fitting, chosen.out, chosen.until)
 
 
 def _several[T](kind: Callable[[str], T]) -> Callable[[str], list[T]]:
@@ -195,6 +124,8 @@ def main(arguments: Sequence[str]) -> int:
 
     def go() -> int | None:
         if chosen.words == ["report"]:
+            from examples.smollm2.report import report
+
             return report(chosen.out)
         chosen.overrides = tuple(word for word in chosen.words if "=" in word)
         chosen.experiments = [word for word in chosen.words if "=" not in word]

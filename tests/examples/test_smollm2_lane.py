@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.smollm2.lane import Job, run_lane
+from examples.smollm2.lane import run_lane
+from examples.smollm2.plan import Job
 from examples.tiny_moe_dppo.model import byte_tokenizer, random_tiny_qwen3_moe, write_checkpoint
 from megatron_dppo.trainer.history import History
 
@@ -25,11 +26,13 @@ TINY = (
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from examples.smollm2.lane import Job, run_lane
+from examples.smollm2.lane import run_lane
+from examples.smollm2.plan import Job
 out, model, *overrides = sys.argv[1:]
-jobs = [Job(f"{rate}/seed-0", 0, (*overrides, f"optimizer.lr={rate}"), 1, model=Path(model)) for rate in ("none", "0.3", "0.2")]
-left = lambda job: None if (Path(out) / job.folder / "metrics.jsonl").exists() else ()
-sys.exit(run_lane(jobs, left, Path(out), time.monotonic() + 1e6))
+def job(rate):
+    return Job(f"{rate}/seed-0", 0, (*overrides, f"optimizer.lr={rate}"), 1, model=Path(model))
+jobs = [job(rate) for rate in ("none", "0.3", "0.2")]
+sys.exit(run_lane(jobs, Path(out), time.monotonic() + 1e6))
 """
 
 
@@ -57,5 +60,5 @@ def test_a_run_that_another_lane_has_is_left_to_it(tmp_path: Path, monkeypatch: 
     (tmp_path / "rates").mkdir()
     with open(tmp_path / "rates/seed-0.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert run_lane([job], lambda job: (), tmp_path, 1e12) == 0
+        assert run_lane([job], tmp_path, 1e12) == 0
     assert not (tmp_path / "rates/seed-0.log").exists()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from examples.smollm2 import make_model, report, study, supervised
+from examples.smollm2 import lane, make_model, plan, report, supervised
 from tests.examples.test_smollm2 import tiny_llama
 
 
@@ -30,20 +31,20 @@ def chosen(out: Path, **changed: object) -> argparse.Namespace:
 
 
 def test_runs_are_named_by_what_varies(tmp_path: Path) -> None:
-    rates = list(study.jobs("rates", 1, chosen(tmp_path)))
+    rates = list(plan.of_experiment("rates", 1, chosen(tmp_path)))
     assert [one.folder for one in rates] == [
         f"rates/{algorithm}/{rate}/seed-1" for algorithm in ("dppo-binary-tv", "pg-is") for rate in ("1e-05", "2e-05")
     ]
     assert "optimizer.lr=2e-05" in rates[1].overrides
     assert rates[1].seed == 1
-    assert study.steps_of(rates[0]) == 7, "the last word counts"
-    fresh, old = list(study.jobs("staleness", 0, chosen(tmp_path)))[:2]
+    assert rates[0].steps == 7, "the last word counts"
+    fresh, old = list(plan.of_experiment("staleness", 0, chosen(tmp_path)))[:2]
     assert fresh.folder == "rates/dppo-binary-tv/2e-05/seed-0", "the same run as of the rates"
     assert not any("schedule" in override for override in fresh.overrides)
     assert "rollout.max_staleness=4" in old.overrides
-    with pytest.raises(study.UserError, match="--parted"):
-        list(study.jobs("replay", 0, chosen(tmp_path)))
-    r3, live = study.jobs("replay", 0, chosen(tmp_path, parted=Path("m")))
+    with pytest.raises(plan.UserError, match="--parted"):
+        list(plan.of_experiment("replay", 0, chosen(tmp_path)))
+    r3, live = plan.of_experiment("replay", 0, chosen(tmp_path, parted=Path("m")))
     assert (r3.model, r3.experts) == (Path("m"), 8)
     assert set(live.overrides) - set(r3.overrides) == {"run.name=live", "actor.router_replay=none"}
 
@@ -60,11 +61,12 @@ def logged(out: Path, folder: str, rewards: list[float]) -> None:
 
 
 def test_a_run_goes_on_where_it_can(tmp_path: Path) -> None:
-    job = study.Job("rates/pg-is/1e-05/seed-0", 0, (), 9)
-    assert study.left(job, tmp_path, 3) == ()
+    job = plan.Job("rates/pg-is/1e-05/seed-0", 0, ("trainer.steps=2",), 9)
+    longer = replace(job, overrides=("trainer.steps=3",))
+    assert lane.left(longer, tmp_path) == ()
     logged(tmp_path, job.folder, [0.1, 0.2])
-    assert study.left(job, tmp_path, 2) is None
-    assert study.left(job, tmp_path, 3) == ()
+    assert lane.left(job, tmp_path) is None
+    assert lane.left(longer, tmp_path) == ()
     assert not (tmp_path / job.folder).exists(), "without a state it begins anew"
 
 
