@@ -38,6 +38,8 @@ class KeptEngines:
 
     def __init__(self) -> None:
         self._stack, self._of, self._fleet = ExitStack(), None, None
+        self.used = False
+        """Whether the run got engines that another one had before."""
 
     @contextmanager
     def __call__(
@@ -45,7 +47,8 @@ class KeptEngines:
     ) -> Iterator[RolloutFleet | None]:
         # What the trainer alone looks at may differ.
         of = (model, config.model_copy(update={"schedule": "synchronous", "max_staleness": 1}))
-        if of != self._of:
+        self.used = of == self._of
+        if not self.used:
             self.close()
             self._fleet = self._stack.enter_context(open_fleet(ranks, model, config, made=made, **options))
             self._of = of
@@ -87,10 +90,12 @@ def run_lane(jobs: Sequence[Job], out: Path, until: float) -> int:
     try:
         for job in jobs:
             with _claimed(out / f"{job.folder}.lock") as mine:
-                more = left(job, out) if mine and time.monotonic() < until else None
-                if more is None:
+                if not mine:
                     continue
-                done = _run(job, more, out, engines, until)
+                done, again = True, True
+                while again and time.monotonic() < until and (more := left(job, out)) is not None:
+                    done = _run(job, more, out, engines, until)
+                    again = not done and engines.used  # with engines of its own
                 failed |= not done
                 if done and left(job, out) is not None:  # it was asked to stop, and so are we
                     break
@@ -113,7 +118,7 @@ def _claimed(file: Path) -> Iterator[bool]:
 
 
 def _run(job: Job, more: Sequence[str], out: Path, engines: KeptEngines, until: float) -> bool:
-    started, run = time.monotonic(), out / job.folder
+    started, run, engines.used = time.monotonic(), out / job.folder, False
     stop = Timer(until - started, lambda: (run / REQUEST).touch())
     stop.daemon = True
     stop.start()

@@ -24,15 +24,19 @@ TINY = (
     "task.rewards=[{kind: python, path: 'megatron_dppo.launch.example:coin'}]",
 )
 SCRIPT = """
-import sys, time
+import gc, sys, time
 from pathlib import Path
 from examples.smollm2.lane import run_lane
 from examples.smollm2.plan import Job
+from megatron_dppo.actor.actor import MegatronActor
+from megatron_dppo.rollout.fleet.fleet import EngineFleet
 out, model, *overrides = sys.argv[1:]
 def job(rate):
     return Job(f"{rate}/seed-0", 0, (*overrides, f"optimizer.lr={rate}"), 1, model=Path(model))
 jobs = [job(rate) for rate in ("none", "0.3", "0.2")]
-sys.exit(run_lane(jobs, Path(out), time.monotonic() + 1e6))
+status = run_lane(jobs, Path(out), time.monotonic() + 1e6)
+kept = [one for one in gc.get_objects() if isinstance(one, (MegatronActor, EngineFleet))]
+sys.exit(f"still there: {kept}" if kept else status)
 """
 
 
