@@ -1,4 +1,4 @@
-"""Tables and pictures of what `study.py` ran: OUT/study.md, OUT/learn.png, OUT/study.png."""
+"""Tables and pictures of what `study.py` ran: OUT/study.md, and pictures beside it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import METRICS_FILE, History, Series
 from megatron_dppo.trainer.plots import smooth
 
-REWARD, EVALUATED = "reward/mean", "eval/accuracy"
+REWARD, EVALUATED, GAP = "reward/mean", "eval/accuracy", "mismatch/mean_abs_pi_mu"
 Arms = Mapping[str, Mapping[int, History]]
 """Runs by arm and seed."""
 LEARNS = 0.5
@@ -48,7 +48,7 @@ class Ended:
     def of(history: History) -> Ended:
         reward = history[REWARD]
         tail = max(1, len(reward) // 10)
-        gap, worst = history["mismatch/mean_abs_pi_mu"], history["mismatch/max_abs_pi_mu"]
+        gap, worst = history[GAP], history["mismatch/max_abs_pi_mu"]
         if not len(gap):
             gap, worst = history["policy/mean_abs_pi_mu"], history["policy/abs_prob_diff_max"]
         return Ended(
@@ -78,6 +78,8 @@ def report(out: Path) -> int:
         plot_learning(found["learn"], out / "learn.png")
     if swept := {name: arms for name, arms in found.items() if name in AXES}:
         plot_sweeps(swept, out / "study.png")
+    if "rates" in found:
+        plot_rates(found["rates"], out / "rates.png")
     return 0
 
 
@@ -184,6 +186,26 @@ def plot_learning(arms: Arms, path: Path) -> None:
     figure.savefig(path, format="png")
 
 
+def plot_rates(arms: Arms, path: Path) -> None:
+    """A column per learning rate: reward and mismatch over the steps, by algorithm."""
+    rates = sorted({float(arm.partition("/")[2]) for arm in arms})
+    algorithms = list(dict.fromkeys(arm.partition("/")[0] for arm in arms))
+    figure = _figure(2, len(rates), width=3.6, height=3.0)
+    rows = figure.subplots(2, len(rates), squeeze=False, sharey="row")
+    for row, (metric, title) in zip(rows, ((REWARD, "reward"), (GAP, r"mean of $|\pi - \mu|$")), strict=True):
+        for axis, rate in zip(row, rates, strict=True):
+            for colour, algorithm in enumerate(algorithms):
+                runs = arms.get(f"{algorithm}/{rate:g}", {}).values()
+                if curves := [Series(one[metric].steps, smooth(one[metric])) for one in runs]:
+                    _band(axis, curves, f"C{colour}", LABELS.get(algorithm, algorithm))
+            axis.set_title(f"{title}, learning rate {rate:g}")
+    for axis in rows[1]:
+        axis.set_yscale("log")
+        axis.set_xlabel("training step")
+    rows[0][0].legend()
+    figure.savefig(path, format="png")
+
+
 def plot_sweeps(experiments: Mapping[str, Arms], path: Path) -> None:
     """A row per experiment: reward and mismatch at the end against what was varied, by algorithm."""
     figure = _figure(len(experiments), 2)
@@ -212,8 +234,8 @@ def plot_sweeps(experiments: Mapping[str, Arms], path: Path) -> None:
     figure.savefig(path, format="png")
 
 
-def _figure(rows: int, columns: int) -> Figure:
-    size = (6.2 * columns, 4.0 * rows)
+def _figure(rows: int, columns: int, *, width: float = 6.2, height: float = 4.0) -> Figure:
+    size = (width * columns, height * rows)
     figure = Figure(figsize=size, dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     FigureCanvasAgg(figure)
     return figure

@@ -17,11 +17,11 @@ TASKS = {
     ),
 }
 CPU = (
-    *("actor.dtype=float32", "actor.max_tokens_per_microbatch=4096", "lora.rank=16", "lora.alpha=32"),
-    *("optimizer.lr=3e-4", "rollout.dtype=float32", "rollout.kv_cache_mib=512", "rollout.enforce_eager=true"),
-    *("rollout.max_num_seqs=256", "rollout.cpu_threads=2", "trainer.steps=20", "trainer.prompts_per_step=32"),
-    *("trainer.samples_per_prompt=8", "trainer.prompts_per_mini_batch=16", "trainer.checkpoint_every=5"),
-    *("evaluation.every=10", "evaluation.prompts=64", "evaluation.samples=1"),
+    *("actor.dtype=float32", "actor.max_tokens_per_microbatch=1024", "lora.rank=16", "lora.alpha=32"),
+    *("optimizer.lr=1e-3", "rollout.dtype=float32", "rollout.kv_cache_mib=512", "rollout.enforce_eager=true"),
+    *("rollout.max_num_seqs=256", "rollout.max_response_tokens=32", "trainer.steps=30", "trainer.prompts_per_step=16"),
+    *("trainer.samples_per_prompt=8", "trainer.prompts_per_mini_batch=8", "trainer.checkpoint_every=5"),
+    *("evaluation.every=10", "evaluation.prompts=64", "evaluation.samples=1", "rollout.cpu_threads=2"),
 )
 """What makes the same run one for two cores and an hour."""
 
