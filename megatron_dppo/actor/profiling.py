@@ -154,7 +154,7 @@ _COLLECTIVES = (
 )
 _COMPUTE = (
     ("LM head", ("_TokenStats", "CrossEntropy", "LinearWithGradAccumulation")),
-    ("attention core", ("FusedAttnFunc", "AttnFuncWithCP", "FlashAttn", "scaled_dot_product", "UnfusedDotProduct")),
+    ("attention core", ("FusedAttnFunc", "AttnFuncWithCP", "FlashAttn", "FlashWithSinks", "scaled_dot_product")),
     ("experts: grouped GEMM", ("GroupedLinear",)),
     ("experts: activation", ("SwiGLU",)),
     ("experts: permutation", ("moe_permute", "moe_unpermute", "moe_chunk_sort", "_AllToAll")),

@@ -94,6 +94,8 @@ def test_a_step_is_accounted_for(tmp_path: Path) -> None:
         ),
         ("elementwise_kernel", "aten::add_ torch::autograd::AccumulateGrad", "adding gradients up"),
         ("cudnn_generated_fort_native_sdpa_sm90", "FusedAttnFunc", "attention core"),
+        ("flash_bwd_dq_dk_dv_loop_kernel", "aten::_flash_attention_backward FlashWithSinksBackward", "attention core"),
+        ("elementwise_kernel", "aten::mul_ FlashWithSinks", "attention core"),
         ("elementwise_kernel", "aten::mul", "other"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Attention with sinks and a window as TransformerEngine computes it of packed sequences, against plain torch."""
+"""Attention with sinks and a window on a GPU, of packed sequences, against plain torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,31 @@ import torch
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and TransformerEngine"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-HEADS, GROUPS, SIZE, WINDOW = 8, 2, 64, 128
-LENGTHS = [300, 17, 129, 1000]
+HEADS, GROUPS, SIZE, WINDOW = 16, 2, 64, 128
+LENGTHS = [300, 17, 129, 1000, 1]
+
+
+def layer(window: bool) -> torch.nn.Module:
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_dppo.models.layers.sink_attention import SinkAttention
+
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=HEADS * SIZE,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        kv_channels=SIZE,
+        attention_dropout=0.0,
+        softmax_type="learnable",
+        window_size=(WINDOW - 1, 0),
+        window_attn_skip_freq=[1, 0],
+    )
+    return SinkAttention(config, 1 if window else 2, AttnMaskType.causal, "self").cuda()
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -31,36 +51,18 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor
 @pytest.mark.parametrize("window", [WINDOW, None])
 def test_packed_attention_with_sinks(window: int | None) -> None:
     """Output, and the gradients of queries, keys, values and sinks, within bfloat16's rounding."""
-    from transformer_engine.pytorch import DotProductAttention
+    from megatron_dppo.models.packed_logits import pack_params
 
     torch.manual_seed(0)
-    attention = DotProductAttention(
-        HEADS,
-        SIZE,
-        num_gqa_groups=GROUPS,
-        attention_dropout=0.0,
-        qkv_format="thd",
-        attn_mask_type="padding_causal",
-        window_size=(WINDOW - 1, 0) if window else None,
-        softmax_type="learnable",
-    ).cuda()
-    tokens = sum(LENGTHS)
+    attention, tokens = layer(window is not None), sum(LENGTHS)
     inputs = [torch.randn(tokens, heads, SIZE, device="cuda").bfloat16() for heads in (HEADS, GROUPS, GROUPS)]
     given = [x.clone().requires_grad_() for x in inputs]
     exact = [x.double().requires_grad_() for x in inputs]
     sinks = torch.randn(HEADS, device="cuda", dtype=torch.float64).requires_grad_()
     with torch.no_grad():
         attention.softmax_offset.copy_(sinks)
-    ends = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device="cuda")
-    out = attention(
-        *given,
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        max_seqlen_q=max(LENGTHS),
-        max_seqlen_kv=max(LENGTHS),
-        attn_mask_type="padding_causal",
-    ).view(tokens, HEADS, SIZE)
-    right = plain(*exact, sinks, window)
+    out = attention(*given, None, packed_seq_params=pack_params(LENGTHS, torch.device("cuda")))
+    right = plain(*exact, sinks, window).flatten(1)
     assert (out.double() - right).norm() < 1e-2 * right.norm()
     grad = torch.randn_like(out)
     out.backward(grad)
@@ -70,3 +72,17 @@ def test_packed_attention_with_sinks(window: int | None) -> None:
     error = (attention.softmax_offset.grad.double() - sinks.grad).norm() / sinks.grad.norm()
     print(f"window {window}: gradient of the sinks off by {error:.1e} of its norm")
     assert error < 2e-2
+
+
+def test_no_scores_in_memory() -> None:
+    """Two sequences of 8,192 tokens, whose scores are 2 GiB in half precision."""
+    from megatron_dppo.models.packed_logits import pack_params
+
+    attention = layer(window=False)
+    given = [
+        torch.randn(16384, heads, SIZE, device="cuda").bfloat16().requires_grad_() for heads in (HEADS, GROUPS, GROUPS)
+    ]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attention(*given, None, packed_seq_params=pack_params([8192, 8192], torch.device("cuda"))).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 2**29

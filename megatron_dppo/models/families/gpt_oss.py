@@ -74,4 +74,5 @@ FAMILY = Family(
     largest={"num_experts": 2**14, "num_local_experts": 2**14},
     megatron=_megatron,
     engine_takes=UNTIED,
+    spec="megatron_dppo.models.layers.sink_attention:spec",
 )
