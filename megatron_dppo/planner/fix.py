@@ -95,7 +95,12 @@ def _recompute(run: Run) -> Iterator[_Change]:
     if run.layout.recompute_layers is not None:
         yield ("actor.recompute_layers=null",), _with(run, recompute_layers=None)
     for recompute in leaner[run.layout.recompute]:
-        yield (f"actor.recompute={recompute}",), _with(run, recompute=recompute)
+        changed = _with(run, recompute=recompute)
+        if recompute == "full" and run.layout.parallel.overlap_expert_exchange:
+            whole = _with_sizes(changed, overlap_expert_exchange=False)
+            yield ("actor.recompute=full", "parallel.overlap_expert_exchange=false"), whole
+        else:
+            yield (f"actor.recompute={recompute}",), changed
 
 
 def _pack(run: Run) -> Iterator[_Change]:

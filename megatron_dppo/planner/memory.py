@@ -101,6 +101,9 @@ def stage_memory(layout: Layout, stage: int, microbatches: int) -> StageMemory:
     if parallel.pipeline > 1:
         activations += round(in_flight) * boundary  # outputs sent on, and gradients received
     workspace, moment = max(_chunk_workspace(again, once) for again, once in chunks)
+    if parallel.overlap_expert_exchange and microbatches > 1:  # a layer of the next microbatch is there before one goes
+        workspace += max((layer.forward_peak for _, once in chunks for layer, _ in once), default=0)
+        moment = f"{moment} beside the next microbatch's forward"
     head = head_workspace(layout) if last else 0
     return StageMemory(
         stage=stage,
@@ -158,11 +161,12 @@ def head_workspace(layout: Layout) -> int:
 
 
 def _chunks_in_flight(layout: Layout, stage: int, microbatches: int) -> float:
-    """Microbatches kept at once: the warm-up of the 1F1B or interleaved schedule, and the one running."""
+    """Microbatches kept at once: the warm-up of the 1F1B or interleaved schedule, and the one running. What runs beside
+    a backward is one chunk ahead of it."""
     stages, chunks = layout.parallel.pipeline, layout.parallel.chunks
     if stages == 1:
         return 1
     if chunks == 1:
         return min(stages - stage, microbatches)
-    warm_up = (stages - stage - 1) * 2 + (chunks - 1) * stages
+    warm_up = (stages - stage - 1) * 2 + (chunks - 1) * stages + layout.parallel.overlap_expert_exchange
     return min(warm_up + 1, microbatches * chunks) / chunks

@@ -75,6 +75,17 @@ def test_a_stage_keeps_the_microbatches_of_its_warm_up(stages: int) -> None:
     assert stage_memory(plan, 0, microbatches=1).in_flight == 1
 
 
+def test_a_forward_beside_a_backward_has_a_layer_of_its_own_there() -> None:
+    plain, beside = (layout(2, expert=2, overlap_expert_exchange=overlap) for overlap in (False, True))
+    before, after = (stage_memory(one, 0, microbatches=2) for one in (plain, beside))
+    assert after.peak - before.peak == layer_memory(plain, 0).forward_peak
+    assert stage_memory(beside, 0, microbatches=1).peak == stage_memory(plain, 0, microbatches=1).peak
+    sizes = {"pipeline": 2, "virtual_pipeline": 2, "expert": 2}
+    plain, beside = (layout(4, layers=8, overlap_expert_exchange=overlap, **sizes) for overlap in (False, True))
+    one_more = stage_memory(beside, 0, 8).activations - stage_memory(plain, 0, 8).activations
+    assert one_more == 2 * layer_memory(plain, 0).kept + 2 * 16384 * 2048  # a chunk, and what it hands on
+
+
 def test_what_each_way_to_save_memory_saves() -> None:
     def peak(**changes: Any) -> float:
         return stage_memory(layout(4, layers=8, **changes), 0, 4).peak / GIB

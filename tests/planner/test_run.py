@@ -14,7 +14,7 @@ from megatron_dppo.config.load import load_config
 from megatron_dppo.models.hf_config import load_hf_config, resolve_hf_config
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.planner.engine import EngineSettings
-from megatron_dppo.planner.fix import find_fix
+from megatron_dppo.planner.fix import _recompute, find_fix
 from megatron_dppo.planner.gpus import GIB, GPUS, gpu_of_device
 from megatron_dppo.planner.plan import ENGINE_OUTSIDE, largest_utilization, make_plan
 from megatron_dppo.planner.run import Run, beside_figures, planned_run
@@ -162,6 +162,13 @@ def test_the_part_is_named_and_the_fix_fits(
     assert (fixed.stages, fixed.engine, fixed.moments) == (fix.plan.stages, fix.plan.engine, fix.plan.moments)
 
 
+def test_layers_that_run_in_parts_are_not_recomputed_whole(run_of: Callable[..., Run]) -> None:
+    run = run_of("parallel.overlap_expert_exchange=true", "actor.recompute=none")
+    changes = [(keys, changed.layout.parallel.overlap_expert_exchange) for keys, changed in _recompute(run)]
+    whole = ("actor.recompute=full", "parallel.overlap_expert_exchange=false")
+    assert changes == [(("actor.recompute=activation",), True), (whole, False)]
+
+
 def test_the_optimizer_goes_to_the_host_only_where_nothing_else_helps(run_of: Callable[..., Run]) -> None:
     """8 B parameters on one GPU, where neither ranks nor recomputation take off states."""
     run = run_of("parallel.tensor=1", "parallel.sequence_parallel=false", name="dense_base", gpus=1)
@@ -261,6 +268,7 @@ def test_what_is_not_planned_is_named(models: Path, run_of: Callable[..., Run]) 
         "rollout.object_store_mib=100": "rollout.object_store_mib=100",
         "optimizer.cpu_offload_fraction=1": "optimizer.cpu_offload_fraction",
         "optimizer.overlap_grad_reduce=true": "optimizer.overlap_grad_reduce",
+        "parallel.overlap_expert_exchange=true": "parallel.overlap_expert_exchange",
         "algorithm.preset=dppo-binary-kl-decoupled": "algorithm.preset=dppo-binary-kl-decoupled",
         "rollout.quantization=fp8": "rollout.quantization=fp8",
         "rollout.expert_parallel=true": "rollout.expert_parallel: a weight sync",
