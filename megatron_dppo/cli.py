@@ -20,8 +20,10 @@ from megatron_dppo.launch import exit_status
 from megatron_dppo.launch.imports import uncollected
 from megatron_dppo.planner.command import add_plan_arguments, run_plan
 
-_OVERRIDE = re.compile(r"(seed|(rollout|task|evaluation)\.[^=]+)=")
-"""What tells `evaluation.samples=4` from the data `aime24=aime24.jsonl`."""
+_OVERRIDE = re.compile(
+    r"(seed|(run|model|lora|parallel|actor|optimizer|algorithm|rollout|task|trainer|evaluation|tracking)\.[^=]+)="
+)
+"""What tells `evaluation.samples=4`, and what belongs to a run alone, from the data `aime24=aime24.jsonl`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

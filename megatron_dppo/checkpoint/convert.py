@@ -97,7 +97,7 @@ def convert_command(
             raise UserError(f"{output} is or holds {read}, which is read: writing it would delete that; choose another")
 
     rank = int(os.environ.get("RANK", "0"))
-    console = console or Console(stderr=True, quiet=rank != 0)
+    console = console or Console(stderr=True, quiet=rank != 0, markup=False)
     layout = parallel or ParallelConfig()
     place = output.parent / f".{output.name}{LEASE}"
     with lease(place, of=str(output)) if rank == 0 else nullcontext(), _world():

@@ -149,6 +149,8 @@ def _explain(kind: type[BaseModel], error: Any) -> str:
         return f"unknown config key {key}{_nearest(key, sections)}"
     if error["type"] == "missing":
         return f"config key {key} is required; set {key}=... or put it in the config file"
+    if error["type"] == "model_type":
+        return f"config key {key}={error['input']!r}: is a section; give it settings, or leave it out"
     if error["type"] == "union_tag_not_found":
         kinds = ", ".join(map(str, map(_tag, sections)))
         return f"config key {key}={error['input']!r}: has no kind; set kind to one of {kinds}"

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.config.schema import Config
@@ -79,7 +81,7 @@ def _prob_gaps(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
 
 def _summary(model: str, numbers: dict[str, dict[str, dict[str, float]]]) -> Table:
     table = Table(
-        title=f"{model}: trainer (pi) against engine (mu), same weights",
+        title=Text(f"{model}: trainer (pi) against engine (mu), same weights"),
         title_justify="left",
         caption="precision is ENGINE/TRAINER where they differ, transformers' is float32; log-probabilities in nats",
     )
@@ -117,4 +119,4 @@ def _worst(config: Config, found: dict[str, Comparison], batches: dict[str, Roll
 
 def _quoted(text: str) -> str:
     """With visible spaces and line breaks, and no markup."""
-    return json.dumps(text, ensure_ascii=False).replace("[", r"\[")
+    return escape(json.dumps(text, ensure_ascii=False))

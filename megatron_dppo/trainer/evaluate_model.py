@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.checkpoint.atomic import replace_synced
@@ -187,7 +188,7 @@ def _keep(one: EvaluationSet, file: AnswerFile, band: tuple[float, float]) -> st
 
 
 def _table(model: Path, sets: Sequence[EvaluationSet], results: dict[str, dict[str, float]]) -> Table:
-    table = Table(title=str(model), title_justify="left", caption="95 % bootstrap interval over questions")
+    table = Table(title=Text(str(model)), title_justify="left", caption="95 % bootstrap interval over questions")
     table.add_column("set")
     for header in ("questions", "n", "avg@n", "interval", "pass@n", "tokens", "cut off"):
         table.add_column(header, justify="right")

@@ -14,6 +14,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.trainer.plots import plain
 
 MISMATCH_FILE = "mismatch.npz"
 MISMATCH_TOKENS = 20_000
@@ -79,15 +80,15 @@ def plot_mismatch(runs: Mapping[str, Mismatch], path: Path, *, title: str = "") 
         right.set_yscale("log")
         left.set_ylabel("ratio  $\\pi / \\mu$")
         right.set_ylabel("TV divergence  $|\\pi - \\mu|$")
-        left.set_title(f"{label}: probability ratio", fontsize=12)
-        right.set_title(f"{label}: binary TV divergence", fontsize=12)
+        left.set_title(f"{plain(label)}: probability ratio", fontsize=12)
+        right.set_title(f"{plain(label)}: binary TV divergence", fontsize=12)
         for axis in (left, right):
             axis.set_xlabel("probability of the sampled token  $\\mu$")
             axis.tick_params(labelbottom=True)
             axis.grid(alpha=0.3)
         if len(logps) > 1:
             left.legend(fontsize=9)
-    figure.suptitle(title or "Trainer against engine, same weights", fontsize=14)
+    figure.suptitle(plain(title) or "Trainer against engine, same weights", fontsize=14)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png")

@@ -91,6 +91,7 @@ def plot_runs(
     """
     if not runs:
         raise UserError("plot: name at least one run")
+    runs = {plain(label): history for label, history in runs.items()}
     if by_time:
         runs = {label: history.by_time() for label, history in runs.items()}
     chosen = panels_for(runs) if panels is None else panels
@@ -104,7 +105,7 @@ def plot_runs(
         empty = True
         for number, (label, history) in enumerate(runs.items()):
             colour = f"C{number}"
-            curve, held_out = history[panel.metric], history[panel.held_out]
+            curve, held_out = _drawable(history[panel.metric]), _drawable(history[panel.held_out])
             empty = empty and not len(curve) and not len(held_out)
             if len(curve):
                 axis.plot(curve.steps, curve.values, color=colour, alpha=0.25, linewidth=1.0)
@@ -135,12 +136,23 @@ def plot_runs(
                 axis.legend(handles=kinds, fontsize=9)
     if len(runs) > 1:
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(runs), 5))
-    figure.suptitle(title, fontsize=15)
+    figure.suptitle(plain(title), fontsize=15)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png")
     except OSError as error:
         raise UserError(f"{path}: cannot write the plot: {error.strerror}") from error
+
+
+def plain(text: str) -> str:
+    """Somebody's name for matplotlib, which takes what stands between dollars for mathematics, and leaves names that
+    begin with `_` out of legends."""
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
+
+
+def _drawable(series: Series) -> Series:
+    """Without numbers for which matplotlib has no axis."""
+    return Series(series.steps, np.clip(series.values, -1e30, 1e30))
 
 
 def smooth(series: Series, sigma: float = SMOOTHING_SIGMA) -> np.ndarray:
@@ -193,7 +205,7 @@ def plot_objectives(names: Sequence[str], mus: Sequence[float], path: Path, *, t
         Patch(color="grey", alpha=0.25, label="$\\pi > 1$"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
-    figure.suptitle(title or "Objective and mask", fontsize=14)
+    figure.suptitle(plain(title) or "Objective and mask", fontsize=14)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png")

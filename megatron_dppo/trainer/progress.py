@@ -69,10 +69,10 @@ class Progress:
         self._look_every, self._over = look_every_s, threading.Event()
         self._looking = threading.Thread(target=self._look_on, daemon=True, name="progress")
         self._bar = RichProgress(
-            TextColumn("[bold]{task.description}"),
+            TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[phase]}"),
+            TextColumn("{task.fields[phase]}", markup=False),
             TimeElapsedColumn(),
             TextColumn("{task.fields[left]} left"),
             console=self.console,

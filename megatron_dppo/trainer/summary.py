@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megatron_dppo.trainer.history import History
 from megatron_dppo.trainer.progress import clock
@@ -35,7 +36,7 @@ def summary_table(history: History, *, title: str, wall_seconds: float) -> Table
     `wall_seconds` is the time of this process, model loading included; the shares of the phases come from the steps'
     own `time/*_s`.
     """
-    table = Table(title=title, title_justify="left")
+    table = Table(title=Text(title), title_justify="left")
     table.add_column("")
     for header in ("before", "after", "change"):
         table.add_column(header, justify="right")

@@ -90,6 +90,7 @@ def test_a_saved_config_loads_again(config_file, tmp_path):
         ("task.rewards=[{kind: format}]", "config key task.rewards.0.pattern is required"),
         ("task.rewards=[{weight: 1}]", "rewards.0={'weight': 1}: has no kind; set kind to one of verifier, math"),
         ("evaluation.sets=[{name: a, data: {pth: x}}]", "did you mean evaluation.sets.0.data.path?"),
+        ("trainer=null", "config key trainer=None: is a section; give it settings, or leave it out"),
         ("run.seed=99999999999999999999", "run.seed=99999999999999999999: Input should be less than 4294967296"),
         ("task.seed=4294967296", "config key task.seed=4294967296: Input should be less than 4294967296"),
         ("run.seed", "override 'run.seed' must look like section.key=value"),

@@ -17,6 +17,7 @@ from megatron_dppo.cli import main
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import History, Series
 from megatron_dppo.trainer.plots import MASKED_PANELS, PANELS, objective_and_mask, plot_runs, smooth, widest_ratio
+from megatron_dppo.trainer.progress import Progress
 from megatron_dppo.trainer.summary import parity_table, print_summary
 
 
@@ -48,6 +49,28 @@ def test_every_panel_shows_its_curve(tmp_path: Path) -> None:
     assert image.format == "PNG"
     assert image.width > 1200
     assert (ink_per_panel(tmp_path / "new" / "plot.png")[: len(PANELS)] > 0.002).all()
+
+
+def test_a_name_is_text_and_no_markup_of_those_who_show_it(tmp_path: Path) -> None:
+    """A run of weeks ends with these."""
+    name = "$x_$ and $ [/bold] of [lr=3e-4]"
+    plot_runs({name: history(), "other": history(1)}, tmp_path / "plot.png", title=name)
+    assert (ink_per_panel(tmp_path / "plot.png")[: len(PANELS)] > 0.002).all()
+    shown = io.StringIO()
+    console = Console(file=shown, width=100, highlight=False, force_terminal=True)
+    with Progress(total_steps=2, title=name, console=console) as progress:
+        progress.phase(name)
+        progress.look()
+    paths = {"metrics": tmp_path / "m"}
+    print_summary(history(), title=name, wall_seconds=1.0, paths=paths, console=Console(file=shown, width=100))
+    assert shown.getvalue().count(name) >= 3
+
+
+def test_metrics_beyond_all_axes_are_drawn(tmp_path: Path) -> None:
+    wild = history()
+    wild.series["reward/mean"] = Series(np.arange(1, 5), np.array([1e308, -1e308, np.inf, np.nan]))
+    plot_runs({"wild": wild}, tmp_path / "plot.png")
+    assert (ink_per_panel(tmp_path / "plot.png")[: len(PANELS)] > 0.002).all()
 
 
 def test_a_kl_to_a_reference_has_a_panel_where_there_is_one(tmp_path: Path) -> None:
