@@ -9,6 +9,7 @@ rows that reach its experts, h hidden, q and k the query and key-value widths on
     split, QK norm    contiguous copies of q and k, 1 / rms of every head         2 T (q + k) + 4 T heads
     rotary            nothing (its output is attention's input)
     attention         rotated q, k, contiguous v, output, log-sum-exp             2 T (2 q + 2 k) + 4 T heads
+      with sinks      the same (`models/layers/sink_attention.py`)
       "selective"     recomputed from q, k and the view v, which keeps the
                       whole QKV product alive                                     2 T (2 q + k) + 2 T (q + 2 k)
     output projection nothing (its input is attention's output)
@@ -176,6 +177,8 @@ def _attention(layout: Layout) -> Sequence[Operator]:
     norms = (q + k + _FLOAT * tokens * (heads + kv_heads)) if model.qk_norm != "none" else 0
     # cuDNN sums dq in float32; context parallelism exchanges keys and values around a ring, two buffers and gradients.
     attention_backward = 2 * q + 2 * k + 2 * q + statistics
+    if model.sinks and heads > kv_heads:
+        attention_backward += 2 * q  # FlashAttention 2 writes keys' and values' gradients of every query head
     lora = layout.adapter_rank("qkv")
     spread = _HALF * 3 * lora * (heads + 2 * kv_heads) * model.head_dim
     normed = residual if layout.lora is None or lora else 0

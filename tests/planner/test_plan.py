@@ -53,6 +53,16 @@ def test_bytes_of_a_moe_layer_written_out() -> None:
     assert layer_memory(layout(), 0).kept == 16384 * (attention + experts)
 
 
+def test_bytes_of_attention_with_sinks() -> None:
+    """No scores: by hand from gpt-oss's 64 query heads and 8 groups of 64, q 4096 and k 512."""
+    whole = dataclasses.replace(layout(), model=model("gpt-oss-20b"))
+    attention = next(o for o in layer_memory(whole, 0).operators if o.name == "attention")
+    assert attention.kept == 16384 * (2 * 4096 + 2 * 512 + 2 * 512 + 2 * 4096 + 4 * 64)  # q, k, v, output, log-sum-exp
+    backward = 2 * 4096 + 2 * 4096 + 2 * 512 + 2 * 512  # gradients of output, q, k, v
+    backward += 4 * 4096 + 2 * 4096 + 2 * 4096 + 4 * 64  # of q in float32, of k and v before heads are summed, row sums
+    assert attention.backward == 16384 * backward
+
+
 def test_parts_add_up_to_the_peak_and_states_are_divided_among_their_copies() -> None:
     stage = stage_memory(layout(4, layers=12, expert=2), 0, microbatches=2)
     assert sum(memory_parts(stage).values()) == stage.peak
