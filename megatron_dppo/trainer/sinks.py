@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_dppo.config.trainer import TrackingConfig
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, typed_line
 from megatron_dppo.launch.secrets import redact
 
 
@@ -32,12 +32,22 @@ def require_services(config: TrackingConfig) -> None:
 
 
 def open_sinks(config: TrackingConfig, *, run: str, folder: Path, settings: dict[str, Any], resume: bool) -> list[Sink]:
-    """The services of `config`, with the run's whole configuration as its `settings`."""
+    """The services of `config`, with the run's whole configuration as its `settings`. Raises UserError for one that
+    cannot be opened."""
+    services: dict[str, Callable[[], Sink]] = {
+        "wandb": lambda: WandbSink(config.project, run, folder, settings, resume=resume),
+        "trackio": lambda: TrackioSink(config.project, run, settings, resume=resume),
+    }
     sinks: list[Sink] = []
-    if config.wandb:
-        sinks.append(WandbSink(config.project, run, folder, settings, resume=resume))
-    if config.trackio:
-        sinks.append(TrackioSink(config.project, run, settings, resume=resume))
+    for name, service in services.items():
+        try:
+            if getattr(config, name):
+                sinks.append(service())
+        except Exception as error:  # no key, no network, no room: of many types
+            raise UserError(
+                f"tracking.{name}=true, but {name} cannot be opened: {typed_line(error)}; mend that, or set "
+                f"tracking.{name}=false (or WANDB_MODE=offline)"
+            ) from error
     return sinks
 
 

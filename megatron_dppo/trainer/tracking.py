@@ -7,7 +7,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_dppo.checkpoint.atomic import sync
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, typed_line
 from megatron_dppo.launch.secrets import redact
 from megatron_dppo.trainer.history import ADAPTER_FOLDER, CHECKPOINTS, METRICS_FILE, MODEL_FOLDER, read_lines, read_rows
 from megatron_dppo.trainer.samples import Sample
@@ -37,12 +38,14 @@ class Tracker:
     are removed from both sinks, and so is, with a warning, what a crash left of a last line. Without it the folder must
     not hold metrics yet.
 
-    Errors: `UserError` when the folder cannot be written or already holds another run's metrics.
+    Errors: `UserError` when the folder cannot be written or already holds another run's metrics. TensorBoard and
+    services that fail on the way end no run: each is warned of once, and asked again with the next row.
     """
 
     def __init__(self, folder: Path, *, resume_step: int | None = None, sinks: Sequence[Sink] = ()) -> None:
         self.path = folder / METRICS_FILE
         self._folder, self._sinks = folder, list(sinks)
+        self._failed: set[str] = set()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if resume_step is not None:
@@ -69,10 +72,12 @@ class Tracker:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise UserError(f"{self.path}: cannot write: {error.strerror}") from error
-        for name, value in values.items():
-            self._events.add_scalar(name, value, global_step=step)
+        with self._watched_by(self._events):
+            for name, value in values.items():
+                self._events.add_scalar(name, value, global_step=step)
         for sink in self._sinks:
-            sink.log(step, finite)
+            with self._watched_by(sink):
+                sink.log(step, finite)
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Append answers to `samples.jsonl`, without secrets (a system prompt may hold one); TensorBoard has them as
@@ -99,12 +104,13 @@ class Tracker:
             f"    {_indented(s.prompt)}\n\n    {_indented(s.response)}"
             for s in samples
         )
-        self._events.add_text("samples", text, global_step=step)
+        with self._watched_by(self._events):
+            self._events.add_text("samples", text, global_step=step)
         rows = [[step, s.prompt, s.response, s.reference, s.reward, s.correct, s.tokens] for s in samples]
+        columns = ["step", "prompt", "response", "reference", "reward", "correct", "tokens"]
         for sink in self._sinks:
-            sink.table(
-                step, "samples", ["step", "prompt", "response", "reference", "reward", "correct", "tokens"], rows
-            )
+            with self._watched_by(sink):
+                sink.table(step, "samples", columns, rows)
 
     def masked_tokens(self, step: int, tokens: Mapping[str, Sequence[tuple[str, int]]]) -> None:
         """Append the tokens blocked most, with their counts, to `masked_tokens.jsonl`."""
@@ -112,7 +118,18 @@ class Tracker:
         lines = [
             f"{sign}: " + ", ".join(f"{text!r} {count}" for text, count in pairs) for sign, pairs in tokens.items()
         ]
-        self._events.add_text("masked_tokens", encodable("\n\n".join(lines)), global_step=step)
+        with self._watched_by(self._events):
+            self._events.add_text("masked_tokens", encodable("\n\n".join(lines)), global_step=step)
+
+    @contextmanager
+    def _watched_by(self, watcher: object) -> Iterator[None]:
+        name = type(watcher).__name__
+        try:
+            yield
+        except Exception as error:  # a network, a full disk, a service's own
+            if name not in self._failed:
+                logger.warning("%s failed, the run goes on without: %s", name, typed_line(error))
+            self._failed.add(name)
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         path, is_new = self._folder / name, not (self._folder / name).exists()
@@ -132,9 +149,9 @@ class Tracker:
 
     def close(self) -> None:
         self._file.close()
-        self._events.close()
-        for sink in self._sinks:
-            sink.close()
+        for watcher in (self._events, *self._sinks):
+            with self._watched_by(watcher):
+                watcher.close()
 
     def __enter__(self) -> Tracker:
         return self

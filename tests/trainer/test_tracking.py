@@ -12,10 +12,13 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
+from megatron_dppo.config.trainer import TrackingConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.trainer.history import History
+from megatron_dppo.trainer.history import History, read_rows
 from megatron_dppo.trainer.samples import Sample
+from megatron_dppo.trainer.sinks import open_sinks
 from megatron_dppo.trainer.tracking import Tracker, require_unused
 
 
@@ -133,6 +136,53 @@ def test_half_of_a_surrogate_pair_breaks_no_sink(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "samples.jsonl").read_text())["reference"] == broken
     assert json.loads((tmp_path / "masked_tokens.jsonl").read_text())["positive"] == [[broken, 3]]
     assert Table.rows[0][1] == "smile \\ud83d and é"
+
+
+class Gone:
+    """A service that cannot be reached until its third row."""
+
+    def __init__(self) -> None:
+        self.asked, self.taken = 0, []
+
+    def log(self, step: int, values: object) -> None:
+        self.asked += 1
+        if self.asked < 3:
+            raise ConnectionError("no route to it")
+        self.taken.append(step)
+
+    def table(self, *table: object) -> None:
+        raise ConnectionError("no route to it")
+
+    def close(self) -> None:
+        raise ConnectionError("no route to it")
+
+
+def test_those_who_watch_end_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*scalar: object, **where: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", full)
+    gone = Gone()
+    with Tracker(tmp_path, sinks=[gone]) as tracker:
+        for step in (1, 2, 3):
+            tracker.log(step, {"x": 0.5})
+        tracker.samples(3, [])
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert gone.taken == [3]
+    assert [record.getMessage() for record in caplog.records] == [
+        "SummaryWriter failed, the run goes on without: OSError: [Errno 28] No space left on device",
+        "Gone failed, the run goes on without: ConnectionError: no route to it",
+    ]
+
+
+def test_a_service_without_a_key_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(UserError, match=r"tracking.wandb=true, but wandb cannot be opened: UsageError: .*key"):
+        open_sinks(TrackingConfig(wandb=True), run="r", folder=tmp_path, settings={}, resume=False)
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
