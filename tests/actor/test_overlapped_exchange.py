@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.actor.conftest import World
-from tests.actor.matrix import LAYOUTS, Case, Lesson, advantages, build_actor
-from tests.actor.test_matrix import check_layout
+from tests.actor.matrix import FAMILIES, LAYOUTS, Case, Lesson, advantages, build_actor
+from tests.actor.test_matrix import check_families, check_layout
 from tests.distributed import run_ranks
 
 OVERLAPPED = {name: (ranks, sizes | {"overlap_expert_exchange": True}) for name, (ranks, sizes) in LAYOUTS.items()}
@@ -20,6 +21,13 @@ CASES = [Case(), Case("dppo-topk-kl", replay=False, recompute="selective")]
 def test_three_steps_equal_transformers(world: World, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LAYOUTS, layout, OVERLAPPED[layout])
     check_layout(world, layout, CASES)
+
+
+@pytest.mark.full
+def test_other_families_equal_transformers(worlds: Callable[[str], World], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense layers, shared experts, latent attention, delta rules, biases."""
+    monkeypatch.setitem(LAYOUTS, "EP2", OVERLAPPED["EP2"])
+    check_families(worlds, 2, [(family, "EP2", CASES[:1]) for family in FAMILIES])
 
 
 def called(rank: int, path: str, layout: dict, lesson: Lesson) -> tuple[list[tuple[str, int, int]], bool]:
