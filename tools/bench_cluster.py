@@ -1,17 +1,21 @@
-"""The whole program and the training step on all GPUs of one machine of four or eight, in one call.
+"""The whole program and the training step on all GPUs of one machine of one, two, four or eight, in one call.
 
     python tools/bench_cluster.py --out OUT                    # every part that fits the GPUs there are
     python tools/bench_cluster.py --out OUT --only colocated   # one of them
-    python tools/bench_cluster.py --out OUT --dry-run          # every code path on a CPU: tiny shapes, four ranks
+    python tools/bench_cluster.py --out OUT --dry-run [--gpus N]   # every code path on a CPU: tiny shapes, N (4) ranks
 
 Each part is a job of its own with a time limit: one that fails or hangs costs the others nothing. OUT/cluster.json and
 OUT/cluster.md are written anew after each part, so that what ran before a machine goes away is kept.
 
     part        GPUs  what runs
-    broadcast   4, 8  bench_sync.py: what NCCL needs for the bytes of the model of colocated and fleet, half of
+    leak        1     run_qwen3_moe_dppo.sh --random-weights: thirty steps in turns on one GPU, its memory after each
+    warm-empty, warm-filled   1   the same awake, rollout.compile_cache empty and filled: the first rollouts' seconds
+    bf16-0, fp8-0, ... fp8-2  1   run_tiny_moe_dppo.sh, a model that FP8's blocks accept: ten steps, three seeds
+    broadcast   2-8   bench_sync.py: what NCCL needs for the bytes of the model of colocated and fleet, half of
                       the ranks sending
-    colocated   4, 8  run_qwen3_moe_dppo.sh --random-weights: each GPU trainer and engine in turn
-    fleet       4, 8  the same, half of the GPUs for each
+    fleet       2-8   run_qwen3_moe_dppo.sh --random-weights: half of the GPUs for the trainer, half for engines
+    colocated   2-8   the same, each GPU trainer and engine in turn
+    keep        2-8   colocated, with all optimizer state staying on the GPU
     ep4, pp2-ep2, tp2-ep2, cp2-ep2   4   bench_actor_step.py: training steps of these layouts, at two depths
     agreement   4     bench_actor_step.py: the same batch under EP4, PP2 EP2 and on one GPU
     whole       8     bench_actor_step.py: a step of all 48 layers of Qwen3-30B-A3B under EP8
@@ -28,19 +32,25 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PROGRAM = ROOT / "examples/run_qwen3_moe_dppo.sh"
+PROGRAM, LEARNING = ROOT / "examples/run_qwen3_moe_dppo.sh", ROOT / "examples/run_tiny_moe_dppo.sh"
 TRIAL = (
     *("rollout.top_k_logprobs=20", "rollout.max_prompt_tokens=256", "rollout.max_response_tokens=192"),
     *("rollout.router_replay=true", "actor.router_replay=r3", "actor.recompute=none", "trainer.steps=6"),
     *("parallel.tensor=1", "parallel.sequence_parallel=false", "algorithm.preset=dppo-topk-tv"),
     "actor.max_tokens_per_microbatch=9216",  # 16 layers without recomputation beside 5.8e9 weights a rank (fleet)
 )
+LEARNS = (
+    *("parallel.tensor=1", "parallel.expert=1", "parallel.sequence_parallel=false", "actor.dtype=bfloat16"),
+    *("rollout.dtype=bfloat16", "rollout.enable_sleep=false", "trainer.steps=10", "trainer.checkpoint_every=0"),
+    *("trainer.export_hugging_face=false", "evaluation.every=0", "optimizer.decay_steps=80"),
+)
+"""Of the tiny model's runs: they begin where its warm-up ended, about a third of the answers right."""
 TINY = (
     *("actor.dtype=float32", "rollout.dtype=float32", "rollout.kv_cache_mib=64", "rollout.enforce_eager=true"),
     *("rollout.max_response_tokens=16", "rollout.cpu_threads=1", "trainer.steps=2", "trainer.prompts_per_step=8"),
@@ -49,8 +59,9 @@ TINY = (
 """What makes the same run one for a CPU."""
 SHOWN = (
     *("time/step_s", "time/rollout_s", "time/hand_over_s", "time/train_s", "time/sync_s", "sync/transfer_s"),
-    *("sync/gb_per_s", "sync/bytes", "sync/lend_s", "data/tokens", "memory/rank_allocated_gib"),
-    *("memory/rank_peak_gib", "memory/gpu_used_gib", "sync/worker_gpu_used_gib"),
+    *("sync/gb_per_s", "sync/bytes", "sync/worker_bytes", "sync/begin_s", "sync/end_s", "sync/lend_s"),
+    *("sync/lent_bytes", "data/tokens", "memory/rank_allocated_gib", "memory/rank_peak_gib"),
+    *("memory/gpu_used_gib", "sync/worker_gpu_used_gib", "reward/mean", "policy/masked_fraction"),
 )
 """Metrics of a run's steps that the report has: the median of all steps but the first, and every value."""
 
@@ -76,11 +87,11 @@ class Part:
 def parts(gpus: int, out: Path, *, tiny: bool, settings: Sequence[str] = ()) -> list[Part]:
     """What can run on `gpus` GPUs, in the order of worth."""
     python, half = sys.executable, gpus // 2
-    layers = 2 if tiny else 16
+    layers = 2 if tiny else 6 if gpus < 4 else 16
 
     def program(name: str, ranks: int, seconds: float, *overrides: str, layers: int | None = layers) -> Part:
         size = [] if layers is None else ["--layers", str(layers)]
-        command = [python, "-u", str(PROGRAM), "--random-weights", *size, *TRIAL, *(TINY if tiny else ()), *overrides]
+        command = [python, "-u", str(PROGRAM), "--random-weights", *size, *TRIAL, *overrides, *(TINY if tiny else ())]
         command += settings
         folder = out / "work" / name
         environment = {"NPROC": str(ranks), "RUN_DIR": str(folder / "run")}
@@ -92,18 +103,22 @@ def parts(gpus: int, out: Path, *, tiny: bool, settings: Sequence[str] = ()) -> 
         command += ["--total", str(seconds - 30), "--timeout", str(seconds - 20)]
         return Part(name, [*command, *(["--tiny"] if tiny else [])], seconds, {})
 
+    if gpus == 1:
+        return _alone(out, program, tiny=tiny)
+    turns = ("rollout.placement=colocated", "rollout.enable_sleep=true", f"parallel.expert={gpus}")
+    turns += (
+        ("rollout.gpu_memory_utilization=0.2", "rollout.kv_cache_mib=8192")
+        if gpus == 2
+        else ("rollout.gpu_memory_utilization=0.5",)
+    )
+    fleet = ("rollout.placement=fleet", f"rollout.engines={half}", f"parallel.expert={half}")
     found = [
-        program(
-            "colocated", gpus, 300, "rollout.placement=colocated", "rollout.enable_sleep=true",
-            f"parallel.expert={gpus}", "rollout.gpu_memory_utilization=0.5",
-        ),
-        program(
-            "fleet", half, 300, "rollout.placement=fleet", f"rollout.engines={half}", f"parallel.expert={half}",
-            "rollout.weight_sync_bucket_mib=512",
-        ),
-    ]  # fmt: skip
+        program("fleet", half, 300, *fleet, "rollout.weight_sync_bucket_mib=512"),
+        program("colocated", gpus, 300, *turns),
+        program("keep", gpus, 300, *turns, "optimizer.keep_on_gpu_gib=60"),
+    ]
     if not tiny:
-        gib = 20 if gpus == 4 else 57
+        gib = {2: 8, 4: 20}.get(gpus, 57)
         command = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus)]
         command += [str(ROOT / "tools/bench_sync.py"), "--gib", str(gib), "--roots", str(half)]
         found.insert(0, Part("broadcast", command, 120, {}))
@@ -114,6 +129,28 @@ def parts(gpus: int, out: Path, *, tiny: bool, settings: Sequence[str] = ()) -> 
         found.append(steps("whole", 200, "whole-ep8"))
         engines = ("rollout.placement=fleet", "rollout.tensor_parallel=2", "rollout.engines=2", "parallel.expert=4")
         found.append(program("sync-whole", 4, 300, *engines, "rollout.enforce_eager=true", layers=None))
+    return found
+
+
+def _alone(out: Path, program: Callable[..., Part], *, tiny: bool) -> list[Part]:
+    small = ("rollout.placement=colocated", "rollout.enforce_eager=true", "rollout.kv_cache_mib=4096")
+    small += ("rollout.gpu_memory_utilization=0.2",)
+    short = ("rollout.max_response_tokens=16", "trainer.prompts_per_step=8", "trainer.prompts_per_mini_batch=4")
+    found = [program("leak", 1, 200, *small, *short, "rollout.enable_sleep=true", "trainer.steps=30", layers=1)]
+    warm = ("rollout.enable_sleep=false", f"rollout.compile_cache={out / 'work/compiled'}", "trainer.steps=3")
+    found += [program(f"warm-{folder}", 1, 150, *small, *warm, layers=2) for folder in ("empty", "filled")]
+    model = out / "work" / "learner"
+    if not model.exists():
+        width = ["--width", "2", *(["--random"] if tiny else [])]
+        maker = [sys.executable, str(ROOT / "examples/tiny_moe_dppo/make_model.py"), str(model), *width]
+        subprocess.run(maker, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    for seed in range(3):
+        for name, kind in (("bf16", "none"), ("fp8", "fp8")):
+            environment = {"NPROC": "1", "SEED": str(seed), "MODEL_DIR": str(model)}
+            environment["RUN_DIR"] = str(out / "work" / f"{name}-{seed}" / "run")
+            command = [sys.executable, "-u", str(LEARNING), *LEARNS, *small, f"rollout.quantization={kind}"]
+            command += [*TINY, "trainer.prompts_per_mini_batch=8", "rollout.quantization=none"] if tiny else []
+            found.append(Part(f"{name}-{seed}", command, 150, environment))
     return found
 
 
@@ -130,15 +167,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results; made when absent")
     parser.add_argument("--only", nargs="*", metavar="PART", help="of the table above")
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes and four ranks, on a CPU")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, on a CPU")
+    parser.add_argument("--gpus", type=int, default=4, help="of a machine that --dry-run makes believe (default 4)")
     parser.add_argument("--set", nargs="*", default=[], metavar="A.B=C", help="overrides of the program's parts")
     parser.add_argument("--total", type=float, default=560.0, help="seconds after which no part starts or goes on")
     arguments = parser.parse_args()
     from torch.cuda import device_count
 
-    gpus = 4 if arguments.dry_run else device_count()
-    if gpus not in (4, 8):
-        print(f"bench_cluster: {gpus} GPUs here; it is for 4 or 8 (--dry-run needs none)", file=sys.stderr)
+    gpus = arguments.gpus if arguments.dry_run else device_count()
+    if gpus not in (1, 2, 4, 8):
+        print(f"bench_cluster: {gpus} GPUs here; it is for 1, 2, 4 or 8 (--dry-run needs none)", file=sys.stderr)
         return 2
     arguments.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}

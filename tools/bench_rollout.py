@@ -129,6 +129,7 @@ def start_engine(
             "cudagraph_capture_sizes": sizes,
         }
     if kind.endswith("fp8") and not tiny:
+        os.environ.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")  # as in our engine on Hopper
         options |= quantization_options(RolloutConfig(quantization="fp8"))
     if kind.startswith("on"):
         options |= {

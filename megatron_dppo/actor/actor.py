@@ -342,11 +342,12 @@ class MegatronActor:
         self._require("weights")
         return self._exporter.stream()
 
-    def weight_buckets(self, bucket_bytes: int, shares: int = 1) -> WeightBuckets:
-        """The weights as they go to engines whose experts `shares` workers divide, planned once."""
+    def weight_buckets(self, bucket_bytes: int, shares: int = 1, *, sliced: bool = False) -> WeightBuckets:
+        """The weights as they go to engines whose experts `shares` workers divide (`sliced`: each of them), planned
+        once."""
         self._require("weights")
         if self._buckets is None:
-            self._buckets = self._exporter.buckets(bucket_bytes, shares)
+            self._buckets = self._exporter.buckets(bucket_bytes, shares, sliced=sliced)
         return self._buckets
 
     def offload(self, parts: Iterable[Part] = PARTS) -> int:

@@ -106,12 +106,18 @@ class ShardExporter:
         self.tensors = [ExportedTensor(name, shapes[name], dtypes[name]) for name in ordered]
         """In the order in which they are streamed."""
 
-    def buckets(self, bucket_bytes: int, shares: int = 1) -> WeightBuckets:
-        """The model as byte buckets for a weight sync, to engines whose experts `shares` workers divide; planned
-        without communication, the same on every rank."""
+    def buckets(self, bucket_bytes: int, shares: int = 1, *, sliced: bool = False) -> WeightBuckets:
+        """The model as byte buckets for a weight sync, to engines whose experts `shares` workers divide (`sliced`: each
+        of them); planned without communication, the same on every rank."""
         tensors = [(tensor.name, tensor.shape, tensor.dtype) for tensor in self.tensors]
         return WeightBuckets(
-            tensors, self._sources, self._local, rank=self._rank, bucket_bytes=bucket_bytes, shares=shares
+            tensors,
+            self._sources,
+            self._local,
+            rank=self._rank,
+            bucket_bytes=bucket_bytes,
+            shares=shares,
+            sliced=sliced,
         )
 
     def stream(

@@ -24,6 +24,10 @@ from megatron_dppo.checkpoint.weight_layout import (
 from megatron_dppo.models.names import Block
 
 _EXPERT_TENSOR = re.compile(r"(.+\.experts\.)(\d+)(\..+)")
+_STACKED = re.compile(r".+\.experts\.\w+")
+"""A layer's experts as one tensor, as some families write them."""
+_CUT = {"gate_proj": 0, "up_proj": 0, "w1": 0, "w3": 0, "down_proj": 1, "w2": 1}
+"""The dimension in which tensor parallelism divides a matrix of an expert. Others go to all workers whole."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class _Item:
     """(name, source) in the order in which the bytes lie."""
     share: int | None = None
     """See `BucketLayout.share`."""
+    part: Block | None = None
+    """What of each source lies here, where that is not all."""
 
     def take(self, count: int) -> tuple[_Item, _Item | None]:
         """The first `count` experts of a stack, and the rest."""
@@ -56,9 +62,15 @@ class _Item:
             self, slot=tail, sources=self.sources[count:]
         )
 
-    def divided(self, shares: int) -> Iterator[_Item]:
-        """A layer's stack of experts, by the worker that needs them; anything else as it is."""
-        if shares == 1 or self.slot.experts is None:
+    def divided(self, shares: int, *, sliced: bool) -> Iterator[_Item]:
+        """A layer's experts, by the worker that needs them, or a slice of each; anything else as it is."""
+        if shares > 1 and sliced and self.slot.experts is not None:
+            yield from self._sliced(shares)
+            return
+        if shares > 1 and not sliced and self.slot.experts is None and _STACKED.fullmatch(self.slot.name):
+            yield from self._by_block(shares)
+            return
+        if shares == 1 or sliced or self.slot.experts is None:
             yield self
             return
         rest: _Item | None = self
@@ -67,6 +79,31 @@ class _Item:
             if rest is not None and stop > first:
                 own, rest = rest.take(stop - first)
                 yield replace(own, share=share)
+
+    def _sliced(self, shares: int) -> Iterator[_Item]:
+        """Rows, or columns, of every matrix for each worker, as vLLM cuts them."""
+        dim = _CUT.get(self.slot.name.partition(f".{EXPERT}.")[2].removesuffix(".weight"))
+        if dim is None or self.slot.shape[dim] % shares:
+            yield self
+            return
+        spans, each = tuple((0, size) for size in self.slot.shape), self.slot.shape[dim] // shares
+        for share in range(shares):
+            part = (*spans[:dim], (share * each, (share + 1) * each), *spans[dim + 1 :])
+            yield replace(self, slot=replace(self.slot, blocks=(part,)), share=share, part=part)
+
+    def _by_block(self, shares: int) -> Iterator[_Item]:
+        """Of a layer's experts in one tensor those of each worker."""
+        experts = self.slot.shape[0]
+        if experts % shares or any(
+            source.block[0][0] * shares // experts != (source.block[0][1] - 1) * shares // experts
+            for _, source in self.sources
+        ):
+            yield self
+            return
+        for share in range(shares):
+            own = tuple(one for one in self.sources if one[1].block[0][0] * shares // experts == share)
+            blocks = tuple(source.block for _, source in own)
+            yield replace(self, slot=replace(self.slot, blocks=blocks), sources=own, share=share)
 
 
 @dataclass(frozen=True)
@@ -77,6 +114,9 @@ class _Own:
     stop: int
     dtype: torch.dtype
     blocks: list[Callable[[], torch.Tensor]]
+    columns: int = 0
+    """Of blocks that are matrices, each a part of the columns of a larger one: how many; 0 where they are rows of
+    numbers."""
 
 
 class WeightBuckets:
@@ -84,7 +124,7 @@ class WeightBuckets:
 
     Within a layer the experts' tensors are stacked by matrix (all gate projections, all up projections, ...), so that a
     rank writes its experts with one concatenation and a receiver loads them with one call, not with one per tensor.
-    Where the workers of an engine divide the experts, those of each worker have buckets of their own.
+    Where the workers of an engine divide the experts, or each of them, what each worker needs has buckets of its own.
     """
 
     def __init__(
@@ -96,6 +136,7 @@ class WeightBuckets:
         rank: int,
         bucket_bytes: int,
         shares: int = 1,
+        sliced: bool = False,
     ) -> None:
         """
         tensors       (Hugging Face name, shape, dtype) of the whole model, in the order of `by_matrix`
@@ -104,13 +145,14 @@ class WeightBuckets:
                       and offloading, put other memory behind a parameter)
         bucket_bytes  of a bucket; a dense tensor that is larger gets a bucket of its own
         shares        workers of an engine that divide the experts among them
+        sliced        whether each of them has a slice of every expert (tensor parallelism), in place of whole ones
         """
         self._local, self._rank = local, rank
         self._own: list[list[_Own]] = []
         self.layouts: list[BucketLayout] = []
         open_buckets: dict[int | None, list[_Item]] = {}
         for whole in _items(tensors, sources):
-            for part in whole.divided(shares):
+            for part in whole.divided(shares, sliced=sliced):
                 filled = open_buckets.setdefault(part.share, [])
                 item: _Item | None = part
                 while item is not None:
@@ -165,6 +207,9 @@ class WeightBuckets:
         large as the bucket). Asynchronous on a GPU; no collectives."""
         for own in self._own[index]:
             target = payload[own.start : own.stop].view(own.dtype)
+            if own.columns:
+                torch.cat([local() for local in own.blocks], out=target.view(-1, own.columns))
+                continue
             parts = [part if part.ndim == 1 else part.reshape(-1) for part in (local() for local in own.blocks)]
             if len(parts) == 1:
                 target.copy_(parts[0])
@@ -203,21 +248,44 @@ class WeightBuckets:
             dtype = getattr(torch, item.slot.dtype)
             place = item.slot.offset
             for name, source in item.sources:
-                stop = place + prod(extent(source.block)) * dtype.itemsize
+                stop = place + prod(extent(item.part or source.block)) * dtype.itemsize
                 last = segments[-1] if segments else None
                 if last is not None and last.source == source.rank and aligned(last.stop) >= place:
                     segments[-1] = replace(last, stop=stop)
                 else:
                     segments.append(Segment(source.rank, place, stop))
                 if source.rank == self._rank:
-                    if own and own[-1].stop == place and own[-1].dtype == dtype:
-                        own[-1] = _Own(own[-1].start, stop, dtype, [*own[-1].blocks, self._local[name, source.block]])
+                    local, columns = self._local[name, source.block], 0
+                    if item.part is not None:
+                        local = _Part(local, item.slot.shape, item.part)
+                        columns = local.columns
+                    if own and (own[-1].stop, own[-1].dtype, own[-1].columns) == (place, dtype, columns):
+                        own[-1] = replace(own[-1], stop=stop, blocks=[*own[-1].blocks, local])
                     else:
-                        own.append(_Own(place, stop, dtype, [self._local[name, source.block]]))
+                        own.append(_Own(place, stop, dtype, [local], columns))
                 place = stop
         self._own.append(own)
         slots = tuple(item.slot for item in items)
         self.layouts.append(BucketLayout(slots, tuple(segments), _end(items), items[0].share))
+
+
+class _Part:
+    """Rows, or columns, of a matrix that this rank has. Cut anew only where the matrix is in other memory."""
+
+    def __init__(self, matrix: Callable[[], torch.Tensor], shape: tuple[int, ...], part: Block) -> None:
+        self._matrix, self._shape = matrix, shape
+        self._where = tuple(slice(*span) for span in part)
+        self.columns = 0 if part[1] == (0, shape[1]) else part[1][1] - part[1][0]
+        """See `_Own.columns`."""
+        self._view: torch.Tensor | None = None
+        self._memory = 0
+
+    def __call__(self) -> torch.Tensor:
+        matrix = self._matrix()
+        if self._view is None or self._memory != matrix.data_ptr():
+            view = matrix.view(self._shape)[self._where]
+            self._view, self._memory = view if self.columns else view.view(-1), matrix.data_ptr()
+        return self._view
 
 
 def _end(items: Sequence[_Item]) -> int:

@@ -32,9 +32,10 @@ class TensorSlot:
     offset: int
     """Bytes from the bucket's beginning."""
     blocks: tuple[Block, ...] = ()
-    """() where the tensor lies whole; else its blocks, which lie one after another, each contiguous."""
+    """() where the tensor lies whole; else its blocks, which lie one after another, each contiguous: all of them, or
+    those that the worker of the bucket's share needs."""
     experts: tuple[int, int] | None = None
-    """(first, last + 1): that many tensors lie one after another, whole."""
+    """(first, last + 1): that many tensors lie one after another, whole, or of each the one block."""
 
     @property
     def count(self) -> int:
@@ -43,7 +44,8 @@ class TensorSlot:
 
     @property
     def nbytes(self) -> int:
-        return self.count * prod(self.shape) * getattr(torch, self.dtype).itemsize
+        numbers = sum(prod(extent(block)) for block in self.blocks) if self.blocks else prod(self.shape)
+        return self.count * numbers * int(getattr(torch, self.dtype).itemsize)
 
     def names(self) -> Iterator[str]:
         """Hugging Face names of the tensors in this slot."""
@@ -70,7 +72,8 @@ class BucketLayout:
     segments: tuple[Segment, ...]
     size: int
     share: int | None = None
-    """Number in its engine of the only worker that needs it, of those that divide the experts; None: all do."""
+    """Number in its engine of the only worker that needs it, of those that divide the experts or each of them; None:
+    all do."""
 
     def goes_to(self, worker: int) -> bool:
         """Whether the worker of this number in its engine needs it."""
@@ -105,7 +108,8 @@ def lies_whole(shape: tuple[int, ...], blocks: list[Block]) -> bool:
 
 def unpack(slots: Iterable[TensorSlot], payload: torch.Tensor) -> Iterator[tuple[TensorSlot, torch.Tensor]]:
     """The tensor of each slot; of several experts `[experts, *shape]`. Views of `payload` (uint8) that live as long as
-    it does, but for tensors that lie there in blocks: those are put together in memory of their own."""
+    it does, but for tensors that lie there in blocks: those are put together in memory of their own, and what of them
+    this worker does not need is any number."""
     for slot in slots:
         dtype = getattr(torch, slot.dtype)
         if not slot.nbytes:
@@ -113,11 +117,18 @@ def unpack(slots: Iterable[TensorSlot], payload: torch.Tensor) -> Iterator[tuple
             continue
         raw = payload[slot.offset : slot.offset + slot.nbytes].view(dtype)
         if slot.experts is not None:
-            yield slot, raw.view(slot.count, *slot.shape)
+            yield slot, _filled(slot, raw) if slot.blocks else raw.view(slot.count, *slot.shape)
         elif slot.blocks:
             yield slot, _assembled(slot, raw)
         else:
             yield slot, raw.view(slot.shape)
+
+
+def _filled(slot: TensorSlot, raw: torch.Tensor) -> torch.Tensor:
+    (block,) = slot.blocks
+    whole = torch.empty((slot.count, *slot.shape), dtype=raw.dtype, device=raw.device)
+    whole[(slice(None), *(slice(*span) for span in block))] = raw.view(slot.count, *extent(block))
+    return whole
 
 
 def _assembled(slot: TensorSlot, raw: torch.Tensor) -> torch.Tensor:

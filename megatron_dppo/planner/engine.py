@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.planner.gpus import GIB, Gpu, efficiency_of
-from megatron_dppo.planner.parameters import Parameters, active_per_token, whole_model
+from megatron_dppo.planner.parameters import Parameters, active_per_token, layer_parameters, stage_layers, whole_model
 from megatron_dppo.planner.workload import Workload
 
 UTILIZATION = 0.9
@@ -39,6 +40,9 @@ class EngineSettings:
     """Bytes of a key or a value where that is not `element` (`rollout.kv_cache_dtype`)."""
     bucket: int = 256 << 20
     """Bytes of weights under way at once in a sync (`rollout.weight_sync_bucket_mib`)."""
+    shares: bool | None = None
+    """Whether each GPU of an engine gets what it needs of the experts alone (`RolloutConfig.weight_shares`); None:
+    where no adapters are merged into them."""
     sleeps: bool = True
     """Whether an engine on the trainer's GPUs gives its memory back while they train (`rollout.enable_sleep`)."""
     kept: int = 0
@@ -67,6 +71,8 @@ class EnginePlan:
     """Sequences of full length whose cache fits at once."""
     decode_tokens_per_second: float
     """Of the fleet."""
+    trial: int
+    """Bytes per GPU beside the weights, once: in its first weight sync an engine finds out where tensors go."""
 
     @property
     def fits(self) -> bool:
@@ -117,8 +123,19 @@ def _engine(
         kv_per_token=kv_per_token,
         concurrent=concurrent,
         decode_tokens_per_second=0.0,
+        trial=_trial(model, tensor, settings),
     )
     return replace(plan, decode_tokens_per_second=engines * _decode_rate(model, gpu, workload, plan, settings))
+
+
+def _trial(model: HFConfig, tensor: int, settings: EngineSettings) -> int:
+    """A layer that vLLM makes anew, and the dense tensors of a bucket, or one that is larger
+    (`rollout/vllm/views.py: TrialLoad`); a stack of experts takes the memory of one."""
+    vocabulary = model.padded_vocab_size(1) * model.hidden_size
+    one = ParallelConfig()
+    kinds = [layer for chunk in stage_layers(model.layers, one)[0].kinds(model) for layer, _ in chunk]
+    largest = max(vocabulary, *(layer_parameters(model, one, layer).total for layer in kinds))
+    return settings.element * largest // tensor + max(settings.bucket, 2 * vocabulary)
 
 
 def _state(model: HFConfig, settings: EngineSettings) -> int:

@@ -10,7 +10,7 @@ from megatron_dppo.planner.adapters import merged_tensors
 from megatron_dppo.planner.engine import UTILIZATION, EnginePlan, EngineSettings, plan_engine
 from megatron_dppo.planner.gpus import GIB, MEASURED, Gpu, efficiency_of
 from megatron_dppo.planner.memory import OUTSIDE_ALLOCATOR, StageMemory, stage_memory
-from megatron_dppo.planner.parameters import exported
+from megatron_dppo.planner.parameters import exported, whole_model
 from megatron_dppo.planner.step_time import StepTime, step_time
 from megatron_dppo.planner.workload import Layout, Workload
 
@@ -111,17 +111,18 @@ class Plan:
     def moments(self) -> dict[str, int]:
         """Bytes of the fullest GPU, moment by moment of a step. GPUs that are shared change hands: the engine sleeps
         while the trainer trains, both have their weights there in a weight sync, then the trainer's go to the host.
-        Without sleep both keep all they have."""
+        In the first sync engines need more. Without sleep both keep all they have."""
         if self.rollout_gpus:
             return {"training": self.on_gpu, GENERATION[1]: self.engine.on_gpu + ENGINE_OUTSIDE}
         if not self.settings.sleeps:
             return {"training beside the engine": self.on_gpu}
         trainer = max(stage.weights + stage.adapter_weights for stage in self.stages)
         kept = OUTSIDE_ALLOCATOR + LENT + min(self.settings.kept, max(stage.optimizer for stage in self.stages))
-        buckets = SYNC_BUCKETS * self.settings.bucket
+        sync = trainer + kept + SYNC_BUCKETS * self.settings.bucket + self.engine.weights + SLEEPING_ENGINE
         return {
             "training": self.on_gpu,
-            "weight sync": trainer + kept + buckets + self.engine.weights + SLEEPING_ENGINE,
+            "first weight sync": sync + self.engine.trial,
+            "weight sync": sync,
             GENERATION[0]: self.engine.on_gpu + ENGINE_OUTSIDE + kept,
         }
 
@@ -162,12 +163,20 @@ class Plan:
 
     @property
     def sync_s(self) -> float:
-        """Seconds of a weight sync; engines load side by side. Adapters are merged into the weights that are sent."""
+        """Seconds of a weight sync; engines load side by side. Adapters are merged into the weights that are sent.
+        Where the GPUs of an engine get shares of the experts, what a GPU takes or what a rank sends is the longer of
+        the two; the network between nodes takes whole models."""
         layout, gpu = self.layout, self.layout.gpu
+        bytes_ = self.traffic.weight_sync / self.engine.engines
+        shares = layout.lora is None if self.settings.shares is None else self.settings.shares
+        if shares and self.engine.tensor > 1 and self.gpus <= gpu.gpus_per_node:
+            experts = 2 * whole_model(layout.model).experts
+            taken = bytes_ - experts * (1 - 1 / self.engine.tensor)
+            bytes_ = max(taken, *(stage.weights for stage in self.stages))
         wire = gpu.link_bandwidth if self.gpus <= gpu.gpus_per_node else gpu.network_bandwidth
         merged = max(merged_tensors(layout, stage) for stage in range(layout.parallel.pipeline))
         merge = merged * efficiency_of(gpu.name).merge_s
-        return merge + self.traffic.weight_sync / self.engine.engines / (wire * SYNC_EFFICIENCY)
+        return merge + bytes_ / (wire * SYNC_EFFICIENCY)
 
     @property
     def step_s(self) -> float:

@@ -115,6 +115,7 @@ def planned_run(
         quantized=rollout.quantization != "none",
         cache_element=1 if rollout.kv_cache_dtype == "fp8" else None,
         bucket=rollout.weight_sync_bucket_mib << 20,
+        shares=rollout.weight_shares("cuda") > 1 and (rollout.expert_parallel or config.lora is None),
         sleeps=rollout.enable_sleep,
         kept=int(config.optimizer.keep_on_gpu_gib * GIB),
     )
@@ -169,8 +170,6 @@ def _time(config: Config, plan: Plan) -> Iterator[str]:
     if rollout.schedule != "synchronous":
         overlap = "rollout and training are added, though they overlap; the step is shorter"
         yield f"rollout.schedule={rollout.schedule}: {overlap}"
-    if rollout.weight_shares("cuda") > 1:
-        yield "rollout.expert_parallel: a weight sync is planned with all experts for every GPU; it may be shorter"
     if rollout.quantization != "none":
         yield f"rollout.quantization={rollout.quantization}: products at bfloat16's rate; generation may be shorter"
     if rollout.oversample:

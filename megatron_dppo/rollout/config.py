@@ -153,8 +153,10 @@ class RolloutConfig(ConfigModel):
         return "ipc" if self.placement == "colocated" else "broadcast"
 
     def weight_shares(self, device: str) -> int:
-        """Workers of an engine of which each gets the weights of its own experts alone, on a device type."""
-        return self.tensor_parallel if self.expert_parallel and self.transfer_for(device) != "object_store" else 1
+        """Workers of an engine of which each gets what it needs of the experts alone, on a device type: its own, or its
+        slices, where it is vLLM that cuts them and pads none, as it does with those that it quantises."""
+        divided = self.expert_parallel or (self.engine == "vllm" and self.quantization == "none")
+        return self.tensor_parallel if divided and self.transfer_for(device) != "object_store" else 1
 
     @model_validator(mode="after")
     def _cross_check(self) -> RolloutConfig:

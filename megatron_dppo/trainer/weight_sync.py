@@ -124,8 +124,11 @@ class WeightSync:
         return held + held // 4 + filled * buckets.largest + _LOADING - torch.cuda.mem_get_info(device)[0]
 
     def _buckets(self) -> WeightBuckets:
-        shares = self._rollout.weight_shares(self._runtime.device.type)
-        return self._actor.weight_buckets(self._rollout.weight_sync_bucket_mib << 20, shares)
+        rollout, sliced = self._rollout, not self._rollout.expert_parallel
+        shares = rollout.weight_shares(self._runtime.device.type)
+        if sliced and self._config.lora is not None:  # an adapter would be merged into a matrix for every slice of it
+            shares = 1
+        return self._actor.weight_buckets(rollout.weight_sync_bucket_mib << 20, shares, sliced=sliced)
 
     def _transfer(self, version: int, to: Recipients | None, clock: _Clock) -> None:
         buckets = self._buckets()

@@ -45,7 +45,7 @@ def _cut(tensor: torch.Tensor, block: Block) -> torch.Tensor:
     return tensor[tuple(slice(*span) for span in block)]
 
 
-def buckets_of(rank: int, bucket_bytes: int, shares: int = 1) -> WeightBuckets:
+def buckets_of(rank: int, bucket_bytes: int, shares: int = 1, sliced: bool = False) -> WeightBuckets:
     tensors, sources = model()
     local = {
         (name, source.block): partial(_cut, tensors[name], source.block)
@@ -54,7 +54,7 @@ def buckets_of(rank: int, bucket_bytes: int, shares: int = 1) -> WeightBuckets:
         if source.rank == rank
     }
     described = [(name, tuple(tensors[name].shape), tensors[name].dtype) for name in by_matrix(tensors)]
-    return WeightBuckets(described, sources, local, rank=rank, bucket_bytes=bucket_bytes, shares=shares)
+    return WeightBuckets(described, sources, local, rank=rank, bucket_bytes=bucket_bytes, shares=shares, sliced=sliced)
 
 
 @pytest.mark.parametrize("shares", [1, 2, 4])
@@ -86,6 +86,27 @@ def test_what_the_ranks_write_is_the_model(bucket_bytes: int, shares: int) -> No
     largest = max(t.nbytes for t in tensors.values())
     assert ranks[0].largest <= max(bucket_bytes, largest)
     assert ranks[0].nbytes == sum(layout.size for layout in ranks[0].layouts)
+
+
+@pytest.mark.parametrize("bucket_bytes", [40, 10_000])
+def test_a_slice_of_every_expert_goes_to_the_worker_that_computes_with_it(bucket_bytes: int) -> None:
+    tensors, _ = model()
+    ranks = [buckets_of(rank, bucket_bytes, 3, sliced=True) for rank in (0, 1)]
+    sent = sum(slot.nbytes for layout in ranks[0].layouts for slot in layout.slots)
+    assert sent == sum(tensor.nbytes for tensor in tensors.values())
+    for worker in range(3):
+        for index, layout in enumerate(ranks[0].layouts):
+            if layout.share != worker:
+                continue
+            payload = torch.full((layout.size,), 255, dtype=torch.uint8)
+            for buckets in ranks:
+                buckets.write(index, payload)
+            for slot, stack in unpack(layout.slots, payload):
+                own = slice(worker, worker + 1)
+                where = (slice(None), own) if "down" in slot.name else (own, slice(None))
+                for name, single in zip(slot.names(), stack, strict=True):
+                    assert torch.equal(single[where], tensors[name][where]), name
+    assert buckets_of(0, bucket_bytes, 2, sliced=True).shares == [], "three rows cannot be halved"
 
 
 def test_experts_of_a_layer_lie_by_matrix_and_come_from_each_rank_at_once() -> None:

@@ -193,7 +193,7 @@ def test_gpus_change_hands(run_of: Callable[..., Run]) -> None:
     assert shared.host_per_node == 8 * (stage.weights + stage.optimizer)
     kept = run_of("optimizer.keep_on_gpu_gib=2").plan()
     assert kept.host_per_node == shared.host_per_node - 8 * 2 * GIB
-    for moment in ("weight sync", "generation"):
+    for moment in ("first weight sync", "weight sync", "generation"):
         assert kept.moments[moment] == shared.moments[moment] + 2 * GIB
     assert kept.on_gpu == shared.on_gpu
     fleet = run_of("rollout.placement=fleet", "rollout.engines=4", "rollout.kv_cache_mib=1024", gpus=48).plan()
@@ -205,6 +205,23 @@ def test_gpus_change_hands(run_of: Callable[..., Run]) -> None:
     assert awake.host_per_node == 0
     assert awake.on_gpu - fleet.on_gpu == awake.engine.on_gpu + ENGINE_OUTSIDE
     assert max(awake.moments.values()) == awake.on_gpu
+
+
+def test_a_first_sync_needs_memory_of_its_own_and_a_sync_of_shares_less_time(run_of: Callable[..., Run]) -> None:
+    """By hand: a layer of Qwen3-30B-A3B has 128 experts of 3 x 2,048 x 768, a router, attention and norms; beside a
+    quarter of it on each of four GPUs the embedding, 151,936 x 2,048, whole."""
+    layer = 128 * (3 * 2048 * 768 + 2048) + 2048 * (2 * 32 + 2 * 4) * 128 + 2 * 2048 + 2 * 128
+    shared = run_of().plan()
+    more = shared.moments["first weight sync"] - shared.moments["weight sync"]
+    assert more == pytest.approx(2 * layer / 4 + 2 * 151936 * 2048, rel=0.01)
+    engines = ("rollout.placement=fleet", "parallel.tensor=1", "parallel.sequence_parallel=false", "parallel.expert=4")
+    times = {
+        options: run_of(*engines, *options, gpus=8).plan()
+        for options in [("rollout.tensor_parallel=4",), ("rollout.tensor_parallel=4", "rollout.quantization=fp8")]
+    }
+    slices, whole = times.values()
+    experts, dense = 2 * 48 * 128 * 3 * 2048 * 768, slices.traffic.weight_sync - 2 * 48 * 128 * 3 * 2048 * 768
+    assert slices.sync_s / whole.sync_s == pytest.approx((dense + experts / 4) / (dense + experts), rel=0.01)
 
 
 def test_measured_gpus_that_change_hands() -> None:
@@ -271,7 +288,6 @@ def test_what_is_not_planned_is_named(models: Path, run_of: Callable[..., Run]) 
         "parallel.overlap_expert_exchange=true": "parallel.overlap_expert_exchange",
         "algorithm.preset=dppo-binary-kl-decoupled": "algorithm.preset=dppo-binary-kl-decoupled",
         "rollout.quantization=fp8": "rollout.quantization=fp8",
-        "rollout.expert_parallel=true": "rollout.expert_parallel: a weight sync",
         "rollout.oversample=0.5": "rollout.oversample=0.5",
         "rollout.dynamic_sampling=8": "rollout.dynamic_sampling=8",
         "rollout.enforce_eager=true": "rollout.enforce_eager=true",
@@ -280,7 +296,7 @@ def test_what_is_not_planned_is_named(models: Path, run_of: Callable[..., Run]) 
     }
     quiet = ["algorithm.constants=null", "rollout.object_store_mib=65536", "evaluation.every=0"]
     quiet += ["trainer.checkpoint_every=0", f"model.path={models}/Qwen3-30B-A3B"]
-    assert _beside(*quiet) == ()
+    assert _beside(*quiet) == _beside(*quiet, "rollout.expert_parallel=true") == ()
     for override, start in named.items():
         (line,) = _beside(*quiet, override)
         assert line.startswith(start)

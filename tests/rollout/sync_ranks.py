@@ -40,12 +40,13 @@ def sync(
     workers: int = 1,
     bucket_bytes: int = 100_000,
     shares: int = 1,
+    sliced: bool = False,
 ) -> dict[str, str]:
     """Send checkpoints to engines. `syncs`: (folder, version, way). Returns on rank 0 which engines failed, and why."""
     session = RaySession.connect(where) if rank == 0 else None
     models, model, groups = build_from(syncs[0][0], layout)
     exporter = WeightExporter(models, model, groups)
-    buckets = exporter.buckets(bucket_bytes, shares)
+    buckets = exporter.buckets(bucket_bytes, shares, sliced=sliced)
     senders: dict[str, Any] = {
         "broadcast": BroadcastSender(buckets, torch.device("cpu"), workers_per_engine=workers, timeout_s=60),
         "object_store": ObjectStoreSender(exporter.buckets(bucket_bytes), torch.device("cpu")),

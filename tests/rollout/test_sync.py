@@ -58,7 +58,6 @@ def test_a_mixed_tied_model_from_every_layout_to_engines_of_one_and_two_workers(
 ) -> None:
     """Dense and expert layers, one matrix for embedding and head; TP2 x EP2 and two pipeline stages."""
     start = tmp_path / "start"
-    shares = workers if divided else 1
     tiny_qwen3_moe(start, seed=40, **MIXED)
     config = CONFIG.model_copy(update={"tensor_parallel": workers, "expert_parallel": divided})
     engine = RemoteEngine(making(start, config), name=f"mixed-{workers}-{divided}")
@@ -75,7 +74,8 @@ def test_a_mixed_tied_model_from_every_layout_to_engines_of_one_and_two_workers(
             folder = tmp_path / str(number)
             tiny_qwen3_moe(folder, seed=41 + number, **MIXED)
             syncs = [(str(folder), served.next_version(), way)]
-            (failed, _) = run_ranks(sync, 2, ray_session.where, [engine.name], layout, syncs, workers, 100_000, shares)
+            sizes = (workers, 100_000, workers, not divided)
+            (failed, _) = run_ranks(sync, 2, ray_session.where, [engine.name], layout, syncs, *sizes)
             assert failed == {}
             gap = compared(served, folder, f"mixed-{number}")
             print(f"{layout} by {way} to {workers} workers, experts divided {divided}: worst gap {gap:.2e} nats")

@@ -49,11 +49,12 @@ def one_worker(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return found
 
 
-def check(models: list[tuple[str, Any]], outcomes: list[Any], *, rank: int, divided: bool) -> None:
+def check(models: list[tuple[str, Any]], outcomes: list[Any], *, rank: int, workers: int, divided: bool) -> None:
     for model, outcome in zip(models, outcomes, strict=True):
         assert outcome.wrong == [], model
-        # The files of gpt-oss hold a layer's experts as one tensor, which goes to all.
-        assert (outcome.taken < 1) == (divided and model[0] != "gpt_oss"), model
+        # The files of gpt-oss hold a layer's experts as one tensor, which goes to all who have a slice of each.
+        whole = workers == 1 or model[0] == "qwen2" or (model[0] == "gpt_oss" and not divided)
+        assert (outcome.taken < 1) != whole, model
         left = set()
         if model[0] == "gpt_oss" and rank > 0 and not divided:  # a bias is made zero there: no copy of what came
             left = {f"model.layers.{layer}.mlp.experts.routed_experts" for layer in range(4)}
@@ -61,18 +62,21 @@ def check(models: list[tuple[str, Any]], outcomes: list[Any], *, rank: int, divi
 
 
 def test_after_syncs_every_parameter_is_that_of_a_fresh_load(one_worker: list[Any]) -> None:
-    check(MODELS, one_worker[0], rank=0, divided=False)
+    check(MODELS, one_worker[0], rank=0, workers=1, divided=False)
 
 
-def test_so_it_is_on_two_workers_also_where_they_divide_the_experts(tmp_path: Path) -> None:
+def test_so_it_is_on_two_workers_that_get_slices_of_experts_or_their_own(tmp_path: Path) -> None:
     models = [*MODELS, ("qwen3_moe", UNEVEN)]
     folders = [folders_of(tmp_path / str(i), family, **overrides) for i, (family, overrides) in enumerate(models)]
     with_experts, dense = [*range(len(MODELS) - 1), len(MODELS)], len(MODELS) - 1
     assert models[dense][0] == "qwen2"
-    calls = [(synced, (folders[:-1], 2, False)), (synced, ([folders[n] for n in with_experts], 2, True))]
-    for rank, (whole, divided) in enumerate(run_ranks(in_turn, 2, calls)):
-        check(MODELS, whole, rank=rank, divided=False)
-        check([models[n] for n in with_experts], divided, rank=rank, divided=True)
+    calls: list[Any] = [(synced, (folders[:-1], 2, False)), (synced, ([folders[n] for n in with_experts], 2, True))]
+    calls.append((synced, (folders[:1], 2, False, True)))
+    for rank, (whole, divided, swapped) in enumerate(run_ranks(in_turn, 2, calls)):
+        assert swapped[0].wrong == [], "slices that vLLM's loaders took"
+        assert swapped[0].reloaded == {"model.layers.1.mlp.experts.routed_experts"}
+        check(MODELS, whole, rank=rank, workers=2, divided=False)
+        check([models[n] for n in with_experts], divided, rank=rank, workers=2, divided=True)
 
 
 def test_a_layer_whose_weights_vllm_permutes_is_left_to_it(one_worker: list[Any]) -> None:

@@ -30,12 +30,15 @@ def divided(name: str, tensor: torch.Tensor) -> int | None:
     return 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
 
 
-def buckets_of(folder: Path, bucket_bytes: int, shares: int) -> Iterator[tuple[Any, torch.Tensor]]:
+def buckets_of(folder: Path, bucket_bytes: int, shares: int, sliced: bool) -> Iterator[tuple[Any, torch.Tensor]]:
     """(layout, payload) of each bucket of a checkpoint that two trainer ranks hold."""
     tensors = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
     sources: dict[str, list[Source]] = {}
     for name, tensor in tensors.items():
         spans = tuple((0, size) for size in tensor.shape)
+        if "experts" in name and (tensor.ndim > 2 or name.endswith("_bias")):  # a layer's in one tensor: one by one
+            sources[name] = [Source(e % 2, ((e, e + 1), *spans[1:])) for e in range(len(tensor))]
+            continue
         dim = divided(name, tensor)
         if dim is None:
             sources[name] = [Source(0, spans)]
@@ -52,7 +55,8 @@ def buckets_of(folder: Path, bucket_bytes: int, shares: int) -> Iterator[tuple[A
 
     local = {(name, source.block): part(name, source.block) for name, given in sources.items() for source in given}
     ranks = [
-        WeightBuckets(described, sources, local, rank=rank, bucket_bytes=bucket_bytes, shares=shares) for rank in (0, 1)
+        WeightBuckets(described, sources, local, rank=rank, bucket_bytes=bucket_bytes, shares=shares, sliced=sliced)
+        for rank in (0, 1)
     ]
     for index, layout in enumerate(ranks[0].layouts):
         payload = torch.zeros(layout.size, dtype=torch.uint8)
@@ -68,14 +72,16 @@ class Worker:
     model: Any
     receiver: Any
     shares: int
-    """Workers that get the weights of their own experts alone."""
+    """Workers that get what they need of the experts alone."""
+    sliced: bool
+    """Whether that is a slice of each."""
     taken: float = 0.0
     """Fraction of the last sync's buckets that came here."""
 
     def sync(self, folder: Path, *, agree: bool = False) -> None:
         from megatron_dppo.rollout.vllm.receiver import TransferInit
 
-        buckets = list(buckets_of(folder, BUCKET_BYTES, self.shares))
+        buckets = list(buckets_of(folder, BUCKET_BYTES, self.shares, self.sliced))
         receiver = self.receiver
         receiver.start_weight_update()
         if agree:
@@ -154,7 +160,7 @@ def worker(folder: Path, workers: int, expert_parallel: bool) -> Worker:
             parallel_state.ensure_model_parallel_initialized(workers, 1)
         model = get_model_loader(config.load_config).load_model(config, config.model_config)
         receiver = BucketReceiver(config.weight_transfer_config, config, torch.device("cpu"), model)
-    return Worker(model, receiver, workers if expert_parallel else 1)
+    return Worker(model, receiver, workers, not expert_parallel)
 
 
 @dataclass(frozen=True)

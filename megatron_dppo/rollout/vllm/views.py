@@ -335,19 +335,32 @@ def _plan(
     for slot in slots:
         if slot.name not in views:
             continue
-        if slot.blocks:
+        if slot.blocks and slot.experts is None:
             plan.blocks.append((slot, views[slot.name]))
             continue
         dtype = getattr(torch, slot.dtype)
         start = slot.offset // dtype.itemsize
-        for view in views[slot.name]:
+        for view in (_within(slot, view) if slot.blocks else view for view in views[slot.name]):
             if slot.experts is None:
                 plan.add(dtype, start + view.offset, view.shape, view.stride, view.target)
                 continue
             for source, target, count in runs(slot):
-                first = start + source * prod(slot.shape) + view.offset
+                first = start + source * view.stride[0] + view.offset
                 plan.add(dtype, first, (count, *view.shape[1:]), view.stride, view.target[target : target + count])
     return plan
+
+
+def _within(slot: TensorSlot, view: View) -> View:
+    """A view of a stack of whole experts as one of the part of each that lies in the slot."""
+    ((rows, columns),) = slot.blocks
+    row, column = divmod(view.offset, slot.shape[1])
+    _, height, width = view.shape
+    inside = rows[0] <= row <= rows[1] - height and columns[0] <= column <= columns[1] - width
+    if not inside or view.stride[1:] != (slot.shape[1], 1):
+        raise RuntimeError(f"{slot.name}: this worker loads other numbers than rows {rows} of columns {columns}")
+    wide = columns[1] - columns[0]
+    offset = (row - rows[0]) * wide + column - columns[0]
+    return replace(view, offset=offset, stride=((rows[1] - rows[0]) * wide, wide, 1))
 
 
 class _Layers:

@@ -86,6 +86,8 @@ class WeightGroup:
 
         def speak() -> None:
             try:
+                if self._device.type == "cuda":
+                    torch.cuda.set_device(self._device)  # each thread has one of its own
                 for share, members in self._members.items():
                     word = torch.zeros(1, dtype=torch.uint8, device=self._device)
                     self.broadcast(word, members[0], share).wait()
