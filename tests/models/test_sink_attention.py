@@ -3,6 +3,9 @@ differences. tests/gpu/test_sinks.py has those of a GPU."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
@@ -11,8 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_dppo.compat.packed_attention import PackedAttention
 from megatron_dppo.models.layers.sink_attention import CausalPack, FlashKernels, FlashWithSinks, SinkAttention
-from megatron_dppo.models.packed_logits import pack_params
+from megatron_dppo.models.packed_logits import pack_params, packed_logits
+from tests.distributed import run_ranks
+from tests.megatron import build_from
 from tests.models.plain_kernels import PlainKernels
+from tests.tiny import VOCAB_SIZE, tiny_model
 
 HEADS, GROUPS, SIZE, WINDOW = 4, 2, 8, 3
 LENGTHS = [5, 1, 9, 2]
@@ -93,3 +99,31 @@ def test_calls_fit_torchs_operators(window: int | None) -> None:
     for given in (query, key, value, sinks):
         assert (given.grad.shape, given.grad.dtype) == (given.shape, torch.bfloat16)
     assert not FlashKernels().take(torch.empty(1, 1, 8).bfloat16())
+
+
+class CountedKernels(PlainKernels):
+    calls = 0
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: CausalPack) -> Any:
+        self.calls += 1
+        return super().forward(query, key, value, pack)
+
+
+def calls_and_logits(rank: int, path: Path, ids: torch.Tensor) -> tuple[int, torch.Tensor]:
+    chunks, _, _ = build_from(path, {})
+    kernels = CountedKernels()
+    for module in chunks[0].modules():
+        if isinstance(module, SinkAttention):
+            module.kernels = kernels
+    (logits,) = packed_logits(chunks, [(ids, LENGTHS)])
+    return kernels.calls, logits
+
+
+def test_every_layer_of_the_family_has_it(tmp_path: Path) -> None:
+    model = tiny_model("gpt_oss", tmp_path, num_hidden_layers=2, sliding_window=4)
+    ids = torch.randint(0, VOCAB_SIZE, (sum(LENGTHS),))
+    with torch.no_grad():
+        right = torch.cat([model(part[None]).logits[0] for part in ids.split(LENGTHS)])
+    ((calls, logits),) = run_ranks(calls_and_logits, 1, tmp_path, ids)
+    assert calls == 2
+    assert (logits[:, :VOCAB_SIZE] - right).abs().max() < 1e-4 * right.abs().max()
