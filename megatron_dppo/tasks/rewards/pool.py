@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from megatron_dppo.launch.imports import load_callable, look_first_in
 from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
 from megatron_dppo.tasks.workers.calls import Call, Handler, Hosted, Outcome
@@ -174,7 +176,7 @@ class CustomVerifier:
             )
         except Exception as error:
             return Verdict(score=0.0, error=f"{self.path} raised {type(error).__name__}: {error}")
-        if not isinstance(score, numbers.Real):
+        if not isinstance(score, numbers.Real | np.bool_):
             said = f"{self.path} returned {score!r:.60} ({type(score).__name__}) for the question {item.question!r:.60}"
             return Verdict(score=0.0, error=f"{said}; it must return a number")
         if not math.isfinite(score):

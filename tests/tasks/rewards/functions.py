@@ -18,6 +18,10 @@ def numpy_score(*, answer: str | None, reference: str, **_: Any) -> np.float32:
     return np.float32(answer == reference)
 
 
+def numpy_verdict(*, answer: str | None, reference: str, **_: Any) -> np.bool_:
+    return np.equal(answer, reference)
+
+
 def picky(*, response: str, metadata: dict[str, Any], **_: Any) -> Any:
     """Does to each response what it asks for."""
     if response == "raise":

@@ -107,12 +107,14 @@ def test_exact_match():
 def test_a_function_from_a_file_and_one_that_returns_numpy(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def worth(*, question, **_):\n    return len(question)\n")
-    made = grader(PythonReward(path=f"{HERE}:numpy_score", name="equal"), PythonReward(path=f"{file}:worth"), workers=1)
+    ours = [PythonReward(path=f"{HERE}:numpy_{kind}", name=kind) for kind in ("score", "verdict")]
+    made = grader(*ours, PythonReward(path=f"{file}:worth"), workers=1)
     try:
         rewards = made.score([prompt()] * 2, ["14", "15"])
     finally:
         made.close()
-    np.testing.assert_array_equal(rewards.parts["equal"], [1, 0])
+    np.testing.assert_array_equal(rewards.parts["score"], [1, 0])
+    np.testing.assert_array_equal(rewards.parts["verdict"], [1, 0])
     np.testing.assert_array_equal(rewards.parts["python"], [5, 5])
 
 
