@@ -174,15 +174,14 @@ def _metrics(one: EvaluationSet, file: AnswerFile) -> dict[str, float]:
 
 
 def _keep(one: EvaluationSet, file: AnswerFile, band: tuple[float, float]) -> str:
-    """Write the questions whose pass rate lies in `band`; returns a line for people."""
+    """Write the rows of the questions whose pass rate lies in `band`, whole, so that they are read and put to the model
+    as they were here; returns a line for people."""
     target = file.path.with_suffix(".kept.jsonl")
     rows = []
     for prompt in one.prompts:
         rate = float(np.mean([given.correct for given in file.answers(prompt.index, one.samples)]))
         if band[0] <= rate <= band[1]:
-            accepted = [prompt.answer, *prompt.also_accepted]
-            reference = accepted if prompt.also_accepted else prompt.answer
-            rows.append(json.dumps({"problem": prompt.question, "answer": reference, "pass_rate": rate}) + "\n")
+            rows.append(json.dumps({**prompt.metadata, "pass_rate": rate}, default=str) + "\n")
     replace_synced(target, "".join(rows))
     return f"{one.name}: {len(rows)} of {len(one.prompts)} questions kept: {target}"
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -22,9 +23,11 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.data.config import DataConfig
 from megatron_dppo.tasks.data_task import load_prompts
+from megatron_dppo.tasks.task import Prompt
 from megatron_dppo.trainer.answers import Answer, AnswerFile
-from megatron_dppo.trainer.evaluate_model import evaluate_config, evaluate_model
+from megatron_dppo.trainer.evaluate_model import _keep, evaluate_config, evaluate_model
 from megatron_dppo.trainer.evaluation import pass_at_k
+from megatron_dppo.trainer.task_suite import EvaluationSet
 
 AIME = [{"id": i, "problem": f"Find {i}.", "answer": str(i)} for i in range(5)]
 CONFIG = """
@@ -125,6 +128,31 @@ def test_questions_that_a_model_answers_now_and_then(folder, tmp_path, capsys):
     rows = load_prompts(TaskConfig(kind="data", data={"path": "x"}), DataConfig(path=str(out / "aime.kept.jsonl")),
                         byte_tokenizer(), 64)[0]  # fmt: skip
     assert [(prompt.question, prompt.answer) for prompt in rows] == [(row["problem"], row["answer"]) for row in kept]
+
+
+def test_what_is_kept_is_put_to_the_model_as_it_was(tmp_path):
+    """With its system message, its turns before, other right answers, and what a reward looks up in its row."""
+    turns = [{"role": "system", "content": "Add."}, {"role": "user", "content": "Hi"}]
+    turns += [{"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "1 + 1"}]
+    rows = [
+        {"prompt": turns, "reward_model": {"ground_truth": ["2", "two"]}, "level": 3},
+        {"prompt": turns[:1] + turns[-1:], "reward_model": {"ground_truth": "2"}, "level": 4},
+    ]
+    task = TaskConfig(kind="data", data={"path": "x"}, prompt="{question} at level {metadata[level]}")
+
+    def read(file: Path) -> list[Prompt]:
+        return load_prompts(task, DataConfig(path=str(file)), byte_tokenizer(), 256)[0]
+
+    (tmp_path / "set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    one = EvaluationSet("set", read(tmp_path / "set.jsonl"), 2, scorer=None)
+    with AnswerFile(tmp_path / "answers.jsonl", {}) as file:
+        file.add(replace(answer(0, sample), correct=sample == 0) for sample in range(2))
+        file.add(replace(answer(1, sample), correct=True) for sample in range(2))
+        assert "set: 1 of 2 questions kept" in _keep(one, file, (0.2, 0.8))
+    (kept,) = read(tmp_path / "answers.kept.jsonl")
+    assert kept.text == one.prompts[0].text
+    assert (kept.answer, kept.also_accepted) == ("2", ("two",))
+    assert kept.metadata == {**rows[0], "pass_rate": 0.5}
 
 
 def test_a_band_that_is_none(folder, capsys):
