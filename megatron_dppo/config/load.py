@@ -24,7 +24,9 @@ from megatron_dppo.launch.secrets import confide, redact, secret_variables
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read `path`, apply `overrides` in order, check everything.
 
-    Raises UserError naming the key, what is wrong with it and, for unknown keys, the nearest known one.
+    A mapping, `task.parameters={min_terms: 2}`, takes the place of the one that was there;
+    `task.parameters.min_terms=2` changes one entry. Raises UserError naming the key, what is wrong with it and, for
+    unknown keys, the nearest known one.
     """
     return build_config(Config, read_tree(path), overrides, where=str(path))
 
@@ -51,7 +53,14 @@ def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides:
         if "=" not in override or override.startswith(("=", "-")):
             raise UserError(f"override {override!r} must look like section.key=value")
     try:
-        merged = OmegaConf.merge(OmegaConf.create(tree), OmegaConf.from_dotlist(list(overrides)))
+        merged = OmegaConf.create(tree)
+        for override in overrides:
+            given = OmegaConf.from_dotlist([override])
+            key, _, value = override.partition("=")
+            if value.lstrip().startswith("{"):
+                OmegaConf.update(merged, key, OmegaConf.select(given, key), merge=False)
+            else:
+                merged = OmegaConf.merge(merged, given)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"overrides {' '.join(overrides)} cannot be applied to {where}: {_reason(error)}") from error
     try:

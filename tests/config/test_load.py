@@ -33,6 +33,14 @@ def test_what_may_be_infinite_and_what_is_no_number_by_right(config_file):
     assert config.trainer.resume is True
 
 
+def test_a_mapping_takes_the_place_of_another_and_an_entry_does_not(config_file):
+    whole = "task.parameters={min_terms: 3, max_terms: 4}"
+    assert load_config(config_file, [whole]).task.parameters == {"min_terms": 3, "max_terms": 4}
+    animals = load_config(config_file, [whole, "task.dataset=leg_counting", "task.parameters={max_animals: 2}"])
+    assert animals.task.parameters == {"max_animals": 2}
+    assert load_config(config_file, [whole, "task.parameters.max_terms=5"]).task.parameters["min_terms"] == 3
+
+
 def test_the_home_folder(config_file, tmp_path, monkeypatch):
     """No shell puts it in place of the `~` of `run.dir=~/runs`."""
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from examples.smollm2 import make_model as tool
+from examples.smollm2 import settings
+from examples.tiny_moe_dppo.model import byte_tokenizer
+from megatron_dppo.config.load import load_config
+from megatron_dppo.tasks.build import build_task
 
 
 def tiny_llama() -> LlamaForCausalLM:
@@ -77,6 +84,14 @@ def test_what_cannot_be_made_is_said(tmp_path, capsys, options, said):
     assert tool.main([str(tmp_path / "out"), *options]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("task", "asked"), [("sums", "[+-]"), ("word_problems", "how many legs")])
+def test_each_task_asks_what_it_says(task, asked):
+    _, config, *overrides = settings.arguments(task, 8, 0, Path("model"), Path("run"))
+    section = load_config(Path(config), overrides).task.model_copy(update={"chat_template": False})
+    questions = build_task(section, byte_tokenizer()).prompts(0, 4)
+    assert all(re.search(asked, prompt.question.lower()) for prompt in questions)
 
 
 @pytest.mark.full
