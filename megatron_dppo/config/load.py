@@ -53,7 +53,7 @@ def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides:
         if "=" not in override or override.startswith(("=", "-")):
             raise UserError(f"override {override!r} must look like section.key=value")
     try:
-        merged = OmegaConf.create(tree)
+        merged: Any = OmegaConf.create(tree)
         for override in overrides:
             given = OmegaConf.from_dotlist([override])
             key, _, value = override.partition("=")
