@@ -64,6 +64,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from megatron_dppo.models.lora.size import joins
 from megatron_dppo.planner.workload import Layout
@@ -94,6 +95,12 @@ class LayerMemory:
     @property
     def kept(self) -> int:
         return sum(operator.kept for operator in self.operators)
+
+    @property
+    def kept_before_experts(self) -> int:
+        """Or before a dense MLP: by attention and the router."""
+        before = takewhile(lambda operator: operator.name not in ("experts, fc1", "norm and fc1"), self.operators)
+        return sum(operator.kept for operator in before)
 
     @property
     def forward_peak(self) -> int:

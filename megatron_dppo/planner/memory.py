@@ -101,8 +101,9 @@ def stage_memory(layout: Layout, stage: int, microbatches: int) -> StageMemory:
     if parallel.pipeline > 1:
         activations += round(in_flight) * boundary  # outputs sent on, and gradients received
     workspace, moment = max(_chunk_workspace(again, once) for again, once in chunks)
-    if parallel.overlap_expert_exchange and microbatches > 1:  # a layer of the next microbatch is there before one goes
-        workspace += max((layer.forward_peak for _, once in chunks for layer, _ in once), default=0)
+    if parallel.overlap_expert_exchange and microbatches > 1:
+        # A layer's experts are through their backward before those of the next microbatch begin, its attention is not.
+        workspace += max((layer.kept_before_experts for _, once in chunks for layer, _ in once), default=0)
         moment = f"{moment} beside the next microbatch's forward"
     head = head_workspace(layout) if last else 0
     return StageMemory(
