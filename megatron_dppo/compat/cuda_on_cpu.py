@@ -71,7 +71,7 @@ def patch_torch_cuda() -> None:
     cuda.Event = _InertEvent  # type: ignore[assignment, misc]
     cuda.current_stream = cuda.default_stream = lambda device=None: _THE_STREAM  # type: ignore[assignment, return-value]
     cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment, return-value]
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
+    torch.Tensor.record_stream = lambda self, s: None  # type: ignore[method-assign]
 
 
 def _is_cuda(device: Any) -> bool:

@@ -149,7 +149,8 @@ class Tracker:
 
     def close(self) -> None:
         self._file.close()
-        for watcher in (self._events, *self._sinks):
+        watchers: list[Any] = [self._events, *self._sinks]
+        for watcher in watchers:
             with self._watched_by(watcher):
                 watcher.close()
 
