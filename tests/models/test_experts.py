@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.experts.activation import WeightedSwiGLU, recompute_for_backward, weighted_swiglu
@@ -137,6 +138,24 @@ class Grouped(torch.nn.Module):
         super().__init__()
         for expert in range(self.num_gemms):
             self.register_parameter(f"weight{expert}", torch.nn.Parameter(torch.randn(4, 8)))
+
+
+def test_old_weights_go_before_their_new_place_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both at once were DeepSeek-V3's peak with adapters: its weights and 14 GiB of one layer's first matrices."""
+    linear, make = Grouped(), Tensor.new_empty
+    old = [StorageWeakRef(weight.untyped_storage()) for weight in linear.parameters()]
+    there: list[int] = []
+
+    def new_empty(self: Tensor, *size: Any, **options: Any) -> Tensor:
+        made = make(self, *size, **options)
+        if made.numel():
+            there.append(sum(not storage.expired() for storage in old))
+        return made
+
+    monkeypatch.setattr(Tensor, "new_empty", new_empty)
+    _line_up(linear)
+    assert there == [0]
+    assert linear.weight1.untyped_storage().nbytes() == 3 * 4 * 8 * 4
 
 
 @pytest.mark.parametrize("frozen", [False, True])

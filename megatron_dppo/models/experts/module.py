@@ -64,7 +64,10 @@ def _by_expert(experts: int) -> Any:
 @torch.no_grad()
 def _line_up(linear: Any) -> None:
     weights = _weights(linear)
-    stack = torch.empty((len(weights), *weights[0].shape), dtype=weights[0].dtype, device=weights[0].device)
+    shape, like = (len(weights), *weights[0].shape), weights[0].new_empty(0)
+    for weight in weights:  # or both would be there at once: 14 GiB of DeepSeek-V3's first matrices
+        weight.data = like
+    stack = like.new_empty(shape)
     for weight, place in zip(weights, stack, strict=True):
         weight.data = place
     parameters = linear._parameters
