@@ -15,8 +15,10 @@ EXPERIMENTS = ("learn", "replay", "rates", "staleness", "noise")
 SHORT = (
     *("trainer.steps=25", "trainer.checkpoint_every=0", "evaluation.every=0"),
     *("trainer.export_hugging_face=false", "tracking.samples_every=0", "trainer.parity_check=false"),
+    *("rollout.enforce_eager=true", "rollout.object_store_mib=128", "actor.max_tokens_per_microbatch=8192"),
 )
-"""Of the runs of a table: 512 answers and 4 gradient steps a step, 100 gradient steps in all."""
+"""Of the runs of a table: 512 answers and 4 gradient steps a step, 100 gradient steps in all. Compiling and capturing
+CUDA graphs would take longer than these answers do; one microbatch a gradient step has half the launches of two."""
 MIXTURE_GIB, DENSE_GIB = 29, 14
 """Of GPU memory that a run takes, trainer and engine."""
 

@@ -19,7 +19,7 @@ TASKS = {
 CPU = (
     *("actor.dtype=float32", "actor.max_tokens_per_microbatch=1024", "lora.rank=16", "lora.alpha=32"),
     *("optimizer.lr=1e-3", "rollout.dtype=float32", "rollout.kv_cache_mib=512", "rollout.enforce_eager=true"),
-    *("rollout.max_num_seqs=256", "rollout.max_response_tokens=32", "trainer.steps=30", "trainer.prompts_per_step=16"),
+    *("rollout.max_num_seqs=256", "rollout.max_response_tokens=32", "trainer.steps=20", "trainer.prompts_per_step=16"),
     *("trainer.samples_per_prompt=8", "trainer.prompts_per_mini_batch=8", "trainer.checkpoint_every=5"),
     *("evaluation.every=10", "evaluation.prompts=64", "evaluation.samples=1", "rollout.cpu_threads=2"),
 )
