@@ -10,7 +10,8 @@ OUT/cluster.md are written anew after each part, so that what ran before a machi
     part        GPUs  what runs
     leak        1     run_qwen3_moe_dppo.sh --random-weights: thirty steps in turns on one GPU, its memory after each
     warm-empty, warm-filled   1   the same awake, rollout.compile_cache empty and filled: the first rollouts' seconds
-    bf16-0, fp8-0, ... fp8-2  1   run_tiny_moe_dppo.sh, a model that FP8's blocks accept: ten steps, three seeds
+    learner, bf16-0, fp8-0, ... fp8-2   1   run_tiny_moe_dppo.sh: ten steps, three seeds, of a model that FP8's blocks
+                      accept, which the first of these makes on a CPU
     broadcast   2-8   bench_sync.py: what NCCL needs for the bytes of the model of colocated and fleet, half of
                       the ranks sending
     fleet       2-8   run_qwen3_moe_dppo.sh --random-weights: half of the GPUs for the trainer, half for engines
@@ -140,10 +141,8 @@ def _alone(out: Path, program: Callable[..., Part], *, tiny: bool) -> list[Part]
     warm = ("rollout.enable_sleep=false", f"rollout.compile_cache={out / 'work/compiled'}", "trainer.steps=3")
     found += [program(f"warm-{folder}", 1, 150, *small, *warm, layers=2) for folder in ("empty", "filled")]
     model = out / "work" / "learner"
-    if not model.exists():
-        width = ["--width", "2", *(["--random"] if tiny else [])]
-        maker = [sys.executable, str(ROOT / "examples/tiny_moe_dppo/make_model.py"), str(model), *width]
-        subprocess.run(maker, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    maker = [sys.executable, str(ROOT / "examples/tiny_moe_dppo/make_model.py"), str(model), "--width", "2"]
+    found.append(Part("learner", [*maker, *(["--random"] if tiny else [])], 400, {}))
     for seed in range(3):
         for name, kind in (("bf16", "none"), ("fp8", "fp8")):
             environment = {"NPROC": "1", "SEED": str(seed), "MODEL_DIR": str(model)}

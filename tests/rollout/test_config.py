@@ -38,3 +38,18 @@ def test_every_field_says_what_it_means() -> None:
 def test_invalid_values_are_refused(values: dict, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         RolloutConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "workers"),
+    [
+        ({}, 1),
+        ({"tensor_parallel": 4}, 4),
+        ({"tensor_parallel": 4, "quantization": "fp8"}, 1),
+        ({"tensor_parallel": 4, "quantization": "fp8", "expert_parallel": True}, 4),
+        ({"tensor_parallel": 4, "engine": "mine:engine"}, 1),
+        ({"tensor_parallel": 4, "weight_transfer": "object_store"}, 1),
+    ],
+)
+def test_workers_get_their_part_of_the_experts_where_it_is_known_how_they_are_cut(values: dict, workers: int) -> None:
+    assert RolloutConfig(**values).weight_shares("cuda") == workers
