@@ -64,7 +64,7 @@ def sync(
         senders[way].send(version, to)
         packed = senders[way].packed.collect()
         if to is not None:
-            assert way == "object_store" or sorted(packed) == list(range(len(buckets.layouts)))
+            assert way == "object_store" or sorted(packed) == list(range(len(buckets.layouts))), to.errors
             to.wait(to.ask(lambda engine: engine.end_update(version, packed)))  # noqa: B023
             failed |= {name: f"{type(error).__name__}: {error}" for name, error in to.errors.items()}
     for sender in senders.values():

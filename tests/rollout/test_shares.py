@@ -19,6 +19,7 @@ from megatron_dppo.rollout.weight_transfer.broadcast import BroadcastSender
 from megatron_dppo.rollout.weight_transfer.group import Meeting, WeightGroup
 from megatron_dppo.rollout.weight_transfer.incoming import Incoming
 from megatron_dppo.rollout.weight_transfer.ipc import IpcSender
+from megatron_dppo.rollout.weight_transfer.manifest import IncompleteSync, Manifest
 from megatron_dppo.rollout.weight_transfer.recipients import Recipients
 from megatron_dppo.rollout.weight_transfer.turns import Emptying, Filling
 from tests.distributed import PATIENCE_S, run_ranks
@@ -36,7 +37,7 @@ def tensors() -> dict[str, torch.Tensor]:
     return {name: torch.randn((4, 6), generator=generator) for name in [*names, "norm.weight"]}
 
 
-def buckets_on(rank: int, ranks: int) -> WeightBuckets:
+def buckets_on(rank: int, ranks: int, *, sliced: bool = False) -> WeightBuckets:
     """Of four ranks every one owns something: experts go round, so that no rank has those of its own worker alone."""
     whole = ((0, 4), (0, 6))
     model = tensors()
@@ -47,7 +48,19 @@ def buckets_on(rank: int, ranks: int) -> WeightBuckets:
         if sources[name][0].rank == rank
     }
     described = [(name, (4, 6), torch.float32) for name in by_matrix(model)]
-    return WeightBuckets(described, sources, local, rank=rank, bucket_bytes=200, shares=2)
+    return WeightBuckets(described, sources, local, rank=rank, bucket_bytes=200, shares=2, sliced=sliced)
+
+
+@pytest.mark.parametrize("sliced", [False, True])
+def test_what_goes_to_several_workers_has_to_be_all_of_it(sliced: bool) -> None:
+    manifest = Manifest({name: tuple(tensor.shape) for name, tensor in tensors().items()})
+    layouts = buckets_on(0, 2, sliced=sliced).layouts
+    manifest.check_layouts(layouts)
+    last = max(index for index, layout in enumerate(layouts) if layout.share == 1)
+    with pytest.raises(IncompleteSync, match="did not come"):
+        manifest.check_layouts(layouts[:last] + layouts[last + 1 :])
+    with pytest.raises(IncompleteSync, match="came twice"):
+        manifest.check_layouts([*layouts, layouts[last]])
 
 
 class Collected(Incoming):

@@ -93,10 +93,7 @@ class WeightUpdates[C: Core]:
         """See `RolloutEngine.agree`."""
         self._loop.check()
         if terms.layouts is not None:
-            self._manifest.begin()
-            for layout in terms.layouts:
-                self._note(layout.slots)
-            self._manifest.end()
+            self._manifest.check_layouts(terms.layouts)
             self._layouts = terms.layouts
         self._loop.run(self._core.agree(terms), timeout=2 * self._timeout)
 

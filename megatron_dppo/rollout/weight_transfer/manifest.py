@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -55,6 +55,21 @@ class Manifest:
         missing = sorted(self._expected.keys() - self._seen.keys())
         if missing:
             raise IncompleteSync(f"{len(missing)} tensors did not come, first {missing[0]}")
+
+    def check_layouts(self, layouts: Sequence[BucketLayout]) -> None:
+        """All of the above, of a sync in these buckets. A tensor that goes to several workers in parts counts as soon
+        as all of it does."""
+        self.begin()
+        parts: dict[str, int] = {}
+        for layout in layouts:
+            for slot in layout.slots:
+                for name in slot.names():
+                    if layout.share is not None:
+                        parts[name] = parts.get(name, 0) + slot.nbytes // slot.count
+                        if parts[name] < prod(slot.shape) * getattr(torch, slot.dtype).itemsize:
+                            continue
+                    self.check(name, slot.shape)
+        self.end()
 
     @property
     def elements(self) -> int:
