@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
@@ -35,9 +36,9 @@ def load_hf_weights(
 
     Each rank reads only the blocks it holds, so its memory grows by one block beside its shard. Files may hold one
     tensor per expert or transformers 5's stacked ones. What is stored is cast to the parameter's dtype; where a number
-    becomes inf there (float16), `UserError` names the tensor, unless `allow_inf`. Rows of the padded vocabulary become
-    zero. Every rank checks the headers of all files itself; where the folder has checksums the ranks first read a share
-    of the files each and agree that these hold. Collective over all ranks.
+    is inf or becomes it there (float16), `UserError` names the tensor, unless `allow_inf`; NaN always. Rows of the
+    padded vocabulary become zero. Every rank checks the headers of all files itself; where the folder has checksums the
+    ranks first read a share of the files each and agree that these hold. Collective over all ranks.
 
     `UserError` lists what is missing, unused or of the wrong shape before anything is read; afterwards every parameter
     of the model and every stored tensor has been used exactly once, but for those that are only carried
@@ -79,12 +80,22 @@ def fill_parameters(
             for piece in item.pieces:
                 target = item.parameter[tuple(slice(*extent) for extent in piece.local)]
                 block = piece.from_tensor(files.read(piece.hf_name, piece.source))
+                _check_finite(piece.hf_name, block, allow_inf)
                 target.copy_(converted(piece.hf_name, block, target.dtype, allow_inf=allow_inf))
             if progress:
                 progress(done, len(order))
 
     raise_from_any(fill)
     files.close()
+
+
+def _check_finite(name: str, block: torch.Tensor, allow_inf: bool) -> None:
+    """Engines would start and fail, one after another, and training skip its steps: neither can name the tensor."""
+    if not block.numel():
+        return
+    least, greatest = (float(end) for end in block.aminmax())  # NaN if one is
+    if math.isnan(least) or not (allow_inf or math.isfinite(greatest - least)):
+        raise UserError(f"{name} has numbers that are {'NaN' if math.isnan(least) else 'infinite'}; get the file anew")
 
 
 def check_tensors(files: HFFiles, model: HFConfig, stacked: bool) -> None:

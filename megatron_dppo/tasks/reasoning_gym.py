@@ -53,7 +53,7 @@ class ReasoningGymTask(PromptSet):
                     prompt_ids=ids,
                     text=text,
                     question=entry["question"],
-                    answer=entry["answer"],
+                    answer=entry["answer"] or "",  # where many are right the library gives none
                     metadata=entry["metadata"],
                 )
             )

@@ -1,6 +1,7 @@
 """The conversion command: there and back under different layouts, verified, and refused with one line."""
 
 import argparse
+import math
 import os
 import shutil
 import subprocess
@@ -104,6 +105,23 @@ def test_what_float16_cannot_hold_is_refused_unless_asked_for(tmp_path: Path) ->
     written = load_file(back / "model.safetensors")[name]
     assert written.isinf().sum() == 1
     assert written[5, 7] == torch.inf
+
+
+def test_numbers_that_are_none_are_refused_by_their_tensor(tmp_path: Path) -> None:
+    """Engines would fail one after another, and nobody would name it. Infinity may be asked for."""
+    tiny_qwen3_moe(tmp_path / "source", num_hidden_layers=1)
+    file = tmp_path / "source" / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.experts.3.up_proj.weight"
+    for number, said, refused in ((math.nan, "NaN", True), (-math.inf, "infinite", False)):
+        tensors[name][5, 7] = number
+        save_file(tensors, file, metadata={"format": "pt"})
+        out = tmp_path / said
+        assert run_ranks(convert, 1, tmp_path / "source", out) == [
+            f"{name} has numbers that are {said}; get the file anew"
+        ]
+        (found,) = run_ranks(convert, 1, tmp_path / "source", out, "--allow-inf")
+        assert (said in found) is refused
 
 
 def test_the_script_runs_in_one_process(source: Path, tmp_path: Path) -> None:

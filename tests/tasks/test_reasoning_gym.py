@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import time
 
@@ -176,6 +177,20 @@ def test_what_a_verifier_makes_of_an_answer_is_ended_in_time(tokenizer):
     assert time.monotonic() - start < 300
     assert verdict.timeouts == {"verifier": 1}
     assert verdict.correct.tolist() == [False, False, True]
+
+
+def test_a_dataset_that_gives_no_answer_because_many_are_right(tokenizer):
+    settings = TaskConfig(dataset="graph_color", train_size=2, held_out_size=0, chat_template=False, reward_workers=1)
+    task = build_task(settings, tokenizer, max_prompt_tokens=4096)
+    (prompt,) = task.prompts(0, 1)
+    assert prompt.answer == ""
+    found = prompt.metadata["possible_answer"]
+    try:
+        rewards = task.score([prompt] * 2, [json.dumps({str(node): colour for node, colour in found.items()}), "{}"])
+    finally:
+        task.close()
+    assert rewards.correct.tolist() == [True, False]
+    assert rewards.errors == {"verifier": 0}
 
 
 def test_score_wants_one_response_per_prompt(task):
