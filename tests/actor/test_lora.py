@@ -44,6 +44,8 @@ CASES = {
     "DP2": Case("grpo-clip-higher", replay=False),
     "TP2 EP2 ETP2": Case("grpo-clip-higher", replay=False),
 }
+SEEDS = {"kimi_k2": 6}
+"""Of adapters, where with the usual one a router's choice is too close to a tie."""
 ONLY_IN_FULL = ("TP2 ETP2", "TP2 PP2 EP2", "PP2 VPP2", "CP2", "DP2", "TP2 EP2 ETP2")
 
 
@@ -57,7 +59,7 @@ def world(request: pytest.FixtureRequest, worlds: Callable[[str], World]) -> Wor
 @pytest.fixture(scope="module")
 def adapter(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora") / "adapter"
-    write_adapter(folder, world.model)
+    write_adapter(folder, world.model, seed=SEEDS.get(world.model.config.model_type, 5))
     return folder
 
 

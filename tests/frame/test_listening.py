@@ -153,7 +153,11 @@ def test_ranks_that_no_torchrun_started_meet() -> None:
         subprocess.Popen([sys.executable, "-c", body], env=plain | where | {"RANK": str(rank)}, stdout=subprocess.PIPE)
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=200)[0].decode() for rank in ranks]
+    try:
+        said = [rank.communicate(timeout=200)[0].decode() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     assert said == ["2 ['127.0.0.1']\n", "2 []\n"]
 
 
