@@ -53,6 +53,14 @@ def test_the_home_folder(config_file, tmp_path, monkeypatch):
     assert load_config(config_file, ["run.dir=~nobody-of-that-name/x"]).run.dir == Path("~nobody-of-that-name/x")
 
 
+def test_own_code_that_is_a_program(config_file, tmp_path, monkeypatch):
+    """One that reads its arguments would end the run without a word of where."""
+    (tmp_path / "program.py").write_text("raise SystemExit(2)\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(UserError, match=r"divergence=~/program.py:f cannot be imported: SystemExit: 2"):
+        load_config(config_file, ["algorithm.divergence=~/program.py:f"])
+
+
 def test_a_saved_config_loads_again(config_file, tmp_path):
     config = load_config(config_file, ["parallel.tensor=2", "algorithm.overrides.threshold_negative=0.3"])
     save_config(config, tmp_path / "saved.yaml")

@@ -171,7 +171,7 @@ def examples_of(rows: Iterable[Row], config: DataConfig) -> tuple[list[Example],
         if not example.question.strip() or not example.answer.strip():
             report.empty.append(row.where)
             continue
-        asked = json.dumps([[message["role"], message["content"]] for message in example.messages])
+        asked = json.dumps([[message["role"], message["content"].strip()] for message in example.messages])
         if asked in answers:
             if answers[asked] == (example.answer, *example.also_accepted):
                 report.duplicates += 1

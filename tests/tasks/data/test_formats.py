@@ -152,7 +152,7 @@ def test_duplicates_and_empty_rows_are_reported(tmp_path):
     lines = [
         json.dumps(ROWS[0]),
         "",
-        json.dumps(ROWS[0]),
+        json.dumps(ROWS[0] | {"problem": ROWS[0]["problem"] + "\n"}),  # or it could be held out and trained on
         json.dumps(ROWS[0] | {"answer": "7"}),
         json.dumps({"problem": "  ", "answer": "1"}),
         json.dumps({"problem": "Q", "answer": None, "solution": None}),
