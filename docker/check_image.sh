@@ -5,7 +5,8 @@
 #   docker run --rm --gpus all --shm-size 16g --ulimit memlock=-1 megatron-dppo:gpu bash docker/check_image.sh
 #
 # Imports and versions, the doctor, the tools, the folders that must be writable, the health check, and one step of training:
-# where there is a GPU of a large model's shapes with random weights, else of the demo. Exit status 0 where all of it is well.
+# where there is a GPU of a large model's shapes with random weights, else of the demo; an image for GPUs says then that it
+# needs one. Exit status 0 where all of it is well.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 say() { echo "check_image: $*"; }
@@ -44,6 +45,9 @@ export RUN_DIR=$folder/run MODEL_DIR=$folder/model MAX_RESTARTS=0
 if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
   say "one step of Qwen3-30B-A3B's shapes, 2 layers"
   NPROC=1 bash examples/run_qwen3_moe_dppo.sh --random-weights --layers 2 trainer.steps=1
+elif "$PYTHON" -c "from importlib import metadata as m; m.version('transformer-engine-torch')" 2>/dev/null; then
+  say "all but the step is well: this image is for GPUs, and none is seen here (docker run --gpus all)"
+  exit 1
 else
   say "one step of the demo"
   bash examples/run_tiny_moe_dppo.sh trainer.steps=1 trainer.export_hugging_face=false evaluation.every=0

