@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from megatron_dppo.errors import first_line
 from megatron_dppo.launch.rank import PROGRAM, hand_over, reasons
 from megatron_dppo.launch.restarts import Outcome, Restarts
 from megatron_dppo.launch.secrets import redact
@@ -91,10 +92,13 @@ def launch_local(
 
 
 def _run_ranks(command: Sequence[str], processes: int, logs: str, meeting: Meeting, signals: str) -> Outcome:
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from megatron_dppo.launch.meeting import NodeLost
 
     logging.disable(logging.ERROR)  # the agent's account of signals and exit codes says less than our last line
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
@@ -122,6 +126,8 @@ def _run_ranks(command: Sequence[str], processes: int, logs: str, meeting: Meeti
         rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
         words = _exit_in_words(failure.exitcode)
         return Outcome(1, f"{PROGRAM}: failed: rank {rank} ended with {words}", lost=True)
+    except DistError as error:  # of the store where the agents wait for each other
+        raise NodeLost(f"node 0 was lost ({first_line(error)})") from error
     except SignalException as error:
         word = "interrupted" if error.sigval == signal.SIGINT else f"stopped by {error.sigval.name}"
         return Outcome(128 + error.sigval, word)

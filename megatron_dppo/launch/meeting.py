@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from megatron_dppo.errors import UserError, first_line
-from megatron_dppo.launch.network import LOOPBACK, bound_store
+from megatron_dppo.launch.network import LOOPBACK, bound_store, within
 from megatron_dppo.launch.rank import PROGRAM
 from megatron_dppo.launch.restarts import Outcome, Restarts
 
@@ -77,7 +77,7 @@ class Meeting(RendezvousHandler):
         self._restarts, self._alive = restarts, alive
         self._attempt = 1
         self._name = f"process {os.getpid()} of {socket.gethostname()}"
-        self._store: dist.TCPStore | None = None
+        self._store: dist.TCPStore | _Remote | None = None
         self._ranks_store: dist.TCPStore | None = None
         self._port = 0
         self._lost: str | None = None
@@ -98,9 +98,9 @@ class Meeting(RendezvousHandler):
         ended."""
         self._over.set()
         with suppress(RuntimeError):  # a store that is gone says nothing of what it knew
-            if self._several and self._said("failed"):
+            if self._said("failed"):
                 outcome = self._read("failed")
-            elif self._several and outcome.status:
+            elif self._several and self._store is not None and outcome.status:
                 self._fail(outcome)
                 outcome = self._read("failed")
         if outcome.status == 0:
@@ -177,9 +177,7 @@ class Meeting(RendezvousHandler):
         while self._store is None and time.monotonic() < deadline:
             with suppress(OSError):  # torch's own attempts are loud
                 socket.create_connection((self.nodes.head, self.nodes.port), timeout=5).close()
-                self._store = dist.TCPStore(
-                    self.nodes.head, self.nodes.port, is_master=False, wait_for_workers=False, timeout=_CALL_S
-                )
+                self._store = _Remote(self.nodes)
                 return
             time.sleep(1.0)
 
@@ -253,7 +251,7 @@ class Meeting(RendezvousHandler):
             others = range(1, self.nodes.count) if self.nodes.number == 0 else range(1)
             self._seen = {i: (b"", time.monotonic()) for i in others}
             # A connection of its own: while the network stands still its calls do not return.
-            store = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+            store = self._store.clone()  # type: ignore[union-attr]  # torch's stubs lack it
             threading.Thread(target=self._beat, args=(store, self._over), daemon=True, name="nodes").start()
 
     def _beat(self, store: dist.TCPStore, over: threading.Event) -> None:
@@ -290,6 +288,7 @@ class Meeting(RendezvousHandler):
             limit = self.nodes.lost_after_s
             for node, (_, at) in self._seen.items():
                 if time.monotonic() - at > limit:
+                    self._store = self._store if self.nodes.number == 0 else None  # it would not answer
                     raise NodeLost(f"node {node} gave no sign of life for {limit:.0f} s")
         return 0
 
@@ -315,7 +314,7 @@ class Meeting(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         assert self._ranks_store is not None
         store = _AgentStore("agent", self._ranks_store)
-        store.meanwhile = self.num_nodes_waiting
+        store.meanwhile, store.limit = self.num_nodes_waiting, self.nodes.lost_after_s
         return RendezvousInfo(
             store, self.nodes.number, self.nodes.count, RendezvousStoreInfo(self.nodes.head, self._port)
         )
@@ -340,14 +339,30 @@ class Meeting(RendezvousHandler):
         return True
 
 
+class _Remote:
+    """Node 0's store on another node. A call that is not answered within the time after which a node is lost raises
+    `DistNetworkError`, as one does whose connection is closed."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._limit = nodes.lost_after_s
+        self._store = within(
+            self._limit,
+            lambda: dist.TCPStore(nodes.head, nodes.port, is_master=False, wait_for_workers=False, timeout=_CALL_S),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: within(self._limit, lambda: getattr(self._store, name)(*arguments))
+
+
 class _AgentStore(dist.PrefixStore):
     """Where the agents of all nodes wait for each other, at the start, and at the end for those whose ranks take
     longer: while the attempt lasts, and no longer."""
 
     meanwhile: Callable[[], object]
+    limit: float
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        while not self.check(keys):
+        while not within(self.limit, lambda: self.check(keys)):
             self.meanwhile()
             time.sleep(_POLL_S)
 

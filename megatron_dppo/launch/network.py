@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import socket
+import threading
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch.distributed as dist
@@ -72,6 +76,27 @@ def bound_store(host: str, port: int = 0, *, timeout: timedelta = timedelta(minu
         return dist.TCPStore(
             host, found, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listening.detach()
         )
+
+
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """What `call` returns or raises. Where it takes longer it is left behind in a thread, and DistNetworkError raised
+    as by a closed connection: a store's call has no end where the machine that has it is gone without a word."""
+    answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put((call(), None))
+        except Exception as error:
+            answers.put((None, error))
+
+    threading.Thread(target=ask, daemon=True, name="store").start()
+    try:
+        value, error = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise dist.DistNetworkError(f"no answer within {seconds:.0f} s") from None
+    if error is not None:
+        raise error
+    return value
 
 
 def init_process_group(backend: str, timeout: timedelta) -> None:

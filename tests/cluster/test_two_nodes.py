@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.two_nodes import ROOT, TwoNodes, two_nodes, why_not
+from tests.cluster.two_nodes import ROOT, TwoNodes, network_of, two_nodes, why_not
 
 KILLS = int(os.environ.get("RANDOM_KILLS", "2"))
 STEPS = 4
@@ -92,9 +92,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Whole:
 
 
 def listeners(node: int) -> Iterator[tuple[str, str]]:
-    listed = subprocess.run(
-        ["ip", "netns", "exec", f"dppo-{node}", sys.executable, "-c", _LIST], capture_output=True, text=True, check=True
-    )
+    command = ["ip", "netns", "exec", network_of(node), sys.executable, "-c", _LIST]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True)
     for line in listed.stdout.splitlines():
         address, pid = line.split()
         yield name_of(int(pid)), address
@@ -171,6 +170,24 @@ def test_a_node_that_is_lost_in_step_2_and_comes_back(node: int, folder: Path, w
         nodes.start(node)
         assert nodes.wait(PATIENCE_S) == [0, 0], nodes.log(0).read_text()[-3000:]
         print(f"lost after {before}: {nodes.restarts()}")
+        assert before[-1] < STEPS
+        same_end(nodes, whole)
+        assert [nodes.left(each) for each in (0, 1)] == [[], []]
+
+
+@pytest.mark.parametrize("node", [1, 0])
+def test_a_node_that_vanishes_in_step_2_and_is_replaced(node: int, folder: Path, whole: Whole) -> None:
+    """No word of it ever again, not even that its connections are closed."""
+    with two_nodes(folder, EXAMPLE, *SETTINGS, LOST_AFTER_S="20") as nodes:
+        for each in (0, 1):
+            nodes.start(each)
+        nodes.wait_for_step(1, PATIENCE_S)
+        time.sleep(0.5)
+        nodes.vanish(node)
+        before = sorted(nodes.losses())
+        nodes.start(node)
+        assert nodes.wait(PATIENCE_S) == [0, 0], nodes.log(0).read_text()[-3000:]
+        print(f"vanished after {before}: {nodes.restarts()}")
         assert before[-1] < STEPS
         same_end(nodes, whole)
         assert [nodes.left(each) for each in (0, 1)] == [[], []]

@@ -1,16 +1,16 @@
-"""Nodes on this machine: each has a network, a host name, processes, /tmp and /dev/shm of its own."""
+"""Nodes on this machine: each has a network, a host name, processes, /tmp and /dev/shm of its own. A switch is between
+them, which goes on when a node is gone."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,14 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path("/mnt")
 """Where every node sees the folder that they share; their /tmp is their own."""
+_MACHINES = (0, 1, 2)
+"""The third takes the place of one that vanishes. Machine i has the address 10.77.0.(i + 1)."""
 _UNSHARE = ("unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc")
 _NODE = """
 set -e
 ip link set lo up
 hostname "$NODE_NAME"
 mount --bind "$SHARED_FOLDER" /mnt
-printf '127.0.0.1 localhost\\n127.0.1.1 %s\\n10.77.0.1 node0\\n10.77.0.2 node1\\n' "$NODE_NAME" >/mnt/hosts-"$NODE_NAME"
 mount --bind /mnt/hosts-"$NODE_NAME" /etc/hosts
 mount -t tmpfs tmpfs /tmp
 mount -t tmpfs tmpfs /dev/shm
@@ -47,12 +48,17 @@ def why_not() -> str:
         return f"{', '.join(missing)} not found"
     if os.geteuid() != 0:
         return "network namespaces need root"
-    tried = subprocess.run(["ip", "netns", "add", "dppo-try"], capture_output=True, text=True, check=False)
+    tried = subprocess.run(["ip", "netns", "add", network_of("try")], capture_output=True, text=True, check=False)
     if tried.returncode == 0:
-        inside = ["ip", "netns", "exec", "dppo-try", *_UNSHARE, "true"]
+        inside = ["ip", "netns", "exec", network_of("try"), *_UNSHARE, "true"]
         tried = subprocess.run(inside, capture_output=True, text=True, check=False)
-        subprocess.run(["ip", "netns", "delete", "dppo-try"], check=False)
+        subprocess.run(["ip", "netns", "delete", network_of("try")], check=False)
     return f"namespaces are not permitted: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def network_of(machine: int | str) -> str:
+    """Name of its network namespace: other tests have theirs at the same time."""
+    return f"dppo-{os.getpid()}-{machine}"
 
 
 def _ip(*arguments: str) -> None:
@@ -67,41 +73,60 @@ class TwoNodes:
     arguments: list[str]
     count: int = 2
     running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    machine: dict[int, int] = field(default_factory=lambda: {0: 0, 1: 1})
+    """On which a node runs."""
+    vanished: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def log(self, node: int) -> Path:
         return self.folder / f"node-{node}.log"
 
     def start(self, node: int) -> None:
         """The one command of a node."""
+        self._tell_names(self.machine[node])
         environment = os.environ | {
             **{"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_AUTH_TOKEN": "5" * 64},
-            **{"NODES": str(self.count), "NODE_RANK": str(node), "HEAD_ADDRESS": "10.77.0.1", "NPROC_PER_NODE": "1"},
+            **{"NODES": str(self.count), "NODE_RANK": str(node), "HEAD_ADDRESS": "head", "NPROC_PER_NODE": "1"},
             **{"RUN_DIR": f"{SHARED}/run", "MODEL_DIR": f"{SHARED}/model", "RAY_STORE_BYTES": str(128 << 20)},
-            **{"NODE_NAME": f"node{node}", "SHARED_FOLDER": str(self.folder), "SEEN_AFTER_S": "5"},
+            **{"NODE_NAME": f"node{self.machine[node]}", "SHARED_FOLDER": str(self.folder), "SEEN_AFTER_S": "5"},
             **{"START": str(ROOT / "docker/start_node.sh")},
             **self.variables,
         }
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP", "RAY_ADDRESS", "TMPDIR"):
             environment.pop(name, None)
-        inside = ["ip", "netns", "exec", f"dppo-{node}", *_UNSHARE]
+        inside = ["ip", "netns", "exec", network_of(self.machine[node]), *_UNSHARE]
         with open(self.log(node), "ab") as log:
             command = [*inside, "bash", "-c", _NODE, "node", *self.arguments]
             self.running[node] = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
     def kill(self, node: int) -> None:
         """The whole node at once, as when its power goes: no process of it says good-bye, no connection is closed."""
-        _ip("-n", f"dppo-{node}", "link", "set", f"dppo{node}", "down")
-        outer = psutil.Process(self.running[node].pid)
-        for first in outer.children():
-            first.kill()  # and with it all of its namespace
-        self.running.pop(node).wait()
+        self.cut(node)
+        _end(self.running.pop(node))
         self.mend(node)
 
+    def vanish(self, node: int) -> None:
+        """Nothing is heard of the node again: its network is gone for good, and its processes stand still with all
+        that they hold. Another machine takes its place, and has the name of the head where that was there."""
+        self.cut(node)
+        for _ in range(2):  # again, for what was started meanwhile
+            for process in self.processes(node):
+                with suppress(psutil.NoSuchProcess):
+                    process.suspend()
+        self.vanished.append(self.running.pop(node))
+        self.machine[node] = 2
+        for other in self.running:
+            self._tell_names(self.machine[other])
+
+    def _tell_names(self, machine: int) -> None:
+        """A machine's /etc/hosts, in place."""
+        lines = ["127.0.0.1 localhost", f"127.0.1.1 node{machine}", f"10.77.0.{self.machine[0] + 1} head"]
+        (self.folder / f"hosts-node{machine}").write_text("\n".join(lines) + "\n")
+
     def cut(self, node: int) -> None:
-        _ip("-n", f"dppo-{node}", "link", "set", f"dppo{node}", "down")
+        _ip("-n", network_of(self.machine[node]), "link", "set", "lan", "down")
 
     def mend(self, node: int) -> None:
-        _ip("-n", f"dppo-{node}", "link", "set", f"dppo{node}", "up")
+        _ip("-n", network_of(self.machine[node]), "link", "set", "lan", "up")
 
     def processes(self, node: int) -> list[psutil.Process]:
         return psutil.Process(self.running[node].pid).children(recursive=True)
@@ -113,7 +138,7 @@ class TwoNodes:
 
     def left(self, node: int) -> list[str]:
         """What an ended node had in /dev/shm, and processes, when the start script was done."""
-        return (self.folder / f"left-node{node}").read_text().split("\n")[:-1]
+        return (self.folder / f"left-node{self.machine[node]}").read_text().split("\n")[:-1]
 
     def restarts(self) -> list[str]:
         """Reasons."""
@@ -149,20 +174,29 @@ def two_nodes(folder: Path, *arguments: str, **variables: str) -> Iterator[TwoNo
     """Not started yet. Everything of theirs is gone afterwards."""
     folder.mkdir(parents=True, exist_ok=True)
     nodes = TwoNodes(folder, variables, list(arguments))
-    for node in (0, 1):
-        subprocess.run(["ip", "netns", "delete", f"dppo-{node}"], capture_output=True, check=False)
-        _ip("netns", "add", f"dppo-{node}")
-    _ip("link", "add", "dppo0", "netns", "dppo-0", "type", "veth", "peer", "name", "dppo1", "netns", "dppo-1")
-    for node in (0, 1):
-        _ip("-n", f"dppo-{node}", "address", "add", f"10.77.0.{node + 1}/24", "dev", f"dppo{node}")
-        nodes.mend(node)
+    lan, spaces = network_of("lan"), [network_of(machine) for machine in ("lan", *_MACHINES)]
+    for space in spaces:
+        _ip("netns", "add", space)
+    _ip("-n", lan, "link", "add", "name", "lan", "type", "bridge")
+    _ip("-n", lan, "link", "set", "lan", "up")
+    for machine in _MACHINES:
+        port, space = f"port{machine}", network_of(machine)
+        _ip("link", "add", port, "netns", lan, "type", "veth", "peer", "name", "lan", "netns", space)
+        _ip("-n", lan, "link", "set", port, "master", "lan", "up")
+        _ip("-n", space, "address", "add", f"10.77.0.{machine + 1}/24", "dev", "lan")
+        _ip("-n", space, "link", "set", "lan", "up")
     try:
         yield nodes
     finally:
-        for process in nodes.running.values():
-            if process.poll() is None:
-                for first in psutil.Process(process.pid).children():
-                    first.send_signal(signal.SIGKILL)
-                process.wait()
-        for node in (0, 1):
-            _ip("netns", "delete", f"dppo-{node}")
+        for process in (*nodes.running.values(), *nodes.vanished):
+            _end(process)
+        for space in spaces:
+            _ip("netns", "delete", space)
+
+
+def _end(node: subprocess.Popen[bytes]) -> None:
+    """With its first process all of its namespace."""
+    if node.poll() is None:
+        for first in psutil.Process(node.pid).children():
+            first.kill()
+    node.wait()
