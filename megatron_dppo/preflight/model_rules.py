@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
+
+import torch
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.models.hf_config import HFConfig
@@ -69,6 +72,22 @@ def _padded_experts(config: Config, model: HFConfig, ranks: int) -> Finding | No
     )
     remedy = "set rollout.expert_parallel=true, or lower rollout.tensor_parallel"
     return warning("engines", problem, remedy) if width % 128 else None
+
+
+def _bucket_store(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+    """Ray writes what finds no room to disk."""
+    rollout, each = config.rollout, getattr(torch, config.actor.dtype).itemsize
+    if rollout.weight_transfer != "object_store":
+        return None
+    sizes = [prod(shape) * each for shape in model.tensors.values()]
+    needed = min(sum(sizes), 2 * max(rollout.weight_sync_bucket_mib << 20, *sizes))
+    if needed <= rollout.object_store_mib << 20:
+        return None
+    problem = (
+        f"rollout.object_store_mib={rollout.object_store_mib}: rollout.weight_transfer=object_store has up to "
+        f"{-(-needed // 2**20)} MiB of weights in the store, and what finds no room goes to disk, which takes time"
+    )
+    return warning("engines", problem, "raise it, or lower rollout.weight_sync_bucket_mib")
 
 
 def _positions(config: Config, model: HFConfig, ranks: int) -> Finding | None:
@@ -158,6 +177,7 @@ MODEL: tuple[Callable[[Config, HFConfig, int], Finding | None], ...] = (
     _engines,
     _reduction,
     _padded_experts,
+    _bucket_store,
     _served,
     _adapters,
     _replay,

@@ -11,7 +11,7 @@ import yaml
 
 from megatron_dppo.cli import main
 from megatron_dppo.config.load import load_config
-from megatron_dppo.models.hf_config import load_hf_config, resolve_hf_config
+from megatron_dppo.models.hf_config import HFConfig, load_hf_config, resolve_hf_config
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.planner.run import engine_gpus
 from megatron_dppo.preflight.model_rules import MODEL
@@ -89,6 +89,7 @@ def test_every_rule_is_broken_or_is_a_warning(config: Path, model: Path) -> None
         "_adapters",
         "_unused",
         "_padded_experts",
+        "_bucket_store",
         "_reduction",
         "_served",
     }
@@ -240,3 +241,20 @@ def test_a_reduction_that_does_nothing_is_said_and_kept(config: Path, model: Pat
     (said,) = [one for one in found if one is not None]
     assert said.level == "warning"
     assert "does nothing: no two of 2 ranks have the same parameters" in str(said)
+
+
+def test_weights_that_find_no_room_in_the_object_store(config: Path, model: Path) -> None:
+    """Qwen3-30B-A3B's embedding, 151936 rows of 2048 in two bytes, is 593.5 MiB, more than a bucket."""
+    large, way = resolve_hf_config(CONFIGS["Qwen3-30B-A3B"]), "rollout.weight_transfer=object_store"
+
+    def needed(hf_config: HFConfig, *overrides: str) -> list[str]:
+        found = [str(one) for one in check_model(load_config(config, overrides), hf_config, RANKS)]
+        return [text.partition("has up to ")[2].split()[0] for text in found if "of weights in the store" in text]
+
+    assert needed(large) == []
+    assert needed(large, way) == ["1187"]
+    assert needed(large, way, "rollout.object_store_mib=1187") == []
+    assert needed(load_hf_config(model), way) == [], "the whole model is smaller"
+    dense, default = resolve_hf_config(CONFIGS["Mixtral-8x7B"]), "rollout.object_store_mib=512"
+    assert needed(dense, way, "actor.dtype=bfloat16", default) == [], "two buckets of the default fit"
+    assert needed(dense, way, "actor.dtype=bfloat16", "rollout.object_store_mib=511") == ["512"]
