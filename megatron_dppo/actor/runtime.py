@@ -96,6 +96,7 @@ def start(parallel: ParallelConfig, *, seed: int, timeout_minutes: float) -> Run
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+        torch.cuda.reset_peak_memory_stats(device)  # a run before this one in the process may have had more
     timeout = timedelta(minutes=timeout_minutes)
     if not dist.is_initialized():
         init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)

@@ -280,6 +280,10 @@ class RolloutFleet(Protocol):
         """Let the store forget a rollout as soon as nobody holds arrays of it."""
         ...
 
+    def begin_run(self) -> None:
+        """For engines that a run before this one had: its failures do not count any more."""
+        ...
+
     def take_counts(self) -> dict[str, float]:
         """What happened since this was asked last: `rollout/...` metrics of faults and of dropped work."""
         ...

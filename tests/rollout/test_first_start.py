@@ -188,3 +188,18 @@ def test_where_no_engine_comes_up_in_time_the_setting_is_named(make: Any) -> Non
     ):
         starts.meanwhile(starts.dispatcher.wait_until_up).result(PATIENCE_S)
     assert [len(replica.engines) for replica in starts.replicas] == [1, 1], "nothing was tried again"
+
+
+def test_a_run_that_gets_engines_of_another_one_counts_its_own_failures(make: Any) -> None:
+    starts = make(3, most=1)
+    starts.up(0)
+    starts.fail(1, "no room")
+    starts.until(lambda: len(starts.replicas[1].engines) == 2)
+    starts.dispatcher.ask(starts.dispatcher.begin_run)
+    assert not any(starts.dispatcher.ask(starts.dispatcher.take_counts).values())
+    starts.fail(2, "no room")
+    starts.until(lambda: len(starts.replicas[2].engines) == 2)
+    assert starts.dispatcher.ask(starts.dispatcher.take_counts)["rollout/engine_failures"] == 1
+    starts.fail(1, "no room")
+    with pytest.raises(EnginesFailed, match=r"^2 engine failures, rollout.max_engine_failures=1 "):
+        starts.dispatcher.wait_until_up()

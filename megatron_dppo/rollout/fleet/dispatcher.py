@@ -150,6 +150,10 @@ class Dispatcher:
                 self._lose(replica, f"did not get weight version {version}: {typed_line(error)}")
         self._held = self._syncing = False
 
+    def begin_run(self) -> None:
+        self._failures = 0
+        self._counts.clear()
+
     def take_counts(self) -> dict[str, float]:
         taken = {f"rollout/{name}": float(self._counts[name]) for name in COUNTED}
         self._counts.clear()

@@ -98,6 +98,9 @@ class EngineFleet:
     def release(self, handle: RolloutHandle) -> None:
         ray.get(self._store.release.remote(list(handle.keys)))
 
+    def begin_run(self) -> None:
+        self._dispatcher.ask(self._dispatcher.begin_run)
+
     def take_counts(self) -> dict[str, float]:
         return self._dispatcher.ask(self._dispatcher.take_counts)
 
