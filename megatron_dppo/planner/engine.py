@@ -40,9 +40,10 @@ class EngineSettings:
     """Bytes of a key or a value where that is not `element` (`rollout.kv_cache_dtype`)."""
     bucket: int = 256 << 20
     """Bytes of weights under way at once in a sync (`rollout.weight_sync_bucket_mib`)."""
-    shares: bool | None = None
-    """Whether each GPU of an engine gets what it needs of the experts alone (`RolloutConfig.weight_shares`); None:
-    where no adapters are merged into them."""
+    shares: bool = True
+    """Whether a GPU of an engine may get what it needs of the experts alone (`RolloutConfig.weight_shares`)."""
+    expert_parallel: bool = False
+    """Whether that is experts of its own, not slices of all (`rollout.expert_parallel`)."""
     sleeps: bool = True
     """Whether an engine on the trainer's GPUs gives its memory back while they train (`rollout.enable_sleep`)."""
     kept: int = 0

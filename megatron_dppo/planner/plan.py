@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.stacked import OfAll
 from megatron_dppo.planner.adapters import merged_tensors
 from megatron_dppo.planner.engine import UTILIZATION, EnginePlan, EngineSettings, plan_engine
 from megatron_dppo.planner.gpus import GIB, MEASURED, Gpu, efficiency_of
@@ -168,8 +169,7 @@ class Plan:
         the two; the network between nodes takes whole models."""
         layout, gpu = self.layout, self.layout.gpu
         bytes_ = self.traffic.weight_sync / self.engine.engines
-        shares = layout.lora is None if self.settings.shares is None else self.settings.shares
-        if shares and self.engine.tensor > 1 and self.gpus <= gpu.gpus_per_node:
+        if self._shares and self.engine.tensor > 1 and self.gpus <= gpu.gpus_per_node:
             experts = 2 * whole_model(layout.model).experts
             taken = bytes_ - experts * (1 - 1 / self.engine.tensor)
             bytes_ = max(taken, *(stage.weights for stage in self.stages))
@@ -177,6 +177,19 @@ class Plan:
         merged = max(merged_tensors(layout, stage) for stage in range(layout.parallel.pipeline))
         merge = merged * efficiency_of(gpu.name).merge_s
         return merge + bytes_ / (wire * SYNC_EFFICIENCY)
+
+    @property
+    def _shares(self) -> bool:
+        """Whether a GPU of an engine gets what it needs of the experts alone: `WeightBuckets` divides no experts that
+        ranks divide, and no tensor of all experts into slices; colocated ranks bring all of a bucket together that any
+        of them has a part of."""
+        layout, parallel, colocated = self.layout, self.layout.parallel, not self.rollout_gpus
+        in_one = any(isinstance(tensor, OfAll) for table in layout.model.layer_tables for tensor in table.values())
+        if not self.settings.shares or parallel.expert_tensor > 1:
+            return False
+        if self.settings.expert_parallel:
+            return not colocated or parallel.expert == self.engine.tensor
+        return not (colocated or in_one or layout.lora)
 
     @property
     def step_s(self) -> float:

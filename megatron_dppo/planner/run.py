@@ -115,7 +115,8 @@ def planned_run(
         quantized=rollout.quantization != "none",
         cache_element=1 if rollout.kv_cache_dtype == "fp8" else None,
         bucket=rollout.weight_sync_bucket_mib << 20,
-        shares=rollout.weight_shares("cuda") > 1 and (rollout.expert_parallel or config.lora is None),
+        shares=rollout.weight_shares("cuda") > 1,
+        expert_parallel=rollout.expert_parallel,
         sleeps=rollout.enable_sleep,
         kept=int(config.optimizer.keep_on_gpu_gib * GIB),
     )

@@ -154,9 +154,11 @@ class RolloutConfig(ConfigModel):
 
     def weight_shares(self, device: str) -> int:
         """Workers of an engine of which each gets what it needs of the experts alone, on a device type: its own, or its
-        slices, where it is vLLM that cuts them and pads none, as it does with those that it quantises."""
-        divided = self.expert_parallel or (self.engine == "vllm" and self.quantization == "none")
-        return self.tensor_parallel if divided and self.transfer_for(device) != "object_store" else 1
+        slices, where it is vLLM that cuts them and pads none, as it does with those that it quantises. Over IPC there
+        are no slices: every rank that owns experts has some for every worker, and would bring them all together."""
+        way = self.transfer_for(device)
+        sliced = way == "broadcast" and self.engine == "vllm" and self.quantization == "none"
+        return self.tensor_parallel if way != "object_store" and (self.expert_parallel or sliced) else 1
 
     @model_validator(mode="after")
     def _cross_check(self) -> RolloutConfig:

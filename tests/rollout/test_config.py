@@ -49,6 +49,8 @@ def test_invalid_values_are_refused(values: dict, message: str) -> None:
         ({"tensor_parallel": 4, "quantization": "fp8", "expert_parallel": True}, 4),
         ({"tensor_parallel": 4, "engine": "mine:engine"}, 1),
         ({"tensor_parallel": 4, "weight_transfer": "object_store"}, 1),
+        ({"tensor_parallel": 4, "placement": "colocated"}, 1),
+        ({"tensor_parallel": 4, "placement": "colocated", "expert_parallel": True}, 4),
     ],
 )
 def test_workers_get_their_part_of_the_experts_where_it_is_known_how_they_are_cut(values: dict, workers: int) -> None:

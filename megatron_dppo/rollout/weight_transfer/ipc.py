@@ -20,9 +20,11 @@ class IpcSender:
     """NCCL refuses two ranks on one GPU, CUDA's inter-process memory does not.
 
     Two buffers alternate: while a worker loads one bucket, the ranks bring the next together. A bucket that one worker
-    of each engine alone needs is brought together on those workers' GPUs; a rank on another one that owns some of it
-    only sends. A buffer is read only after its writer's stream is done with it, and written again only after the worker
-    on its GPU is; the two processes tell each other through a page of memory (`Filling`), and nobody calls anybody.
+    of each engine alone needs is brought together on those workers' GPUs and, since it goes by broadcasts, on those of
+    the other ranks that own some of it, which drop it. That saves most where `parallel.expert` is the workers of an
+    engine: each rank's experts are then its own worker's. A buffer is read only after its writer's stream is done with
+    it, and written again only after the worker on its GPU is; the two processes tell each other through a page of
+    memory (`Filling`), and nobody calls anybody.
     Memory: two buckets on every GPU during a sync, three where a rank owns experts that the worker on its GPU does not
     need.
     """
