@@ -47,18 +47,20 @@ class WeightGroup:
     passed."""
 
     def __init__(self, where: Rendezvous, rank: int, device: torch.device) -> None:
-        """Blocks until all members have come. Raises `GroupClosed` where some do not within the timeout."""
+        """Blocks until all members have come and are connected. Raises `GroupClosed` where some are not within the
+        timeout, all parts together."""
         self._device, self._timeout = device, where.timeout_s
+        self._end = time.monotonic() + where.timeout_s
         self.closed = False
         patience = timedelta(seconds=where.timeout_s)
         self._members: dict[int | None, Sequence[int]] = {None: range(where.size)}
         self._members |= {share: members for share, members in enumerate(where.shares) if rank in members}
         self._groups: dict[int | None, Any] = {}
         try:
-            store = dist.TCPStore(where.host, where.port, is_master=False, timeout=patience)
+            store = dist.TCPStore(where.host, where.port, is_master=False, timeout=self._left())
             self._meeting = dist.PrefixStore(where.key, store)
             self._meeting.set(f"here-{rank}", "1")
-            self._meeting.wait([f"here-{member}" for member in range(where.size)], patience)
+            self._meeting.wait([f"here-{member}" for member in range(where.size)], self._left())
             for share, members in self._members.items():  # in one order on every member: gloo's wait for each other
                 own = dist.PrefixStore(str(share), self._meeting)
                 self._groups[share] = self._communicator(own, members.index(rank), len(members), patience)
@@ -70,7 +72,9 @@ class WeightGroup:
 
     def _communicator(self, store: dist.Store, rank: int, size: int, patience: timedelta) -> Any:
         if self._device.type != "cuda":
-            return dist.ProcessGroupGloo(store, rank, size, patience)
+            gloo = dist.ProcessGroupGloo(store, rank, size, self._left())
+            gloo.set_timeout(patience)
+            return gloo
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _PATIENCE * patience
         # torch reads this when a group is made: a failed collective then aborts the communicator and leaves the process
@@ -78,10 +82,17 @@ class WeightGroup:
         with environment({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}):
             return dist.ProcessGroupNCCL(store, rank, size, options)
 
+    def _left(self) -> timedelta:
+        """Of the time in which all members must be connected. Raises TimeoutError where there is none."""
+        seconds = self._end - time.monotonic()
+        if seconds <= 0:
+            raise TimeoutError
+        return timedelta(seconds=seconds)
+
     def _connect(self) -> None:
         """A byte over every communicator. NCCL makes its connections in the first call, which has no time limit and
         waits for ever for a member that died before: here, in a thread that is then left behind, and not in the middle
-        of a sync."""
+        of a sync. That NCCL's abort returns while that thread is in there was not seen yet."""
         connected: Future[None] = Future()
 
         def speak() -> None:
@@ -98,7 +109,7 @@ class WeightGroup:
                 connected.set_exception(error)
 
         threading.Thread(target=speak, daemon=True).start()
-        connected.result(self._timeout)
+        connected.result(self._left().total_seconds())
 
     def takes(self, share: int | None) -> bool:
         """Whether this member takes part in broadcasts of a share."""
