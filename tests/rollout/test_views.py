@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_dppo.checkpoint.weight_layout import TensorSlot
 from megatron_dppo.rollout.vllm import views
 from tests.distributed import run_ranks
 from tests.rollout.view_ranks import in_turn, packed, synced
@@ -105,3 +106,15 @@ def test_what_was_written_is_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) 
     tensor[:2, 2:] = 0
     assert views.covered_once(tensor, [left, (10, (1, 2), (4, 1))])
     assert not views.covered_once(tensor.t(), [left, right])
+
+
+def test_a_worker_that_loads_other_numbers_than_it_gets_says_what_helps() -> None:
+    """Rows 0 to 4 of 8 come to it: of the whole expert its rows lie where they begin, and those behind are refused."""
+    slot = TensorSlot("e.{expert}.w", "float32", (8, 6), 0, (((0, 4), (0, 6)),), (0, 2))
+    target = torch.empty(2, 2, 6)
+    plan = views._plan([slot], {slot.name: [views.View(12, (2, 2, 6), (48, 6, 1), target)]}, lambda _: [(0, 0, 2)])
+    ((dtype, offset, _, stride),) = plan.sources
+    assert (dtype, offset, stride) == (torch.int64, 6, (12, 3, 1)), "two float32 at once: 12, and experts of 24 numbers"
+    for outside in (views.View(24, (2, 2, 6), (48, 6, 1), target), views.View(12, (2, 2, 6), (48, 1, 8), target)):
+        with pytest.raises(RuntimeError, match=r"rows \(0, 4\) .* rollout.weight_transfer=object_store"):
+            views._plan([slot], {slot.name: [outside]}, lambda _: [(0, 0, 2)])

@@ -357,7 +357,10 @@ def _within(slot: TensorSlot, view: View) -> View:
     _, height, width = view.shape
     inside = rows[0] <= row <= rows[1] - height and columns[0] <= column <= columns[1] - width
     if not inside or view.stride[1:] != (slot.shape[1], 1):
-        raise RuntimeError(f"{slot.name}: this worker loads other numbers than rows {rows} of columns {columns}")
+        raise RuntimeError(
+            f"{slot.name}: this worker loads other numbers than rows {rows} of columns {columns}, which it gets; set "
+            "rollout.weight_transfer=object_store, by which every worker gets all"
+        )
     wide = columns[1] - columns[0]
     offset = (row - rows[0]) * wide + column - columns[0]
     return replace(view, offset=offset, stride=((rows[1] - rows[0]) * wide, wide, 1))
