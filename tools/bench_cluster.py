@@ -11,7 +11,7 @@ OUT/cluster.md are written anew after each part, so that what ran before a machi
     leak        1     run_qwen3_moe_dppo.sh --random-weights: thirty steps in turns on one GPU, its memory after each
     warm-empty, warm-filled   1   the same awake, rollout.compile_cache empty and filled: the first rollouts' seconds
     learner, bf16-0, fp8-0, ... fp8-2   1   run_tiny_moe_dppo.sh: ten steps, three seeds, of a model that FP8's blocks
-                      accept, which the first of these makes on a CPU
+                      accept, which the first of these makes on a CPU (where it is absent, whatever --only names)
     broadcast   2-8   bench_sync.py: what NCCL needs for the bytes of the model of colocated and fleet, half of
                       the ranks sending
     fleet       2-8   run_qwen3_moe_dppo.sh --random-weights: half of the GPUs for the trainer, half for engines
@@ -83,6 +83,15 @@ class Part:
     command: list[str]
     seconds: float
     environment: dict[str, str]
+    needs: Path | None = None
+    """A model that the part `learner` makes."""
+
+
+def chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
+    """Those that `only` names, or all, and who makes the model that one of them lacks."""
+    named = [part for part in parts if not only or part.name in only]
+    lacks = any(part.needs and not part.needs.exists() for part in named)
+    return [part for part in parts if part in named or (lacks and part.name == "learner")]
 
 
 def parts(gpus: int, out: Path, *, tiny: bool, settings: Sequence[str] = ()) -> list[Part]:
@@ -149,7 +158,7 @@ def _alone(out: Path, program: Callable[..., Part], *, tiny: bool) -> list[Part]
             environment["RUN_DIR"] = str(out / "work" / f"{name}-{seed}" / "run")
             command = [sys.executable, "-u", str(LEARNING), *LEARNS, *small, f"rollout.quantization={kind}"]
             command += [*TINY, "trainer.prompts_per_mini_batch=8", "rollout.quantization=none"] if tiny else []
-            found.append(Part(f"{name}-{seed}", command, 150, environment))
+            found.append(Part(f"{name}-{seed}", command, 150, environment, needs=model))
     return found
 
 
@@ -181,12 +190,13 @@ def main() -> int:
     found: dict[str, Any] = {}
     end = time.monotonic() + arguments.total
     failed = False
-    for part in parts(gpus, arguments.out.resolve(), tiny=arguments.dry_run, settings=arguments.set):
-        if arguments.only and part.name not in arguments.only:
-            continue
+    every = parts(gpus, arguments.out.resolve(), tiny=arguments.dry_run, settings=arguments.set)
+    for part in chosen(every, arguments.only or ()):
         limit = end - time.monotonic() if arguments.dry_run else min(part.seconds, end - time.monotonic())
         if limit < 20:
             found[part.name] = {"failure": "not started: no time left"}
+        elif part.needs and not part.needs.exists():  # it would make a model of its own, which FP8 refuses
+            found[part.name] = {"failure": "not started: learner made no model"}
         else:
             found[part.name] = run(part, arguments.out, limit)
         failed |= "failure" in found[part.name]
