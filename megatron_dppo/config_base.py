@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
@@ -27,13 +28,30 @@ class ConfigModel(BaseModel):
         for the number 1."""
         values = dict(given) if isinstance(given, Mapping) else {}
         for name, value in values.items():
-            kind = cls.model_fields[name].annotation if name in cls.model_fields else None
-            kinds = (kind, *get_args(kind))
-            if isinstance(value, str | Path) and Path in kinds:
-                values[name] = at_home(value)
-            if isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds):
-                raise ValueError(f"{name} is a number, not {str(value).lower()}")
+            if name in cls.model_fields:
+                values[name] = _meant(name, cls.model_fields[name].annotation, value)
         return values or given
+
+
+def _meant(name: str, kind: Any, value: Any) -> Any:
+    kinds = _alternatives(kind)
+    if isinstance(value, str | Path) and Path in kinds:
+        return at_home(value)
+    if isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds):
+        raise ValueError(f"{name} is a number, not {str(value).lower()}")
+    parts = next((get_args(one) for one in kinds if get_origin(one) in (list, tuple)), ())
+    if parts and isinstance(value, list | tuple):
+        entries = parts[:1] if parts[-1] is Ellipsis else parts
+        return [_meant(f"{name}.{at}", entries[at % len(entries)], item) for at, item in enumerate(value)]
+    return value
+
+
+def _alternatives(kind: Any) -> list[Any]:
+    """Of which types a value may be: the members of a union, without what Annotated adds."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _alternatives(parts[0])
+    return [one for part in parts for one in _alternatives(part)] if origin in (Union, UnionType) else [kind]
 
 
 def at_home(path: str | Path) -> Path:

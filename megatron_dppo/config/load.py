@@ -24,9 +24,9 @@ from megatron_dppo.launch.secrets import confide, redact, secret_variables
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read `path`, apply `overrides` in order, check everything.
 
-    A mapping, `task.parameters={min_terms: 2}`, takes the place of the one that was there;
-    `task.parameters.min_terms=2` changes one entry. Raises UserError naming the key, what is wrong with it and, for
-    unknown keys, the nearest known one.
+    `evaluation={every: 3}` changes what it names of a section. Where entries are free, `task.parameters={min_terms: 2}`
+    takes the place of the mapping that was there, and `task.parameters.min_terms=2` changes one entry. Raises UserError
+    naming the key, what is wrong with it and, for unknown keys, the nearest known one.
     """
     return build_config(Config, read_tree(path), overrides, where=str(path))
 
@@ -58,7 +58,7 @@ def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides:
             given = OmegaConf.from_dotlist([override])
             key, _, value = override.partition("=")
             if value.lstrip().startswith("{"):
-                OmegaConf.update(merged, key, OmegaConf.select(given, key), merge=False)
+                _put(merged, kind, key, OmegaConf.to_container(OmegaConf.select(given, key)))
             else:
                 merged = OmegaConf.merge(merged, given)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
@@ -84,6 +84,21 @@ def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides:
         raise UserError("; ".join(_explain(kind, item) for item in error.errors())) from error
     config._from_environment.update(marked)
     return config
+
+
+def _put(tree: Any, kind: type[BaseModel], key: str, value: Any) -> None:
+    """Set `key` of `tree`: of a section what `value` names, of anything else, a free mapping included, all."""
+    section: Any = kind
+    for name in key.split("."):
+        field = section.model_fields.get(name) if section else None
+        kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+        section = next(filter(_is_model, kinds), None)
+    if section is None or not isinstance(value, dict):
+        OmegaConf.update(tree, key, value, merge=False)
+        return
+    OmegaConf.update(tree, key, {}, merge=True)
+    for name, item in value.items():
+        _put(tree, kind, f"{key}.{name}", item)
 
 
 def save_config(config: Config, path: Path) -> None:

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from megatron_dppo.config.load import load_config, save_config
+from megatron_dppo.config_base import Bounds, ConfigModel, Seed
 from megatron_dppo.errors import UserError
 
 MINIMAL = "run: {dir: out}\nmodel: {path: model}\n"
@@ -39,6 +41,47 @@ def test_a_mapping_takes_the_place_of_another_and_an_entry_does_not(config_file)
     animals = load_config(config_file, [whole, "task.dataset=leg_counting", "task.parameters={max_animals: 2}"])
     assert animals.task.parameters == {"max_animals": 2}
     assert load_config(config_file, [whole, "task.parameters.max_terms=5"]).task.parameters["min_terms"] == 3
+
+
+def test_a_mapping_for_a_section_changes_what_it_names(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        MINIMAL + "lora: null\nevaluation: {every: 7, prompts: 12}\n"
+        "task: {kind: environment, environment: {name: a, factory: 'a:b', max_turns: 9, parameters: {size: 4}}}\n"
+    )
+    inner = "task={seed: 3, environment: {parameters: {depth: 2}}}"
+    config = load_config(file, ["evaluation={every: 3}", "lora={rank: 4}", "lora={}", inner, "model={}"])
+    assert (config.evaluation.every, config.evaluation.prompts, config.lora.rank) == (3, 12, 4)
+    assert (config.task.seed, config.task.kind, config.task.environment.max_turns) == (3, "environment", 9)
+    assert config.task.environment.parameters == {"depth": 2}
+    assert load_config(file, ["lora={}"]).lora is not None
+    linked = load_config(file, ["evaluation={every: '${run.seed}'}", "run={seed: 5}"])
+    assert (linked.evaluation.every, linked.evaluation.prompts, linked.run.dir) == (5, 12, Path("out"))
+
+
+class Several(ConfigModel):
+    seed: Seed | None = None
+    paths: tuple[Path, ...] = ()
+    more: list[Path | None] | None = None
+    counts: list[int] | None = None
+    bounds: Bounds = (0.0, 1.0)
+    mixed: tuple[bool, float] = (True, 1.0)
+
+
+def test_the_home_folder_and_numbers_in_lists_and_unions(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    several = Several(paths=("~/a", "b"), more=["~/c", None], mixed=(False, 2))
+    assert (several.paths, several.more) == ((tmp_path / "a", Path("b")), [tmp_path / "c", None])
+    assert several.mixed == (False, 2.0)
+    for given, message in (
+        ({"seed": True}, "seed is a number, not true"),
+        ({"counts": [1, False]}, "counts.1 is a number, not false"),
+        ({"bounds": [True, 2]}, "bounds.0 is a number, not true"),
+        ({"mixed": [True, True]}, "mixed.1 is a number, not true"),
+        ({"bounds": True}, "Input should be a valid tuple"),
+    ):
+        with pytest.raises(ValidationError, match=message):
+            Several(**given)
 
 
 def test_the_home_folder(config_file, tmp_path, monkeypatch):
