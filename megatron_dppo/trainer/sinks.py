@@ -6,6 +6,7 @@ import importlib
 import sys
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,7 +34,7 @@ def require_services(config: TrackingConfig) -> None:
 
 def open_sinks(config: TrackingConfig, *, run: str, folder: Path, settings: dict[str, Any], resume: bool) -> list[Sink]:
     """The services of `config`, with the run's whole configuration as its `settings`. Raises UserError for one that
-    cannot be opened."""
+    cannot be opened; those before it are closed."""
     services: dict[str, Callable[[], Sink]] = {
         "wandb": lambda: WandbSink(config.project, run, folder, settings, resume=resume),
         "trackio": lambda: TrackioSink(config.project, run, settings, resume=resume),
@@ -44,9 +45,13 @@ def open_sinks(config: TrackingConfig, *, run: str, folder: Path, settings: dict
             if getattr(config, name):
                 sinks.append(service())
         except Exception as error:  # no key, no network, no room: of many types
+            for sink in sinks:
+                with suppress(Exception):  # what could not be opened is what to mend
+                    sink.close()
+            offline = " (or WANDB_MODE=offline)" if name == "wandb" else ""
             raise UserError(
                 f"tracking.{name}=true, but {name} cannot be opened: {typed_line(error)}; mend that, or set "
-                f"tracking.{name}=false (or WANDB_MODE=offline)"
+                f"tracking.{name}=false{offline}"
             ) from error
     return sinks
 

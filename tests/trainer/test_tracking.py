@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
+import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
@@ -177,12 +179,35 @@ def test_those_who_watch_end_no_run(
     ]
 
 
+@pytest.fixture
+def fresh_wandb() -> Iterator[None]:
+    """It reads the environment once a process."""
+    wandb.teardown()
+    yield
+    wandb.teardown()
+
+
+@pytest.mark.usefixtures("fresh_wandb")
 def test_a_service_without_a_key_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(UserError, match=r"tracking.wandb=true, but wandb cannot be opened: UsageError: .*key"):
         open_sinks(TrackingConfig(wandb=True), run="r", folder=tmp_path, settings={}, resume=False)
+
+
+@pytest.mark.usefixtures("fresh_wandb")
+def test_a_second_service_that_cannot_be_opened_closes_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setitem(sys.modules, "trackio", None)  # as where it is not installed
+    both = TrackingConfig(wandb=True, trackio=True)
+    with pytest.raises(UserError, match=r"^tracking.trackio=true, but trackio cannot be opened") as error:
+        open_sinks(both, run="r", folder=tmp_path, settings={}, resume=False)
+    assert "WANDB_MODE" not in str(error.value)
+    assert list((tmp_path / "wandb").glob("offline-run-*"))
+    assert wandb.run is None
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
