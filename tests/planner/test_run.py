@@ -224,38 +224,6 @@ def test_a_first_sync_needs_memory_of_its_own_and_a_sync_of_shares_less_time(run
     assert slices.sync_s / whole.sync_s == pytest.approx((dense + experts / 4) / (dense + experts), rel=0.01)
 
 
-TENSOR = ("rollout.tensor_parallel=4", "parallel.tensor=1", "parallel.sequence_parallel=false")
-FLEET = (*TENSOR, "rollout.placement=fleet", "rollout.engines=1", "parallel.expert=4")
-COLOCATED = (*TENSOR, "rollout.placement=colocated")
-OWN = "rollout.expert_parallel=true"
-
-
-@pytest.mark.parametrize(
-    ("model", "gpus", "overrides", "shared"),
-    [
-        ("Qwen3-30B-A3B", 8, FLEET, True),
-        ("Qwen3.5-35B-A3B", 8, FLEET, True),
-        ("gpt-oss-20b", 8, FLEET, False),  # a layer's experts are one tensor, which has no slices
-        ("gpt-oss-20b", 8, (*FLEET, OWN), True),
-        ("Qwen3-30B-A3B", 8, (*FLEET, "parallel.expert=2", "parallel.expert_tensor=2"), False),
-        ("Qwen3-30B-A3B", 8, (*FLEET, "parallel.expert=2", "parallel.expert_tensor=2", OWN), False),
-        ("Qwen3-30B-A3B", 4, (*COLOCATED, "parallel.expert=4"), False),  # every rank has a slice for every worker
-        ("Qwen3-30B-A3B", 4, (*COLOCATED, "parallel.expert=4", OWN), True),
-        ("Qwen3-30B-A3B", 4, (*COLOCATED, "parallel.expert=2", OWN), False),  # ranks own experts of other workers
-    ],
-)
-def test_experts_that_go_whole_are_planned_whole(
-    run_of: Callable[..., Run], model: str, gpus: int, overrides: tuple[str, ...], shared: bool
-) -> None:
-    run = run_of(*overrides, gpus=gpus)
-    plan = dataclasses.replace(
-        run, layout=dataclasses.replace(run.layout, model=resolve_hf_config(CONFIGS[model]))
-    ).plan()
-    whole = dataclasses.replace(plan, settings=dataclasses.replace(plan.settings, shares=False))
-    assert (plan.sync_s < 0.7 * whole.sync_s) == shared
-    assert shared or plan.sync_s == whole.sync_s
-
-
 def test_measured_gpus_that_change_hands() -> None:
     """docs/benchmarks.md, "colocated, 2 GPUs, 6 layers", with `rollout.gpu_memory_utilization=0.5`."""
     model = resolve_hf_config(CONFIGS["Qwen3-30B-A3B"] | {"num_hidden_layers": 6})
