@@ -14,17 +14,21 @@ import os
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from enum import Enum, auto
 from pathlib import Path
 from threading import Timer
 from typing import Any
 
+from torch.cuda import empty_cache
+
 from examples.smollm2.plan import Job
 from examples.smollm2.settings import arguments, model
+from examples.smollm2.share import GpuShare
 from megatron_dppo.checkpoint.state_folder import finished_states
 from megatron_dppo.config.load import load_config
-from megatron_dppo.launch.stop import REQUEST
+from megatron_dppo.launch.stop import REQUEST, StopRequest
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import RolloutFleet
 from megatron_dppo.rollout.start import open_fleet
@@ -52,9 +56,10 @@ class KeptEngines:
             self.close()
             self._fleet = self._stack.enter_context(open_fleet(ranks, model, config, made=made, **options))
             self._of = of
-        elif self._fleet is not None:
-            made(self._fleet)
         try:
+            if self.used and self._fleet is not None:
+                self._fleet.begin_run()
+                made(self._fleet)
             yield self._fleet
         except BaseException:
             self.close()
@@ -65,25 +70,28 @@ class KeptEngines:
         self._of = self._fleet = None
 
 
-def left(job: Job, out: Path) -> tuple[str, ...] | None:
-    """What the run needs beside its overrides to begin or go on; None where it is complete."""
-    run = out / job.folder
+def complete(run: Path, steps: int) -> bool:
+    """Whether the run in this folder has made its steps."""
     if not (run / METRICS_FILE).exists():
-        shutil.rmtree(run, ignore_errors=True)
-        return ()
-    done = max((row["step"] for row in read_rows(run / METRICS_FILE) if "reward/mean" in row), default=0)
-    if done >= job.steps:
-        return None
-    if finished_states(run / CHECKPOINTS):
-        return ("trainer.resume=true",)
-    shutil.rmtree(run)
-    return ()
+        return False
+    return max((row["step"] for row in read_rows(run / METRICS_FILE) if "reward/mean" in row), default=0) >= steps
 
 
-def run_lane(jobs: Sequence[Job], out: Path, until: float) -> int:
+class Ended(Enum):
+    """How a run did."""
+
+    COMPLETE = auto()
+    """Perhaps before."""
+    FAILED = auto()
+    STOPPED = auto()
+    """It was asked to, and so is its lane: the run may be complete nevertheless."""
+
+
+def run_lane(jobs: Iterable[Job], out: Path, until: float, share: GpuShare) -> int:
     """Run what is left of `jobs` and nobody runs, in this process, as rank 0 of one; 1 where a run failed.
 
     until  of `time.monotonic`: then nothing is started, and what runs is asked to stop
+    share  of the GPU's memory: it takes what a run needs
     """
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     engines, failed = KeptEngines(), False
@@ -92,12 +100,11 @@ def run_lane(jobs: Sequence[Job], out: Path, until: float) -> int:
             with _claimed(out / f"{job.folder}.lock") as mine:
                 if not mine:
                     continue
-                done, again = True, True
-                while again and time.monotonic() < until and (more := left(job, out)) is not None:
-                    done = _run(job, more, out, engines, until)
-                    again = not done and engines.used  # with engines of its own
-                failed |= not done
-                if done and left(job, out) is not None:  # it was asked to stop, and so are we
+                ended = _run(job, out, engines, until, share)
+                if ended is Ended.FAILED and engines.used and time.monotonic() < until:
+                    ended = _run(job, out, engines, until, share)  # with engines of its own
+                failed |= ended is Ended.FAILED
+                if ended is Ended.STOPPED:
                     break
     finally:
         engines.close()
@@ -117,25 +124,43 @@ def _claimed(file: Path) -> Iterator[bool]:
             yield True
 
 
-def _run(job: Job, more: Sequence[str], out: Path, engines: KeptEngines, until: float) -> bool:
-    started, run, engines.used = time.monotonic(), out / job.folder, False
-    stop = Timer(until - started, lambda: (run / REQUEST).touch())
-    stop.daemon = True
-    stop.start()
-    said = ""
+def _run(job: Job, out: Path, engines: KeptEngines, until: float, share: GpuShare) -> Ended:
+    run, engines.used = out / job.folder, False
+    stop, ended, started = StopRequest(run), Ended.FAILED, time.monotonic()
     with open(out / f"{job.folder}.log", "a") as log, redirect_stdout(log), redirect_stderr(log):
         try:
-            folder = job.model
-            if folder is None:
-                made = model(job.experts, job.seed, package=os.environ.get("PACKAGE"))
+            made = model(job.experts, job.seed, package=os.environ.get("PACKAGE"))
+            folder = job.model or made.folder
+            _, file, *settings = arguments(os.environ.get("TASK", "sums"), job.experts, job.seed, folder, run)
+            settings += job.overrides
+            config = load_config(Path(file), settings)
+            if complete(run, config.trainer.steps):
+                return Ended.COMPLETE
+            if not share.fits(job.gib):
+                engines.close()
+                empty_cache()
+                if not share.take(job.gib, until):
+                    return Ended.STOPPED
+            if time.monotonic() >= until:
+                return Ended.STOPPED
+            if job.model is None:
                 made.ensure()
-                folder = made.folder
-            _, config, *settings = arguments(os.environ.get("TASK", "sums"), job.experts, job.seed, folder, run)
-            train(load_config(Path(config), [*settings, *job.overrides, *more]), engines)
+            if finished_states(run / CHECKPOINTS):
+                config = load_config(Path(file), [*settings, "trainer.resume=true"])
+            else:
+                shutil.rmtree(run, ignore_errors=True)
+            started = time.monotonic()
+            timer = Timer(until - started, (run / REQUEST).touch)
+            timer.daemon = True
+            timer.start()
+            try:
+                train(config, engines, stop)
+            finally:
+                timer.cancel()
+            ended = Ended.COMPLETE if complete(run, config.trainer.steps) and not stop.reason else Ended.STOPPED
         except Exception:
             traceback.print_exc()
-            said = f" failed: {log.name}"
-    stop.cancel()
     gc.collect()  # the model and its optimizer refer to each other
+    said = f" failed: {log.name}" if ended is Ended.FAILED else ""
     print(f"{time.monotonic() - started:5.0f} s: {job.folder}{said}", flush=True)
-    return not said
+    return ended

@@ -35,12 +35,6 @@ class Job:
     experts: int = 0
     model: Path | None = None
 
-    @property
-    def steps(self) -> int:
-        """Of `trainer.steps` the last word counts; the configuration's is 50."""
-        said = [override.partition("=")[2] for override in self.overrides if override.startswith("trainer.steps=")]
-        return int(said[-1]) if said else 50
-
 
 def jobs(chosen: argparse.Namespace) -> list[Job]:
     """All runs of the command line, in order. Raises UserError where an option is missing."""
@@ -80,7 +74,10 @@ def of_experiment(experiment: str, seed: int, chosen: argparse.Namespace) -> Ite
                     else:  # the run of `rates`
                         yield job(f"{algorithm}/0", *one, rate, folder=f"rates/{algorithm}/{chosen.rate:g}")
             else:
-                precise = ("actor.dtype=float32", "rollout.dtype=float32", "rollout.weight_transfer=object_store")
+                precise = (
+                    *("actor.dtype=float32", "rollout.dtype=float32", "rollout.weight_transfer=object_store"),
+                    "rollout.object_store_mib=640",  # two buckets of weights, and the answers
+                )
                 for noise in chosen.noise:
                     noisy = f"trainer.engine_weight_noise={noise:g}"
                     yield job(f"{algorithm}/{noise:g}", *one, rate, *precise, noisy, gib=2 * DENSE_GIB)

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.smollm2.plan import ALGORITHMS, EXPERIMENTS, jobs
 from examples.smollm2.settings import model
+from examples.smollm2.share import GpuShare
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import exit_status
 
@@ -40,11 +41,12 @@ LOST = 2
 
 
 def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Run what is left in `--lanes` processes, as many of them as `--gib` of the GPU hold; 1 where a run failed."""
+    """Run what is left in `--lanes` processes, as many of them as `--gib` of the GPU hold; 1 where a lane's last word
+    was that a run failed, or it was killed too often."""
     started, queue = time.monotonic(), jobs(chosen)
     lanes = min(chosen.lanes, len(queue), max(chosen.gib // min(job.gib for job in queue), 1))
     command = [sys.executable, __file__, *arguments, "--until", str(started + chosen.seconds)]
-    lost, status = 0, 0
+    lost, statuses = 0, [0] * lanes
     active: dict[int, subprocess.Popen[bytes]] = {}
     try:
         for number in range(lanes):
@@ -58,7 +60,7 @@ def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
             time.sleep(0.5)
             for number in [number for number, lane in active.items() if lane.poll() is not None]:
                 ended = active.pop(number).returncode
-                status = status or ended
+                statuses[number] = ended
                 if ended not in (0, 1) and lost < LOST * lanes:
                     lost += 1
                     print(f"lane {number} ended with status {ended}: {_log(chosen.out, number)}", flush=True)
@@ -68,7 +70,7 @@ def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
             lane.terminate()
         for lane in active.values():
             lane.wait()
-    return int(status != 0)
+    return int(any(statuses))
 
 
 def _start(command: Sequence[str], number: int, out: Path) -> subprocess.Popen[bytes]:
@@ -81,15 +83,19 @@ def _start(command: Sequence[str], number: int, out: Path) -> subprocess.Popen[b
 
 def _log(out: Path, number: int) -> Path:
     """What a lane's own processes print; a run's output is beside its folder."""
-    return out / f"lanes/{os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}-{number}.log"
+    return out / f"lanes/{_gpu()}-{number}.log"
+
+
+def _gpu() -> str:
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "all")
 
 
 def run_one_lane(chosen: argparse.Namespace) -> int:
-    """What fits on the GPU beside the lanes before this one."""
+    """All jobs, one after another; each waits until the GPU has room for it."""
     from examples.smollm2.lane import run_lane  # what trains takes seconds to import
 
-    fitting = [job for job in jobs(chosen) if job.gib * (chosen.lane + 1) <= max(chosen.gib, job.gib)]
-    return run_lane(fitting, chosen.out, chosen.until)
+    share = GpuShare(chosen.out / f"lanes/{_gpu()}.gib", chosen.gib)
+    return run_lane(jobs(chosen), chosen.out, chosen.until, share)
 
 
 def _several[T](kind: Callable[[str], T]) -> Callable[[str], list[T]]:

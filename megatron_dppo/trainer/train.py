@@ -56,11 +56,16 @@ CONFIG = "config.yaml"
 """Of the run's folder."""
 
 
-def train(config: Config, engines: Callable[..., AbstractContextManager[RolloutFleet | None]] = open_fleet) -> int:
+def train(
+    config: Config,
+    engines: Callable[..., AbstractContextManager[RolloutFleet | None]] = open_fleet,
+    stop: StopRequest | None = None,
+) -> int:
     """Train as `config` says, on all ranks of a torchrun job. Returns the exit code.
 
     engines  `open_fleet`, or what takes the same and gives engines that are up already: a process that trains several
              times, one run after another, need not start them again. They get the run's weights before anything else.
+    stop     of `run.dir`; such a process reads in it whether it was asked to stop, also in the last step
 
     What can be checked is checked before the engine or a process group is started. The engine loads in the background
     while the ranks build their model. Everything started here is closed on the way out, whatever the way.
@@ -163,7 +168,7 @@ def train(config: Config, engines: Callable[..., AbstractContextManager[RolloutF
             checkpoints=checkpoints,
             controller=controller,
             heartbeat=heartbeat,
-            stop=StopRequest(config.run.dir),
+            stop=stop or StopRequest(config.run.dir),
         )
         finished = trainer.run(first_step, lambda: _export(runtime, config, actor, hf_config))
     if finished and runtime.is_controller:

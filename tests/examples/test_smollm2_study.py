@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from examples.smollm2 import lane, make_model, plan, report, supervised
+from examples.smollm2.share import GpuShare
 from tests.examples.test_smollm2 import tiny_llama
 
 
@@ -37,7 +43,7 @@ def test_runs_are_named_by_what_varies(tmp_path: Path) -> None:
     ]
     assert "optimizer.lr=2e-05" in rates[1].overrides
     assert rates[1].seed == 1
-    assert rates[0].steps == 7, "the last word counts"
+    assert rates[0].overrides[-1] == "trainer.steps=7", "the last word counts"
     fresh, old = list(plan.of_experiment("staleness", 0, chosen(tmp_path)))[:2]
     assert fresh.folder == "rates/dppo-binary-tv/2e-05/seed-0", "the same run as of the rates"
     assert not any("schedule" in override for override in fresh.overrides)
@@ -60,14 +66,68 @@ def logged(out: Path, folder: str, rewards: list[float]) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_a_run_goes_on_where_it_can(tmp_path: Path) -> None:
-    job = plan.Job("rates/pg-is/1e-05/seed-0", 0, ("trainer.steps=2",), 9)
-    longer = replace(job, overrides=("trainer.steps=3",))
-    assert lane.left(longer, tmp_path) == ()
-    logged(tmp_path, job.folder, [0.1, 0.2])
-    assert lane.left(job, tmp_path) is None
-    assert lane.left(longer, tmp_path) == ()
-    assert not (tmp_path / job.folder).exists(), "without a state it begins anew"
+def test_a_run_is_complete_by_the_steps_of_its_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 without a GPU, where `smollm2.yaml` says 50. One that is not complete begins anew when it is started."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    share = GpuShare(tmp_path / "gib", 9)
+    job = plan.Job("learn/dense/seed-0", 0, (), 9, model=tmp_path / "none")
+    logged(tmp_path, job.folder, [0.1] * 20)
+    metrics = tmp_path / job.folder / "metrics.jsonl"
+    assert lane.run_lane([job], tmp_path, time.monotonic() + 600, share) == 0
+    assert metrics.exists()
+    longer = replace(job, overrides=("trainer.steps=21",))
+    assert lane.run_lane([longer], tmp_path, time.monotonic(), share) == 0, "time is over"
+    assert metrics.exists()
+    assert lane.run_lane([longer], tmp_path, time.monotonic() + 600, share) == 1, "there is no model"
+    assert not metrics.exists()
+
+
+def held(file: Path, gib: int) -> subprocess.Popen[str]:
+    """Another process that has `gib` of 10 GiB, until it is killed."""
+    script = (
+        "from pathlib import Path; from examples.smollm2.share import GpuShare; "
+        f"share = GpuShare(Path({str(file)!r}), 10); print(share.take({gib}, 1e12), flush=True); input()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    other = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        **pipes,
+    )
+    assert other.stdout is not None
+    assert other.stdout.readline() == "True\n"
+    return other
+
+
+def test_lanes_take_no_more_of_a_gpu_than_there_is(tmp_path: Path) -> None:
+    share = GpuShare(tmp_path / "lanes/0.gib", 10)
+    with held(tmp_path / "lanes/0.gib", 6) as other:
+        try:
+            assert share.take(4, 0.0)
+            assert not share.take(5, 0.0)
+            assert share.held == 0
+            assert not share.take(99, 0.0), "more than there is: alone"
+        finally:
+            other.kill()
+    assert share.take(99, time.monotonic() + 60), "the system gave back what the other one had"
+    assert share.fits(99)
+    assert share.take(3, 0.0)
+
+
+@pytest.mark.timeout(240)
+def test_a_lane_that_is_killed_starts_again_and_nothing_failed(tmp_path: Path) -> None:
+    for arm in ("r3", "live"):
+        logged(tmp_path, f"replay/{arm}/seed-0", [0.1] * 30)
+    options = ["--parted", str(tmp_path), "--seeds", "0", "--lanes", "1"]
+    command = [sys.executable, str(Path(plan.__file__).with_name("study.py")), str(tmp_path), "replay", *options]
+    study = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    while not (lanes := psutil.Process(study.pid).children()):
+        time.sleep(0.05)
+    lanes[0].kill()
+    said, _ = study.communicate(timeout=200)
+    assert "lane 0 ended with status -9" in said
+    assert study.returncode == 0
 
 
 def test_the_largest_value_that_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.examples.test_smollm2_lane import two_runs
+from tests.examples.test_smollm2_lane import lane_of_runs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,4 +17,4 @@ pytestmark = [
 
 @pytest.mark.timeout(300)
 def test_each_run_has_its_own_weights_and_all_have_one_vllm(tmp_path: Path) -> None:
-    two_runs(tmp_path, "vllm", 0.1)
+    lane_of_runs(tmp_path, "vllm", 0.1)
