@@ -26,7 +26,7 @@ _TEXT = re.compile(
     r"boldsymbol|bm|underline|textup)\s*\{([^{}]*)\}"
 )
 _FONT = re.compile(r"\\(?:math(?:bf|rm|it|sf)|boldsymbol|bm|underline|text(?:bf|it|rm|normal)?)\s*(?=\{)")
-_ASIDE = re.compile(r"(?<=\S)\s*\((?:[A-Za-z]{3,}[A-Za-z ,.-]*)\)$")
+_ASIDE = re.compile(r"(?<=\S)\s*\([A-Za-z]{3}[A-Za-z ,.-]*\)$")
 """`9 (nine)`"""
 _SUBSTITUTIONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
@@ -48,7 +48,7 @@ _SUBSTITUTIONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\gt(?![a-zA-Z])", ">"),
         (r"\\(?:colon|ratio)(?![a-zA-Z])", ":"),
         (r"\\(?:approxeq|simeq)(?![a-zA-Z])", r"\\approx "),
-        (r"(?<=\S)\s*\(\s*\\approx\s*([^()]*)\)\s*$", r" \\approx \1"),
+        (r"(?<=\S)\s*\(\s*\\approx([^()]*)\)\s*$", r" \\approx \1"),
         (r"\\lbrace(?![a-zA-Z])", r"\\{"),
         (r"\\rbrace(?![a-zA-Z])", r"\\}"),
         (r"\\(?:langle|lparen)(?![a-zA-Z])", "("),
@@ -56,14 +56,13 @@ _SUBSTITUTIONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\(?:lbrack)(?![a-zA-Z])", "["),
         (r"\\(?:rbrack)(?![a-zA-Z])", "]"),
         (r"\\(?:varnothing)(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
-        (r"\{\s*([^{}]+?)\s*\\choose(?![a-zA-Z])\s*([^{}]+?)\s*\}", r"\\binom{\1}{\2}"),
-        (r"\\degree(?![a-zA-Z])|\^\s*\{?\s*\\circ\s*\}?", "°"),
+        (r"\\degree(?![a-zA-Z])|\^\s*(?:\{\s*)?\\circ\s*\}?", "°"),
         (r"\\(?:ldots|dots|cdots)(?![a-zA-Z])", "..."),
         (r"\+\s*\\infty", r"\\infty"),
         (r"\\div(?![a-zA-Z])", "/"),
         (r"\*\*$", ""),
         (r"\*\*", "^"),
-        (r"\\log\s*_\s*\{?\s*e\s*\}?(?![a-zA-Z])", r"\\ln "),
+        (r"\\log\s*_\s*(?:\{\s*)?e\s*\}?(?![a-zA-Z])", r"\\ln "),
         (r"\\sqrt\s*(\[[^\[\]]*\])\s*(\d)", r"\\sqrt\1{\2}"),
         (r"\s+", " "),
         (r"^\s*\\\{ ?[a-zA-Z] ?(?:\\mid(?![a-z])|[|:]) ?(.*)\\\}\s*$", r"\1"),  # the condition of a set builder
@@ -78,7 +77,9 @@ _SUBSTITUTIONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
     )
 )
-_OUTWARD = re.compile(r"([\[\]])([^\[\]()]+[,;][^\[\]()]+)([\[\]])")
+_BRACED = re.compile(r"\{([^{}]*)\}")
+_CHOOSE = re.compile(r"\\choose(?![a-zA-Z])")
+_OUTWARD = re.compile(r"([\[\]])([^\[\]()][^\[\](),;]*[,;][^\[\]()]+)([\[\]])")
 """`]0, 1]`, as an interval is written in French and German."""
 _LEAD = re.compile(
     r"(?:(?:so|thus|hence|therefore|the|final|correct|answer|option|choice|result|total|value|solution|solutions|"
@@ -99,11 +100,19 @@ def canonical(text: str) -> str:
     for _ in range(3):
         text = _TEXT.sub(r" \1", text)
     text = _FONT.sub("", text)
+    if "\\choose" in text:
+        text = _BRACED.sub(_binomial, text)
     for pattern, replacement in _SUBSTITUTIONS[1:]:
         text = pattern.sub(replacement, text)
     if text.lstrip().startswith("]") or text.rstrip(" .").endswith("["):
         text = _OUTWARD.sub(_inward, text)
     return without_lead(_ASIDE.sub("", trimmed(text)))
+
+
+def _binomial(braced: re.Match[str]) -> str:
+    """`{n \\choose k}` as `\\binom{n}{k}`."""
+    terms = [term.strip() for term in _CHOOSE.split(braced[1], maxsplit=1)]
+    return f"\\binom{{{terms[0]}}}{{{terms[1]}}}" if len(terms) == 2 and all(terms) else braced[0]
 
 
 def _inward(interval: re.Match[str]) -> str:

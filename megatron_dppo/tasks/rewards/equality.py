@@ -250,9 +250,9 @@ def _set(one: Sequence[str], other: Sequence[str], precision: int) -> bool:
 
 
 def _label(part: str) -> str:
-    """The words at its end."""
-    found = re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}(?: [a-zA-Z]+)*$", part)
-    return found[0].casefold() if found else ""
+    """The words at its end, found from there: from every word on it would take the square of the length."""
+    found = re.match(r"(?:[a-zA-Z]+ )*[a-zA-Z]{3,}(?![\\a-zA-Z])", part[::-1])
+    return found[0][::-1].casefold() if found else ""
 
 
 def _relations(reference: str, answer: str, precision: int) -> bool | None:

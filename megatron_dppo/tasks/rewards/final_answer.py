@@ -1,9 +1,9 @@
 """Which part of a response is its final answer.
 
 In this order: nothing, where the response is still thinking; what the last `\\boxed{...}` after the thinking holds;
-what the last `<answer>` holds; what follows the last "answer:", "answer is" or "####"; a response of one line and
-hardly a word; the last formula; the last number. A response that began another box and did not close or fill it took
-the earlier ones back: it has no answer. Every step is linear in the length of the response.
+what the last `<answer>` holds (see `_searched`); what follows the last "answer:", "answer is" or "####"; a response of
+one line and hardly a word; the last formula; the last number. A response that began another box and did not close or
+fill it took the earlier ones back: it has no answer. Every step is linear in the length of the response.
 """
 
 from __future__ import annotations
@@ -12,17 +12,22 @@ import re
 from dataclasses import dataclass
 
 _THINKING = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>|\[(/?)THINK\]", re.IGNORECASE)
-_BOX_OR_BRACE = re.compile(r"\\+(?:boxed|fbox)(?![a-zA-Z])\s*(?P<open>\{)?|\\.|[{}]", re.DOTALL)
+_BOX_OR_BRACE = re.compile(r"(?<!\\)\\+(?:boxed|fbox)(?![a-zA-Z])\s*(?P<open>\{)?|\\.|[{}]", re.DOTALL)
 _BETWEEN_PARTS = re.compile(
-    r"(?:[\s$]|\\[()\[\]]|\\text)*[{\s]*(?:[,;&]|\band\b|\bor\b)+(?:[\s$,}]|\\[()\[\]]|\band\b|\bor\b)*"
+    r"(?:[\s$]|\\[()\[\]]|\\text)*+(?:\{[{\s]*+)?(?:[,;&]|\band\b|\bor\b)++(?:[\s$,}]|\\[()\[\]]|\band\b|\bor\b)*"
 )
 """Between two boxes that make up one answer: `\\boxed{1}$ and $\\boxed{2}`."""
-_MARK = re.compile(r"(?:####|\banswers?\b[^.:=\n]{0,60}?(?::|=|\bis\b|\bare\b)[*_\s]*:?)[*_\s]*", re.IGNORECASE)
-_TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.IGNORECASE | re.DOTALL)
-_SENTENCE_END = re.compile(r"[.!]\**\s+(?=[A-Z])|,?\s+(?:because|since)\s")
-_PROSE_AFTER_FORMULA = re.compile(r"\$[^$]+\$([,.;] [a-z]+ [a-z]+[^$]*)$")
+_MARK = re.compile(
+    r"(?:####|(?<!<)(?<!</)\banswers?\b[^.:=\n]{0,60}?(?::|=|\bis\b|\bare\b)[*_\s]*:?)[*_\s]*", re.IGNORECASE
+)
+_TAG = re.compile("<answer>", re.IGNORECASE)
+_END_TAG = re.compile("</answer>", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"[.!]\**\s+(?=[A-Z])|(?:,|(?<![\s,])(?=\s))\s+(?:because|since)\s")
+_PROSE_AFTER_FORMULA = re.compile(r"\$[^$]+\$([,.;] [a-z]+ [a-z][^$]*)$")
 _FORMULA = re.compile(
-    r"\$\$(?P<a>[^$]+)\$\$|(?<!\\)\$(?P<b>[^$\n]+)(?<!\\)\$(?!\d)|\\\((?P<c>.+?)\\\)|\\\[(?P<d>.+?)\\\]", re.DOTALL
+    r"\$\$(?P<a>[^$]+)\$\$|(?<!\\)\$(?P<b>[^$\n]+)(?<!\\)\$(?!\d)|\\\((?P<c>(?:(?!\\\().)+?)\\\)|"
+    r"\\\[(?P<d>(?:(?!\\\[).)+?)\\\]",
+    re.DOTALL,
 )
 _NUMBER = re.compile(
     r"(?<![\w.])[-+]?[$€£]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:[.,]\d+)?(?:\s*/\s*\d+(?![\w.]))?(?:\s*(?:%|percent\b))?|"
@@ -50,13 +55,12 @@ def final_answer(response: str, *, boxed_only: bool = False) -> str | None:
     boxes = _boxes(text)
     if boxes:
         return _last_group(text, boxes)
-    if tagged := _TAGGED.findall(text):
-        text = tagged[-1].strip()
+    text = _searched(text)
     if boxed_only or not text:
         return None
-    marks = list(_MARK.finditer(text))
+    marks, marked = _marked(text)
     if marks:
-        return _sentence(text[marks[-1].end() :])
+        return marked
     if "\n" not in text and len(_WORD.findall(text)) <= 2:
         return text
     formulas = _FORMULA.findall(text)
@@ -80,12 +84,36 @@ class _Box:
 
     start: int
     stop: int
-    content: str | None
+    content: slice | None
+
+
+def _searched(text: str) -> str:
+    """Where in `text` the answer is: in the last `<answer>...</answer>` that holds something, or behind it where that
+    marks an answer (so that prose about the tags is none). A tag that is empty or not closed counts where nothing else
+    is marked."""
+    before, *tagged = _TAG.split(text)
+    if not tagged:
+        return text
+    pairs = [[part.strip() for part in _END_TAG.split(one, maxsplit=1)] for one in tagged]
+    for at in reversed(range(len(pairs))):
+        if len(pairs[at]) == 2 and pairs[at][0]:
+            behind = "\n".join([pairs[at][1], *(part for pair in pairs[at + 1 :] for part in pair)])
+            return behind if _marked(behind)[1] else pairs[at][0]
+    inside, *rest = pairs[-1]
+    outside = "\n".join([before, *(part for pair in pairs[:-1] for part in pair), *rest])
+    return outside if _marked(outside)[1] else inside
+
+
+def _marked(text: str) -> tuple[bool, str | None]:
+    """Whether `text` marks an answer, and what the last mark stands before."""
+    marks = list(_MARK.finditer(text))
+    return bool(marks), _sentence(text[marks[-1].end() :]) if marks else None
 
 
 def _boxes(text: str) -> list[_Box]:
     """The boxes of `text` in the order of their starts, those inside another one left out."""
     found: list[_Box] = []
+    bare = 0  # where the last box without braces ends
     open_braces: list[tuple[int, int] | None] = []
     """Start of the command and of the content of each open box; None for a plain brace."""
     for part in _BOX_OR_BRACE.finditer(text):
@@ -96,11 +124,12 @@ def _boxes(text: str) -> list[_Box]:
         elif part[0] == "}":
             begun = open_braces.pop() if open_braces else None
             if begun is not None:
-                found.append(_Box(begun[0], part.end(), text[begun[1] : part.start()]))
-        elif "box" in part[0]:  # `\boxed 7` takes what follows
+                found.append(_Box(begun[0], part.end(), slice(begun[1], part.start())))
+        elif "box" in part[0] and part.start() >= bare:  # `\boxed 7` takes what follows
             word = re.compile(r"[^\s$]*").match(text, part.end())
             assert word is not None  # the pattern takes the empty string
-            found.append(_Box(part.start(), word.end(), word[0] or None))
+            bare = word.end()
+            found.append(_Box(part.start(), bare, slice(*word.span()) if word[0] else None))
     found += [_Box(begun[0], len(text), None) for begun in open_braces if begun is not None]
     outer: list[_Box] = []
     for box in sorted(found, key=lambda box: (box.start, -box.stop)):
@@ -112,8 +141,9 @@ def _boxes(text: str) -> list[_Box]:
 def _last_group(text: str, boxes: list[_Box]) -> str | None:
     parts: list[str] = []
     for number in range(len(boxes) - 1, -1, -1):
-        content = boxes[number].content
-        if content is None or not content.strip():
+        inside = boxes[number].content
+        content = "" if inside is None else text[inside]
+        if not content.strip():
             return None if not parts else _joined(parts)
         if parts and not _BETWEEN_PARTS.fullmatch(text, boxes[number].stop, boxes[number + 1].start):
             break
@@ -123,7 +153,7 @@ def _last_group(text: str, boxes: list[_Box]) -> str | None:
 
 def _joined(parts: list[str]) -> str:
     """In the order of the text, inner boxes opened."""
-    return re.sub(r"\\+(?:boxed|fbox)(?=\s*\{)", "", ", ".join(reversed(parts))).strip()
+    return re.sub(r"(?<!\\)\\+(?:boxed|fbox)(?=\s*\{)", "", ", ".join(reversed(parts))).strip()
 
 
 def _sentence(text: str) -> str | None:
