@@ -29,7 +29,9 @@ ip link set lo up
 hostname "$NODE_NAME"
 mount --bind "$SHARED_FOLDER" /mnt
 mount --bind /mnt/hosts-"$NODE_NAME" /etc/hosts
+case $PROJECT in /tmp/*) mount --bind "$PROJECT" /media ;; esac
 mount -t tmpfs tmpfs /tmp
+case $PROJECT in /tmp/*) mkdir -p "$PROJECT" && mount --bind /media "$PROJECT" ;; esac
 mount -t tmpfs tmpfs /dev/shm
 bash "$START" "$@" && status=0 || status=$? # not exec: the first process of a node takes care of orphans
 sleep 2
@@ -88,7 +90,7 @@ class TwoNodes:
             **{"NODES": str(self.count), "NODE_RANK": str(node), "HEAD_ADDRESS": "head", "NPROC_PER_NODE": "1"},
             **{"RUN_DIR": f"{SHARED}/run", "MODEL_DIR": f"{SHARED}/model", "RAY_STORE_BYTES": str(128 << 20)},
             **{"NODE_NAME": f"node{self.machine[node]}", "SHARED_FOLDER": str(self.folder), "SEEN_AFTER_S": "5"},
-            **{"START": str(ROOT / "docker/start_node.sh")},
+            **{"START": str(ROOT / "docker/start_node.sh"), "PROJECT": str(ROOT)},
             **self.variables,
         }
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP", "RAY_ADDRESS", "TMPDIR"):
