@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from math import prod
+from math import isfinite, isnan, prod
 from pathlib import Path
 
 import torch
@@ -94,8 +93,8 @@ def _check_finite(name: str, block: torch.Tensor, allow_inf: bool) -> None:
     if not block.numel():
         return
     least, greatest = (float(end) for end in block.aminmax())  # NaN if one is
-    if math.isnan(least) or not (allow_inf or math.isfinite(greatest - least)):
-        raise UserError(f"{name} has numbers that are {'NaN' if math.isnan(least) else 'infinite'}; get the file anew")
+    if isnan(least) or not (allow_inf or isfinite(greatest - least)):
+        raise UserError(f"{name} has numbers that are {'NaN' if isnan(least) else 'infinite'}; get the file anew")
 
 
 def check_tensors(files: HFFiles, model: HFConfig, stacked: bool) -> None:

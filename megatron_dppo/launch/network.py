@@ -80,7 +80,7 @@ def bound_store(host: str, port: int = 0, *, timeout: timedelta = timedelta(minu
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
     """What `call` returns or raises. Where it takes longer it is left behind in a thread, and DistNetworkError raised
-    as by a closed connection: a store's call has no end where the machine that has it is gone without a word."""
+    as by a closed connection: a call of a store, or NCCL's first, has no end where who has to answer is gone."""
     answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
 
     def ask() -> None:
@@ -89,7 +89,7 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
         except Exception as error:
             answers.put((None, error))
 
-    threading.Thread(target=ask, daemon=True, name="store").start()
+    threading.Thread(target=ask, daemon=True, name="within").start()
     try:
         value, error = answers.get(timeout=seconds)
     except queue.Empty:

@@ -157,13 +157,17 @@ def test_every_listening_socket_of_both_nodes_is_known(whole: Whole) -> None:
     assert {address for _, address in elsewhere} <= {"127.0.0.1", "::1"}
 
 
+def reach_step_2(nodes: TwoNodes) -> None:
+    for node in (0, 1):
+        nodes.start(node)
+    nodes.wait_for_step(1, PATIENCE_S)
+    time.sleep(0.5)
+
+
 @pytest.mark.parametrize("node", [1, 0])
 def test_a_node_that_is_lost_in_step_2_and_comes_back(node: int, folder: Path, whole: Whole) -> None:
     with two_nodes(folder, EXAMPLE, *SETTINGS) as nodes:
-        for each in (0, 1):
-            nodes.start(each)
-        nodes.wait_for_step(1, PATIENCE_S)
-        time.sleep(0.5)
+        reach_step_2(nodes)
         nodes.kill(node)
         before = sorted(nodes.losses())
         time.sleep(3)
@@ -179,10 +183,7 @@ def test_a_node_that_is_lost_in_step_2_and_comes_back(node: int, folder: Path, w
 def test_a_node_that_vanishes_in_step_2_and_is_replaced(node: int, folder: Path, whole: Whole) -> None:
     """No word of it ever again, not even that its connections are closed."""
     with two_nodes(folder, EXAMPLE, *SETTINGS, LOST_AFTER_S="20") as nodes:
-        for each in (0, 1):
-            nodes.start(each)
-        nodes.wait_for_step(1, PATIENCE_S)
-        time.sleep(0.5)
+        reach_step_2(nodes)
         nodes.vanish(node)
         before = sorted(nodes.losses())
         nodes.start(node)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.launch.network import bound_store
+from megatron_dppo.launch.network import bound_store, within
 from megatron_dppo.launch.nodes import environment
 from megatron_dppo.rollout.engine import Rendezvous
 
@@ -67,8 +65,10 @@ class WeightGroup:
             self._connect()
         except (RuntimeError, TimeoutError) as error:
             self.abort()
-            why = str(error) or f"no connection within rollout.sync_timeout_s={where.timeout_s:g}"
-            raise GroupClosed(f"not all {where.size} members of a weight broadcast came together: {why}") from error
+            limit = f"within rollout.sync_timeout_s={where.timeout_s:g}"
+            raise GroupClosed(
+                f"not all {where.size} members of a weight broadcast came together {limit}: {error}"
+            ) from error
 
     def _communicator(self, store: dist.Store, rank: int, size: int, patience: timedelta) -> Any:
         if self._device.type != "cuda":
@@ -86,30 +86,24 @@ class WeightGroup:
         """Of the time in which all members must be connected. Raises TimeoutError where there is none."""
         seconds = self._end - time.monotonic()
         if seconds <= 0:
-            raise TimeoutError
+            raise TimeoutError("no time is left")
         return timedelta(seconds=seconds)
 
     def _connect(self) -> None:
         """A byte over every communicator. NCCL makes its connections in the first call, which has no time limit and
         waits for ever for a member that died before: here, in a thread that is then left behind, and not in the middle
         of a sync. That NCCL's abort returns while that thread is in there was not seen yet."""
-        connected: Future[None] = Future()
 
         def speak() -> None:
-            try:
-                if self._device.type == "cuda":
-                    torch.cuda.set_device(self._device)  # each thread has one of its own
-                for share, members in self._members.items():
-                    word = torch.zeros(1, dtype=torch.uint8, device=self._device)
-                    self.broadcast(word, members[0], share).wait()
-                if self._device.type == "cuda":
-                    torch.cuda.current_stream(self._device).synchronize()
-                connected.set_result(None)
-            except Exception as error:
-                connected.set_exception(error)
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # each thread has one of its own
+            for share, members in self._members.items():
+                word = torch.zeros(1, dtype=torch.uint8, device=self._device)
+                self.broadcast(word, members[0], share).wait()
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
 
-        threading.Thread(target=speak, daemon=True).start()
-        connected.result(self._left().total_seconds())
+        within(self._left().total_seconds(), speak)
 
     def takes(self, share: int | None) -> bool:
         """Whether this member takes part in broadcasts of a share."""
