@@ -16,21 +16,11 @@ LENGTHS = [300, 17, 129, 1000, 1]
 
 def layer(window: bool) -> torch.nn.Module:
     from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_dppo.models.layers.sink_attention import SinkAttention
+    from tests.models.sinks import sink_config
 
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=HEADS * SIZE,
-        num_attention_heads=HEADS,
-        num_query_groups=GROUPS,
-        kv_channels=SIZE,
-        attention_dropout=0.0,
-        softmax_type="learnable",
-        window_size=(WINDOW - 1, 0),
-        window_attn_skip_freq=[1, 0],
-    )
+    config = sink_config(HEADS, GROUPS, SIZE, WINDOW)
     return SinkAttention(config, 1 if window else 2, AttnMaskType.causal, "self").cuda()
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.utils.checkpoint import checkpoint
 
 from megatron_dppo.compat.packed_attention import PackedAttention
@@ -18,6 +17,7 @@ from megatron_dppo.models.packed_logits import pack_params, packed_logits
 from tests.distributed import run_ranks
 from tests.megatron import build_from
 from tests.models.plain_kernels import PlainKernels
+from tests.models.sinks import sink_config
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 HEADS, GROUPS, SIZE, WINDOW = 4, 2, 8, 3
@@ -44,18 +44,7 @@ def test_gradients_by_finite_differences(window: int | None) -> None:
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("layer", [1, 2], ids=["window", "full"])
 def test_the_layer_is_that_of_all_scores(layer: int, again: bool) -> None:
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=HEADS * SIZE,
-        num_attention_heads=HEADS,
-        num_query_groups=GROUPS,
-        kv_channels=SIZE,
-        attention_dropout=0.0,
-        params_dtype=torch.float64,
-        softmax_type="learnable",
-        window_size=(WINDOW - 1, 0),
-        window_attn_skip_freq=[1, 0],
-    )
+    config = sink_config(HEADS, GROUPS, SIZE, WINDOW, params_dtype=torch.float64)
     query, key, value, sinks = inputs(LENGTHS)
     params, grad = pack_params(LENGTHS, torch.device("cpu")), torch.randn(sum(LENGTHS), HEADS * SIZE).double()
     found = []
