@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Callable
 
 _SIGNS = {
     "−": "-", "–": "-", "—": "-", "‐": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ",
@@ -11,7 +12,9 @@ _SIGNS = {
     "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∪": r"\cup ", "∩": r"\cap ",
     "∈": r"\in ", "∅": r"\emptyset ", "∶": ":", "º": "°", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
     "γ": r"\gamma ", "λ": r"\lambda ", "μ": r"\mu ", "φ": r"\phi ", "ω": r"\omega ", "ℝ": r"\mathbb{R}",
-    "ℤ": r"\mathbb{Z}", "⟨": "(", "⟩": ")", "°": "°", "√": "√", "“": '"', "”": '"', "’": "'", "′": "'",
+    "ℤ": r"\mathbb{Z}", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "△": r"\triangle ",
+    "≡": r"\equiv ", "″": '"', "\u200b": "", "\u2060": "", "\ufeff": "",
+    "⟨": "(", "⟩": ")", "°": "°", "√": "√", "“": '"', "”": '"', "’": "'", "′": "'",
 }  # fmt: skip
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
@@ -28,14 +31,16 @@ _TEXT = re.compile(
 _FONT = re.compile(r"\\(?:math(?:bf|rm|it|sf)|boldsymbol|bm|underline|text(?:bf|it|rm|normal)?)\s*(?=\{)")
 _ASIDE = re.compile(r"(?<=\S)\s*\([A-Za-z]{3}[A-Za-z ,.-]*\)$")
 """`9 (nine)`"""
-_SUBSTITUTIONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+_SUBSTITUTIONS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (
-            r"\\(?:left|right|bigl?|bigr|Bigl?|Bigr|biggl?|biggr|displaystyle|textstyle|limits|!|bf|rm|it)(?![a-zA-Z])",
+            r"\\(?:left|right) ?\.|\\(?:left|right|bigl?|bigr|Bigl?|Bigr|biggl?|biggr|displaystyle|textstyle|limits|!|"
+            r"bf|rm|it|large|Large|LARGE|huge|Huge|small)(?![a-zA-Z])|"
+            r"\\(?:tag|label|phantom|(?:text)?color) ?\{[^{}]*\}",
             "",
         ),
-        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\(?:[dtcs]|nice)frac(?![a-zA-Z])", r"\\frac"),
         (r"(?<!\\)\\(?:[,;:> ]|quad(?![a-zA-Z])|qquad(?![a-zA-Z]))|~", " "),
         (r"(?<!\\)\\[()\[\]]", " "),
         (r"\\math(?:bin|rel|punct|ord)\s*(?![a-zA-Z])", ""),
@@ -64,7 +69,33 @@ _SUBSTITUTIONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\*\*", "^"),
         (r"\\log\s*_\s*(?:\{\s*)?e\s*\}?(?![a-zA-Z])", r"\\ln "),
         (r"\\sqrt\s*(\[[^\[\]]*\])\s*(\d)", r"\\sqrt\1{\2}"),
-        (r"\s+", " "),
+        (r"\s+", " "),  # from here on a blank is one
+        (r"\+ ?/ ?-", r"\\pm "),
+        (r"\^ ?(?:\{ ?)?((?:\\prime ?)+)\}?", lambda found: "'" * found[1].count("prime")),
+        (r"''", '"'),
+        (r"(?<=\d)'(?=\d{3}(?!\d))", ","),
+        (r"(?<=\d) ?(?:\^ ?\{ ?(?:st|nd|rd|th) ?\}|\^? ?(?:st|nd|rd|th)(?![a-zA-Z]))", ""),
+        (r"(?<=\\mathbb\{R\}) ?(?:-|\\backslash(?![a-z])) ?(?=\\\{)", r"\\setminus "),
+        (r"\\bmod(?![a-z])", r"\\mod"),
+        (r"^([^cC]*\+ ?)c ?$", r"\1C"),  # of an integral
+        (r"(?<![a-zA-Z])(?:Rs\.?|INR)(?= ?\d)", "₹"),
+        (r"(?<![a-zA-Z])US(?:D|¤)(?= ?\d)", "¤"),
+        (r"\\pounds(?![a-z])", "£"),
+        (
+            r"(?<![\w\\}^])C ?\( ?([^\W_]{1,9}) ?, ?([^\W_]{1,9}) ?\)|"
+            r"(?<![\w\\}^])C ?_ ?\{? ?([^\W_]{1,9}) ?\}? ?\^ ?\{? ?([^\W_]{1,9})\}?|"
+            r"(?:\{ ?\})?[_^] ?\{? ?([^\W_]{1,9}) ?\}? ?C ?_ ?\{? ?([^\W_]{1,9})\}?",
+            lambda found: _combinations(found),
+        ),
+        (
+            r"\\?(?<![a-zA-Z])(arc)?(c?)tg(?![a-zA-Z])",
+            lambda found: f"\\{found[1] or ''}{'cot' if found[2] else 'tan'} ",
+        ),
+        (r"(?<![\\a-zA-Z])(?=(?:sin|cos|tan|cot|ln|log)(?![a-zA-Z]))", r"\\"),
+        (r"(?<![\d.])(?=\.(?:\d|\\overline|\\bar|\\dot))", "0"),
+        (r"\\dot ?\{?(\d)\}?(\d*)\\dot ?\{?(\d)\}?", r"\\overline{\1\2\3}"),
+        (r"(\d\.\d{0,12}?)(\d{1,6}?)\2++\.\.\.$", r"\1\\overline{\2}"),
+        (r"^ ?(?i:(?:the )?empty set|no solutions?) ?$", r"\\emptyset "),
         (r"^\s*\\\{ ?[a-zA-Z] ?(?:\\mid(?![a-z])|[|:]) ?(.*)\\\}\s*$", r"\1"),  # the condition of a set builder
         (r"^\s*(\d+) to (\d+)\s*$", r"\1:\2"),
         (
@@ -74,13 +105,14 @@ _SUBSTITUTIONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<![a-zA-Z])\\?sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"(?<![\\a-zA-Z])(sqrt|pi|infty|theta|alpha|beta)(?![a-zA-Z])", r"\\\1 "),
         (r"(?<![\\a-zA-Z])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
-        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+        (r"\\(frac|binom) ?(\d|[a-z]|\\pi) ?(\d|[a-z]|\\pi)(?!\{)", r"\\\1{\2}{\3}"),
     )
 )
 _BRACED = re.compile(r"\{([^{}]*)\}")
 _CHOOSE = re.compile(r"\\choose(?![a-zA-Z])")
 _OUTWARD = re.compile(r"([\[\]])([^\[\]()][^\[\](),;]*[,;][^\[\]()]+)([\[\]])")
 """`]0, 1]`, as an interval is written in French and German."""
+_QUOTED = re.compile(r"^([\"'])([^\"']*)\1$")
 _LEAD = re.compile(
     r"(?:(?:so|thus|hence|therefore|the|final|correct|answer|option|choice|result|total|value|solution|solutions|"
     r"is|are|equals?)\b(?!\s*=)[\s,:]*)+(?=[^\s,:])",
@@ -91,7 +123,7 @@ _LEAD = re.compile(
 
 def canonical(text: str) -> str:
     """The usual spelling of an answer; the same function is used on references. Idempotent but for cases of no use."""
-    text = _unicode(text.strip("`* \n\t"))
+    text = _QUOTED.sub(r"\2", _unicode(text.strip("`* \n\t").rstrip("\\ ")))
     text = re.sub(r"(?<!\*)\*\*(?!\*)(.+?)\*\*", r"\1", text) if text.startswith("**") else text
     text = text.replace("\\$", "¤")
     text = _DOLLARS.sub(lambda found: f" {found[1] or found[2]} ", text).replace("$", "¤")
@@ -113,6 +145,13 @@ def _binomial(braced: re.Match[str]) -> str:
     """`{n \\choose k}` as `\\binom{n}{k}`."""
     terms = [term.strip() for term in _CHOOSE.split(braced[1], maxsplit=1)]
     return f"\\binom{{{terms[0]}}}{{{terms[1]}}}" if len(terms) == 2 and all(terms) else braced[0]
+
+
+def _combinations(found: re.Match[str]) -> str:
+    """`C(5, 2)`, `C_5^2` and `{}_5C_2` as `\\binom{5}{2}`; a constant C_1^2 stays."""
+    above, below = (one for one in found.groups() if one)
+    impossible = above.isdecimal() and below.isdecimal() and int(above) < int(below)
+    return found[0] if impossible else f"\\binom{{{above}}}{{{below}}}"
 
 
 def _inward(interval: re.Match[str]) -> str:

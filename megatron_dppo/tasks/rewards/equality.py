@@ -15,6 +15,7 @@ from fractions import Fraction
 from megatron_dppo.tasks.rewards.canonical import canonical, depth, matching, split_top, trimmed
 from megatron_dppo.tasks.rewards.expressions import same_equation, same_expression
 from megatron_dppo.tasks.rewards.final_answer import boxed_answer
+from megatron_dppo.tasks.rewards.notations import complements, dates, residues, several_options, times, whole, yes_or_no
 from megatron_dppo.tasks.rewards.quantity import based, number, quantity, same_number
 from megatron_dppo.tasks.rewards.structure import (
     MATRIX,
@@ -43,14 +44,14 @@ _SEPARATORS = re.compile(rf"(?!(?<=\d),\d{{3}}(?!\d))(?:{_COMMAS.pattern})")
 """The same, without the comma of 1,234."""
 _SPACE = re.compile(r"(?<![0-9a-zA-Z])\s+|\s+(?![0-9a-zA-Z])|(?<=\d)\s+(?=[a-zA-Z])")
 """Blanks that say nothing."""
+_CONSTANT = re.compile(r"\\(?:frac|sqrt|cdot|times|pi|binom)(?![a-zA-Z])")
 _CUPS = re.compile(r"\\cup(?![a-zA-Z])")
 _COLONS = re.compile(r"\s*:\s*")
-_MEMBER = re.compile(r"^[^\\{}()\[\]]{1,12}\\in(?![a-zA-Z])\s*(.+)$", re.DOTALL)
+_MEMBER = re.compile(r"^[^\\{}()\[\]<>=;]{1,12}\\in(?![a-zA-Z])\s*(.+)$", re.DOTALL)
 _CHOICE = re.compile(r"\(?([A-J])\)?[.:)]?")
 _CHOSEN = re.compile(r"(?:\(([A-J])\)|([A-J])[.:)]|([A-Ja-j])$)\s*(?P<rest>.*)", re.DOTALL)
 _OPTION_AND_VALUE = re.compile(r"\(([A-J])\)\s*(.+)", re.DOTALL)
 _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
-_DATE = re.compile(r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}/\d{1,2}/\d{2,4}|\d{1,2}[-.]\d{1,2}[-.]\d{4}")
 _ANGLE = re.compile(r"(?:m\s*)?\\(?:angle|widehat)\s*\{?\s*([A-Z]{3})\s*\}?")
 _OPERATORS = frozenset("+*/^_=<>|!\\{}()[]")
 _FUNCTIONS = re.compile(r"\b(?:sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|mod|det|lim|arc\w+)\b")
@@ -62,7 +63,7 @@ def equal(reference: str, answer: str, *, precision: int = 6) -> bool:
     expected = readable(reference)
     if expected is None or len(answer) > LONGEST or depth(answer) > _DEEPEST:
         return False
-    return _same(expected, canonical(answer), precision)
+    return _same(expected, whole(canonical(answer)), precision)
 
 
 def readable(reference: str) -> str | None:
@@ -70,7 +71,7 @@ def readable(reference: str) -> str | None:
     text = reference_text(reference)
     if len(text) > LONGEST:
         return None
-    text = canonical(text)
+    text = whole(canonical(text))
     return text if re.search(r"\w", text) and depth(text) <= _DEEPEST else None
 
 
@@ -107,14 +108,16 @@ Rule = Callable[[str, str, int], bool | None]
 
 
 def _choice(reference: str, answer: str, precision: int) -> bool | None:
-    """C, (C) and `(C) 24` choose C; a second option beside it chooses nothing."""
+    """C, (C) and `(C) 24` choose C; a second option beside it, or another number than the option's, chooses nothing."""
     both = _OPTION_AND_VALUE.fullmatch(reference)
     letter = _CHOICE.fullmatch(reference) or both
     if letter is None:
         return None
     chosen = _CHOSEN.fullmatch(answer)
     if chosen is not None and not (chosen["rest"] and (re.search(r"\([A-J]\)|\b[A-J][.:)]", chosen["rest"]))):
-        return (chosen[1] or chosen[2] or chosen[3]).upper() == letter[1]
+        values = number(trimmed(both[2])) if both else None, number(trimmed(chosen["rest"]))
+        another = values[0] and values[1] and values[0].value != values[1].value
+        return (chosen[1] or chosen[2] or chosen[3]).upper() == letter[1] and not another
     return _same(trimmed(both[2]), answer, precision) if both else None
 
 
@@ -126,13 +129,6 @@ def _numbers(reference: str, answer: str, precision: int) -> bool | None:
     elif one is None and other is not None and _DECIMAL_COMMA.fullmatch(reference) and "." in answer:
         one = number(reference.replace(",", "."))
     return same_number(one, other, precision) if one is not None and other is not None else None
-
-
-def _dates(reference: str, answer: str, precision: int) -> bool | None:
-    if not (_DATE.fullmatch(reference) or _DATE.fullmatch(answer)):
-        return None
-    fields = [re.findall(r"\d+", text) for text in (reference, answer) if _DATE.fullmatch(text)]
-    return len(fields) == 2 and [int(one) for one in fields[0]] == [int(one) for one in fields[1]]
 
 
 def _digits(reference: str, answer: str, precision: int) -> bool | None:
@@ -212,7 +208,7 @@ def _lists(reference: str, answer: str, precision: int) -> bool | None:
 
 def _parts(text: str, separators: re.Pattern[str] | None = None) -> list[str]:
     separators = separators or _SEPARATORS
-    if text.startswith("\\{") and matching(text, 1) == len(text) - 1:
+    if text.startswith("\\{") and matching(text, 1) == len(text) - 1 and "\\emptyset" not in text:
         text, separators = text[2:-2], _COMMAS
     if (whole := MATRIX.fullmatch(text)) and is_system(whole):
         return lines(whole["body"])
@@ -274,12 +270,19 @@ def _relations(reference: str, answer: str, precision: int) -> bool | None:
         unknowns = re.split(r"\s*(?:&|\\\\)\s*", vector["body"].strip()) if vector else one[:1]
         named = len(one) > 1 and all(map(NAME.fullmatch, unknowns))
         if len(one) == 1:
-            return _same(reference, other[-1], precision)
+            if NAME.fullmatch(other[-1]) and not NAME.fullmatch(reference):  # 5 = x
+                other = other[::-1]
+            constant = [side for side in other[:-1:2] if side and not re.search("[a-zA-Z]", _CONSTANT.sub("", side))]
+            true = all(_same(side, other[-1], precision) for side in constant)  # not 5 + 5 = 12
+            return true and _same(reference, other[-1], precision)
         if len(other) == 1:
             return named and _same(one[-1], answer, precision)
         if named and NAME.fullmatch(other[0]):
             name = [re.sub(r"\s", "", sides[0]) for sides in (one, other)]
-            if name[0] == name[1] or ("(" in name[0]) != ("(" in name[1]):  # f(x) = ..., y = ...
+            bare = [
+                re.sub(r"_.*", "", one).casefold() if "_" not in name[0] or "_" not in name[1] else one for one in name
+            ]
+            if bare[0] == bare[1] or ("(" in name[0]) != ("(" in name[1]):  # x_1 and x; f(x) = ..., y = ...
                 return _same(one[-1], other[-1], precision)
         return len(one) == len(other) == 3 and same_equation((one[0], one[2]), (other[0], other[2]), "=", "=")
     if len(one) == 1 or len(other) == 1:
@@ -373,7 +376,8 @@ def _words(reference: str, answer: str, precision: int) -> bool | None:
 
 
 def _plain(text: str) -> str:
-    return " ".join(re.sub(r"[^\w]+", " ", re.sub(r"(?<=\w)\.(?=\w|$|\s)|'", "", text.casefold())).split())
+    text = re.sub(r"(?<=\w)\.(?=\w|$|\s)|(?<=[a-z])'(?=[a-z])|^(?:[Aa]n?|[Tt]he) (?=\w\w)", "", text)
+    return " ".join(re.sub(r"[^\w']+", " ", text.casefold()).split())
 
 
 def _angles(reference: str, answer: str, precision: int) -> bool | None:
@@ -388,7 +392,7 @@ def _expressions(reference: str, answer: str, precision: int) -> bool | None:
 
 # fmt: off
 _RULES: tuple[Rule, ...] = (
-    _choice, _numbers, _dates, _digits, _piecewise, _matrices, _membership, _intervals_and_tuples, _lists, _relations,
-    _ratios, _quantities, _words, _angles, _expressions,
+    _choice, several_options, _numbers, dates, times, residues, _digits, _piecewise, yes_or_no, complements, _matrices,
+    _membership, _intervals_and_tuples, _lists, _relations, _ratios, _quantities, _words, _angles, _expressions,
 )
 # fmt: on

@@ -23,6 +23,10 @@ _POINTS = ((7, 3), (13, 5), (-11, 7), (29, 8), (-17, 19))
 _WHOLE_POINTS = (3, 4, 7, 10, 21)
 
 
+_UNREAD = re.compile(r"(?<![\w\\])\d+\s+\d|\.\.\.|[?'\"]|!!|_\s*$|\^\s*$")
+"""What the parser would read as something else: it drops 5' to 5."""
+
+
 class Unreadable(Exception):
     """No expression, or one that is too large to evaluate."""
 
@@ -56,12 +60,12 @@ def same_equation(one: tuple[str, str], other: tuple[str, str], sign: str, other
 def _parsed(text: str) -> Any:
     """The sympy object that `text` spells."""
     import sympy
-    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig, latex2sympy, normalize_latex
 
     literal = number(text)
     if literal is not None:
         return sympy.Rational(literal.value.numerator, literal.value.denominator)
-    if len(text) > 1000 or not _balanced(text) or re.search(r"(?<![\w\\])\d+\s+\d|\.\.\.|\?|_\s*$|\^\s*$", text):
+    if len(text) > 1000 or not _balanced(text) or _UNREAD.search(text):
         raise Unreadable(text)
     text = re.sub(r"\^\s*\{?\s*T\s*\}?(?![a-zA-Z])", r"^{\\tau}", text)  # the parser drops a transposition
     text = re.sub(r"(\d+)\s*°", r"(\1\\cdot\\frac{\\pi}{180})", text)
@@ -71,8 +75,9 @@ def _parsed(text: str) -> Any:
     )
     try:
         parsed = latex2sympy(
-            normalize_latex(text, config), is_real=True, convert_degrees=False, normalization_config=None
-        )
+            normalize_latex(text, config), is_real=True, convert_degrees=False, normalization_config=None,
+            conversion_config=ConversionConfig(lowercase_symbols=False),
+        )  # fmt: skip
     except Exception as error:  # the parser raises many kinds
         raise Unreadable(text) from error
     if isinstance(parsed, sympy.Basic):
@@ -98,6 +103,8 @@ def _equal(one: Any, other: Any) -> bool:
         if not (isinstance(one, sympy.MatrixBase) and isinstance(other, sympy.MatrixBase) and one.shape == other.shape):
             return False
         return all(_equal(x, y) for x, y in zip(one, other, strict=True))
+    if isinstance(one, sympy.Set) and isinstance(other, sympy.Set):
+        return bool(one.doit() == other.doit())
     if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
         return bool(one == other)
     if one == other and one not in (sympy.nan, sympy.zoo):

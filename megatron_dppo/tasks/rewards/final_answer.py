@@ -22,7 +22,7 @@ _MARK = re.compile(
 )
 _TAG = re.compile("<answer>", re.IGNORECASE)
 _END_TAG = re.compile("</answer>", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"[.!]\**\s+(?=[A-Z])|(?:,|(?<![\s,])(?=\s))\s+(?:because|since)\s")
+_SENTENCE_END = re.compile(r"[.!]\**\s+(?=[A-Z])|(?:,|(?<![\s,])(?=\s))\s+\(?(?:because|since)\s")
 _PROSE_AFTER_FORMULA = re.compile(r"\$[^$]+\$([,.;] [a-z]+ [a-z][^$]*)$")
 _FORMULA = re.compile(
     r"\$\$(?P<a>[^$]+)\$\$|(?<!\\)\$(?P<b>[^$\n]+)(?<!\\)\$(?!\d)|\\\((?P<c>(?:(?!\\\().)+?)\\\)|"
@@ -30,7 +30,7 @@ _FORMULA = re.compile(
     re.DOTALL,
 )
 _NUMBER = re.compile(
-    r"(?<![\w.])[-+]?[$€£]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:[.,]\d+)?(?:\s*/\s*\d+(?![\w.]))?(?:\s*(?:%|percent\b))?|"
+    r"(?<![\w.])[-+]?[$€£]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:[.,]\d+)?(?:\s*/\s*\d+(?!\w|\.\d))?(?:\s*(?:%|percent\b))?|"
     r"(?<![\w.])[-+]?\.\d+"
 )
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
@@ -160,4 +160,4 @@ def _sentence(text: str) -> str | None:
     """The first sentence of the first line."""
     line = text.split("\n", 1)[0]
     end = _SENTENCE_END.search(line) or _PROSE_AFTER_FORMULA.match(line)
-    return (line if end is None else line[: end.start(end.lastindex or 0)]).strip(" *.\t") or None
+    return (line if end is None else line[: end.start(end.lastindex or 0)]).strip(" *\t").rstrip(" *.\t") or None

@@ -63,4 +63,4 @@ def meets_itself(reference: str) -> bool:
         return True
     expected = readable(reference)
     answer = final_answer(f"\\boxed{{{reference_text(reference)}}}")
-    return expected is not None and answer is not None and expected == canonical(answer)
+    return expected is not None and answer is not None and expected == readable(answer)

@@ -126,7 +126,8 @@ for _dimension, _line in (
     ("L", "l L liter litre:1 ml mL milliliter millilitre:1/1000"),
     ("J", "J joule:1 kJ kilojoule:1000"), ("N", "N newton:1"), ("W", "W watt:1 kW kilowatt:1000"),
     ("V", "V volt:1"), ("A", "A amp ampere:1"), ("Hz", "Hz hertz:1"), ("Pa", "Pa pascal:1"), ("K", "K kelvin:1"),
-    ("degC", "°C ℃ celsius:1"), ("degF", "°F ℉ fahrenheit:1"), ("angle", "° deg degree:1"), ("rad", "rad radian:1"),
+    ("degC", "°C ℃ celsius:1"), ("degF", "°F ℉ fahrenheit:1"), ("rad", "rad radian:1"),
+    ("angle", "° deg degree:1 arcmin:1/60 arcsec:1/3600"),
     ("$", "¤ dollar USD usd buck:1 ¢ cent:1/100"), ("€", "€ euro EUR:1"), ("£", "£ GBP:1"), ("¥", "¥ yen yuan RMB:1"),
     ("₹", "₹ rupee Rs:1"), ("am", "am AM:1"), ("pm", "pm PM:1"),
     ("", "hundred:100 thousand:1000 million:1000000 billion:1000000000 trillion:1000000000000 dozen:12"),
@@ -177,7 +178,9 @@ def quantity(text: str) -> Quantity | None:
         value = inner.value if inner is not None else first[1] + text[first.end() :]
         return Quantity(value, _UNITS[first[2]][0], factor)
     found = _TRAILING.fullmatch(text)
-    if found is None or (found["unit"][0] == "°" and "\\" in found["value"]):  # \sin 15°
+    if found is None or (
+        found["unit"][0] == "°" and "\\" in found["value"] and number(found["value"]) is None
+    ):  # \sin 15°
         return None
     dimension, factor = _unit(found["unit"].strip(), spaced=bool(found["gap"]))
     variables = re.search(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", found["value"]))

@@ -1,0 +1,165 @@
+"""Answers in a notation of their own: times, dates, residues, options, yes and no, and what is written in parts.
+
+The rules have the form of those in `equality`; `whole` brings to one expression what is written in two.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from itertools import pairwise
+from math import gcd
+
+from megatron_dppo.tasks.rewards.canonical import split_top
+from megatron_dppo.tasks.rewards.expressions import same_expression
+from megatron_dppo.tasks.rewards.quantity import number, quantity
+from megatron_dppo.tasks.rewards.structure import interval, sides_of
+
+_PART = re.compile(r" ?(?:and )?(\d+(?:/\d+)?) ?(°|¤|[A-Za-z]+)\.?")
+_BOTH = re.compile(r" ?(?:,? ?(?<![a-zA-Z])and(?![a-zA-Z])|,|\\land(?![a-z])) ?")
+_INTEGERS = re.compile(
+    r"(?<![ ,;(])[ ,;(]*(?<!\\)(?<![a-zA-Z])(?:(?:where|for|with|all|any|some|every|integers?|\\forall) ?)*"
+    r"(?P<name>[a-z]) ?(?:\\in ?(?:\\math[a-z]+ ?)?\{? ?Z ?\}?|is (?:an|any) integer)[\s)]*$"
+)
+_INEQUALITY = re.compile(r"[<>]|\\[lg]e(?![a-z])")
+_DATE = re.compile(r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}/\d{1,2}/\d{2,4}|\d{1,2}[-.]\d{1,2}[-.]\d{4}")
+_TIME = re.compile(r"(\d{1,2}) ?: ?([0-5]\d)(?: ?: ?([0-5]\d))?(?: ?([ap])\.? ?m\.?)?", re.IGNORECASE)
+_RESIDUE = re.compile(r"(?:[a-zA-Z] ?\\equiv ?)?([-+]?\d+) ?[({]? ?\\?[pb]?mod(?![a-z]) ?\{? ?(\d+)[\s})]*")
+_CLASS = re.compile(r"(?:[a-zA-Z] ?= ?)?(?:(?P<r>\d+) ?\+ ?)?(?P<n>\d+) ?[a-z] ?(?P<s>[-+] ?\d+)?")
+_OPTIONS = re.compile(r"[A-J]{2,10}")
+_VERDICTS = frozenset({"yes", "no", "true", "false"})
+_BETWEEN_OPTIONS = re.compile(r"(?:[\s,;&()]|\band\b)+")
+
+
+def whole(text: str) -> str:
+    """`8 ft 6 in` as `17/2 ft`, `x > 1, x < 3` as `1 < x < 3`, and `n \\pi, n \\in \\mathbb{Z}` without its condition,
+    with k for n; any other text as it is."""
+    return _any_integer(_joined_bounds(_one_unit(text)))
+
+
+def _one_unit(text: str) -> str:
+    """Falling units of one dimension, each with a number, are a sum."""
+    marks = ("arcmin", "arcsec") if "°" in text else ("ft", "in")
+    spelled = text.replace("'", f" {marks[0]} ").replace('"', f" {marks[1]}")
+    at, total, units = 0, Fraction(0), []
+    while part := _PART.match(spelled, at):
+        unit, value = quantity(f"1 {part[2]}"), number(part[1])
+        if unit is None or not unit.dimension or value is None:
+            return text
+        units.append((unit.dimension, unit.factor, part[2]))
+        total, at = total + value.value * unit.factor, part.end()
+    falling = all(a[0] == b[0] and a[1] > b[1] for a, b in pairwise(units))
+    if len(units) < 2 or not falling or spelled[at:].strip():
+        return text
+    return f"{total / units[0][1]} {units[0][2]}"
+
+
+def _joined_bounds(text: str) -> str:
+    """A lower and an upper bound of one name."""
+    parts = [part.strip() for part in split_top(text, _BOTH)]
+    bounds = [found for part in parts if (found := interval(part))]
+    if len(parts) != 2 or len(bounds) != 2:
+        return text
+    lower, upper = bounds[::-1] if bounds[0][1][0] == "-\\infty" else bounds
+    names = {side for part in parts for side in sides_of(part)[::2] if side not in (lower[1][0], upper[1][1])}
+    low, high = number(lower[1][0]), number(upper[1][1])
+    if len(names) != 1 or low is None or high is None or low.value >= high.value:
+        return text
+    signs = ["\\le" if bracket in "[]" else "<" for bracket in (lower[0], upper[2])]
+    return f"{lower[1][0]} {signs[0]} {names.pop()} {signs[1]} {upper[1][1]}"
+
+
+def _any_integer(text: str) -> str:
+    found = _INTEGERS.search(text)
+    if found is None or not found.start() or _INEQUALITY.search(text):
+        return text
+    values = text[: found.start()]
+    named, times = re.subn(rf"(?<![\\a-zA-Z]){found['name']}(?![a-zA-Z])", "k", values)
+    return named if times and not re.match(rf"{found['name']}\s*=", values) else text
+
+
+def dates(reference: str, answer: str, precision: int) -> bool | None:
+    if not (_DATE.fullmatch(reference) or _DATE.fullmatch(answer)):
+        return None
+    fields = [re.findall(r"\d+", text) for text in (reference, answer) if _DATE.fullmatch(text)]
+    return len(fields) == 2 and [int(one) for one in fields[0]] == [int(one) for one in fields[1]]
+
+
+def times(reference: str, answer: str, precision: int) -> bool | None:
+    """14:30 is 2:30 p.m.; `a.m.` and `p.m.` may be left out. A ratio would be in lowest terms."""
+    one, other = _TIME.fullmatch(reference), _TIME.fullmatch(answer)
+    if one is None:
+        return None
+    if other is None:
+        return False if ":" not in answer and gcd(int(one[1]), int(one[2])) > 1 else None
+    (hour, *fields, half), (other_hour, *other_fields, other_half) = _clock(one), _clock(other)
+    if fields != other_fields:
+        return False
+    if hour == other_hour:
+        return not (half and other_half and half != other_half)
+    of_day = other_hour if half else hour
+    return bool(half) != bool(other_half) and not 1 <= of_day <= 12 and _of_day(one) == _of_day(other)
+
+
+def _clock(found: re.Match[str]) -> tuple[int, int, int, str]:
+    return int(found[1]), int(found[2]), int(found[3] or 0), (found[4] or "").lower()
+
+
+def _of_day(found: re.Match[str]) -> int:
+    hour, _, _, half = _clock(found)
+    return hour % 12 + 12 * (half == "p") if half else hour
+
+
+def residues(reference: str, answer: str, precision: int) -> bool | None:
+    """`3 \\pmod 7` is 3, `10 \\pmod 7` and `7k + 3`."""
+    one, other = _RESIDUE.fullmatch(reference), _RESIDUE.fullmatch(answer)
+    plain = re.compile(r"[-+]?\d+")
+    if one is None:
+        if other is None or not plain.fullmatch(reference) or int(other[2]) == 0:
+            return None
+        reduced = 0 if re.search(r"pmod|\(", other[0]) else int(other[2])
+        return int(reference) == (int(other[1]) % reduced if reduced else int(other[1]))
+    if plain.fullmatch(answer):
+        return int(answer) == int(one[1])
+    if other is None and (found := _CLASS.fullmatch(answer)):
+        value, modulus = re.sub(r"\s", "", found["r"] or found["s"] or "0"), found["n"]
+    elif other is not None:
+        value, modulus = other.groups()
+    else:
+        return False
+    return int(modulus) == int(one[2]) > 0 and (int(value) - int(one[1])) % int(modulus) == 0
+
+
+def complements(reference: str, answer: str, precision: int) -> bool | None:
+    """`\\mathbb{R} \\setminus \\{2\\}` as a union of intervals or as `x \\ne 2`; None where nothing is left out."""
+    left_out = [_left_out(text) for text in (reference, answer)]
+    if not any("\\setminus" in text for text in left_out) or any(len(sides_of(text)) > 1 for text in left_out):
+        return None
+    return same_expression(left_out[0], left_out[1], precision) or None
+
+
+def _left_out(text: str) -> str:
+    sides = [sides_of(part) for part in split_top(text, _BOTH)]
+    if any(len(one) != 3 or one[1] != "\\ne" or one[0] != sides[0][0] for one in sides):
+        return text
+    return "\\mathbb{R} \\setminus \\{" + ", ".join(one[2] for one in sides) + "\\}"
+
+
+def several_options(reference: str, answer: str, precision: int) -> bool | None:
+    """`A, C and D` for ACD, in any order."""
+    letters = [letter for letter in _BETWEEN_OPTIONS.split(answer) if letter]
+    if not _OPTIONS.fullmatch(reference) or len(letters) < 2 or any(len(letter) != 1 for letter in letters):
+        return None
+    return sorted(reference) == sorted(letters)
+
+
+def yes_or_no(reference: str, answer: str, precision: int) -> bool | None:
+    """The word that an answer begins with, where a comma or a full stop parts it from a reason."""
+    if reference.casefold() not in _VERDICTS:
+        return None
+    if answer.casefold() in _VERDICTS:
+        return reference.casefold() == answer.casefold()
+    found = re.match(r"([a-z]+)\s*[,.;:]\s*(.*)", answer.casefold(), re.DOTALL)
+    if found is None or _VERDICTS & set(re.findall(r"[a-z]+", found[2])) - ({"no"} if found[1] == "no" else set()):
+        return None
+    return found[1] == reference.casefold()
