@@ -14,10 +14,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
+from typing import IO, Any
 
 import psutil
 
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         processes=_number(environment, "NPROC_PER_NODE", listed_gpus() or 1),
         meeting=meeting,
         signals="SIGINT,SIGHUP",
-        beside=ray.running if ray else nullcontext,
+        beside=(lambda: ray.running(meeting.num_nodes_waiting)) if ray else nullcontext,
     )
     return stopped if status == 0 and (run / DONE).exists() else status
 
@@ -134,33 +135,36 @@ class RayNode:
         self._daemons: list[psutil.Process] = []
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Inside, all nodes have joined. Raises NodeLost where they did not."""
+    def running(self, meanwhile: Callable[[], object]) -> Iterator[None]:
+        """Inside, all nodes have joined. Raises NodeLost where they did not, and what `meanwhile` does, which is asked
+        until they have."""
         os.environ.update(RAY_ADDRESS=self._head, RAY_USAGE_STATS_ENABLED="0")
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ.setdefault("RAY_worker_niceness", "0")  # 15: engines would yield to the ranks that wait for them
-        if self._given or self._nodes.number:
-            self._wait_for_head()
-        with open(self._log, "ab") as log:
-            # A session of its own: Slurm signals the whole process group of a task, and a step needs its engines.
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _RAY, "start", *self._options()],
-                stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent,
-            )  # fmt: skip
+        with ExitStack() as stack:
+            self._wait_for_head(meanwhile)
+            log = stack.enter_context(open(self._log, "ab"))
+            begun, process = log.tell(), self._start(log, stack)
+            wait = [sys.executable, "-c", _WAIT, str(self._expected), str(self._patience)]
+            said = subprocess.Popen(wait, stderr=subprocess.PIPE, text=True, preexec_fn=_die_with_parent)
+            stack.callback(_end, said)
+            while said.poll() is None:
+                meanwhile()
+                if (status := process.poll()) is not None:
+                    # Ray gives its daemons 30 s, which a busy machine may need for other things.
+                    if b"timed out during startup" not in self._log.read_bytes()[begun:]:
+                        raise NodeLost(f"Ray ended on node {self._nodes.number} with status {status}, see {self._log}")
+                    begun, process = self._log.stat().st_size, self._start(log, stack)
+                time.sleep(0.2)
+            if said.returncode:
+                raise NodeLost(f"{said.communicate()[1].strip().rpartition(chr(10))[2]}; see {self._log}")
+            # `ray start` takes it for well-ordered when its raylet leaves because an agent of it was killed.
+            started = psutil.Process(process.pid).children()
+            self._process, self._daemons = process, [one for one in started if one.name() in ("raylet", "gcs_server")]
             try:
-                wait = [sys.executable, "-c", _WAIT, str(self._expected), str(self._patience)]
-                said = subprocess.run(wait, stderr=subprocess.PIPE, text=True, preexec_fn=_die_with_parent)
-                if said.returncode:
-                    raise NodeLost(f"{said.stderr.strip().rpartition(chr(10))[2]}; see {self._log}")
-                # `ray start` takes it for well-ordered when its raylet leaves because an agent of it was killed.
-                started = psutil.Process(self._process.pid).children()
-                self._daemons = [one for one in started if one.name() in ("raylet", "gcs_server")]
                 yield
             finally:
-                process, self._process, self._daemons = self._process, None, []
-                process.terminate()
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=30)
+                self._process, self._daemons = None, []
 
     def alive(self) -> None:
         if self._process is not None and (status := self._process.poll()) is not None:
@@ -171,6 +175,19 @@ class RayNode:
                     continue
             raise NodeLost(f"a daemon of Ray ended on node {self._nodes.number}, see {self._log}")
 
+    @property
+    def _is_head(self) -> bool:
+        return not self._given and not self._nodes.number
+
+    def _start(self, log: IO[bytes], stack: ExitStack) -> subprocess.Popen[bytes]:
+        # A session of its own: Slurm signals the whole process group of a task, and a step needs its engines.
+        process = subprocess.Popen(
+            [sys.executable, "-c", _RAY, "start", *self._options()],
+            stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent,
+        )  # fmt: skip
+        stack.callback(_end, process)
+        return process
+
     def _options(self) -> list[str]:
         options = ["--block", "--disable-usage-stats", "--num-cpus", "64"]
         options += ["--num-gpus", str(_number(os.environ, "RAY_GPUS", listed_gpus()))]
@@ -178,20 +195,23 @@ class RayNode:
             options += ["--object-store-memory", size]
         if own := os.environ.get("VLLM_HOST_IP"):
             options += ["--node-ip-address", own]
-        if self._given or self._nodes.number:
+        if not self._is_head:
             return [*options, "--address", self._head]
         port = self._head.rpartition(":")[2]
         if "--node-ip-address" not in options:
             options += ["--node-ip-address", self._nodes.head]
         return [*options, "--head", "--port", port, "--include-dashboard", "false"]
 
-    def _wait_for_head(self) -> None:
+    def _wait_for_head(self, meanwhile: Callable[[], object]) -> None:
         host, _, port = self._head.rpartition(":")
         end = time.monotonic() + self._patience
-        while time.monotonic() < end:
+        while not self._is_head:
+            meanwhile()
             with suppress(OSError):
                 socket.create_connection((host, int(port)), timeout=5).close()
                 return
+            if time.monotonic() > end:
+                raise NodeLost(f"Ray's head at {self._head} did not answer within {self._patience:.0f} s")
             time.sleep(1.0)
 
 
@@ -213,6 +233,12 @@ while (alive := sum(node["Alive"] for node in ray.nodes())) < int(sys.argv[1]):
         sys.exit(f"{alive} of {sys.argv[1]} nodes joined Ray")
     time.sleep(1)
 """
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=30)
 
 
 def _die_with_parent() -> None:

@@ -273,17 +273,50 @@ def test_a_node_whose_ranks_are_done_starts_them_again_with_the_others(tmp_path:
     assert "restart 1 of 3" in said[0]
 
 
-@pytest.mark.full
-def test_a_raylet_that_leaves_in_good_order_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does when an agent of it is killed, and `ray start --block` says nothing of that."""
+@pytest.fixture
+def ray_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RayNode:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     settings = {"RAY_PORT": str(port), "RAY_NODES": "1", "RAY_AUTH_TOKEN": "5" * 64, "RAY_GPUS": "0"}
     for name, value in {**settings, "RAY_STORE_BYTES": str(128 << 20), "RAY_ADDRESS": "", "RAY_AUTH_MODE": ""}.items():
         monkeypatch.setenv(name, value)
-    node = RayNode(Nodes(2, 0, "127.0.0.1", 1, join_timeout_s=PATIENCE_S), tmp_path)
-    with node.running():
+    return RayNode(Nodes(2, 0, "127.0.0.1", 1, join_timeout_s=PATIENCE_S), tmp_path)
+
+
+def test_a_ray_that_does_not_start_is_not_waited_for(ray_node: RayNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is one whose other nodes are lost."""
+    monkeypatch.setattr("megatron_dppo.launch.node._RAY", "import sys; sys.exit('no such option')")
+    start = time.monotonic()
+    with pytest.raises(NodeLost, match="Ray ended on node 0 with status 1, see"):
+        ray_node.running(lambda: None).__enter__()
+
+    def lost() -> None:
+        raise NodeLost("another node failed")
+
+    with pytest.raises(NodeLost, match="another node failed"):
+        ray_node.running(lost).__enter__()
+    assert time.monotonic() - start < PATIENCE_S / 2
+
+
+@pytest.mark.full
+def test_a_ray_that_is_too_slow_is_started_again(
+    ray_node: RayNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_dppo.launch import node
+
+    slow = f"import pathlib; f = pathlib.Path({str(tmp_path / 'slow')!r})\nif not f.exists():\n  f.touch()"
+    first = f"{slow}; raise Exception('The current node timed out during startup.')\n"
+    monkeypatch.setattr(node, "_RAY", first + node._RAY)
+    with ray_node.running(lambda: None):
+        ray_node.alive()
+
+
+@pytest.mark.full
+def test_a_raylet_that_leaves_in_good_order_is_noticed(ray_node: RayNode) -> None:
+    """It does when an agent of it is killed, and `ray start --block` says nothing of that."""
+    with ray_node.running(lambda: None):
+        node = ray_node
         node.alive()
         assert node._process is not None
         family = psutil.Process(node._process.pid).children(recursive=True)
