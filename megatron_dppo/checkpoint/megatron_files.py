@@ -20,8 +20,8 @@ import pickle
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from megatron_dppo.checkpoint.weight_layout import extent
 from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.hf_config import HFConfig
-from megatron_dppo.models.names import Block, Range, Shape, Vocabulary
+from megatron_dppo.models.names import Block, Piece, Range, Shape, Vocabulary
 
 MARKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 COMMON, COMMON_KEY = "common.pt", "common_state/"
@@ -45,11 +45,26 @@ _LISTED = 5
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
 _NO_WEIGHT = re.compile(r"(optimizer|chained_\d+)\.")
-# A norm that TransformerEngine fuses into the linear layer after it.
-_FUSED = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+FUSED = {
+    "input_layernorm.weight": (
+        "self_attention.linear_qkv.layer_norm_weight",
+        "self_attention.in_proj.layer_norm_weight",
+    ),
+    "pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight",),
+    "self_attention.q_layernorm.weight": ("self_attention.linear_q_up_proj.layer_norm_weight",),
+    "self_attention.kv_layernorm.weight": ("self_attention.linear_kv_up_proj.layer_norm_weight",),
 }
+"""Norms that TransformerEngine fuses into the linear layer after it."""
+_DELTA = {
+    "self_attention.in_proj.weight": {
+        **{"query": "delta_key", "key": "delta_key", "value": "delta_value"},
+        **{"z": "delta_value", "beta": "delta_heads", "alpha": "delta_heads"},
+    },
+    "self_attention.conv1d.weight": {"query": "delta_key", "key": "delta_key", "value": "delta_value"},
+}
+"""Parameters of which each part has a name of its own, `KEY.PART`, and the parts' rows."""
+LESS_ONE = "self_attention.out_norm.weight"
+"""Megatron-LM has this norm of a gated delta layer as a factor of 1 + weight, Hugging Face as one of weight."""
 
 
 def find_iteration(folder: Path) -> Path | None:
@@ -91,21 +106,10 @@ class _Slab:
 
 @dataclass(frozen=True)
 class _Place:
-    """A block of a Hugging Face tensor and where the parameter of the whole model has it."""
+    """A piece of a parameter of the whole model, and where that is stored."""
 
-    source: Block
-    local: Block
+    piece: Piece
     slabs: tuple[_Slab, ...]
-
-
-def refuse_unknown_layers(model: HFConfig, folder: Path) -> None:
-    """`UserError` for a model with layers whose form there is not known here."""
-    latent, windows = "latent attention" if model.latent else "", "windows" if model.windows else ""
-    if unknown := "gated delta layers" if model.delta else latent or windows:
-        raise UserError(
-            f"{folder}: folders of Megatron-LM are not supported for models with {unknown} "
-            f"({model.family.model_type}); use a Hugging Face folder or a training state"
-        )
 
 
 class MegatronFiles:
@@ -118,7 +122,6 @@ class MegatronFiles:
     """
 
     def __init__(self, folder: Path, model: HFConfig) -> None:
-        refuse_unknown_layers(model, folder)
         _require_format(folder)
         self.folder, self._model = folder, model
         try:
@@ -133,8 +136,12 @@ class MegatronFiles:
         self._places: dict[str, list[_Place]] = defaultdict(list)
         self._parts: dict[tuple[str, int], dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
         self._last: tuple[MetadataIndex, torch.Tensor] | None = None
+        self._less_one: set[str] = set()
         self._find_all()
         self.tensors = {name: self._describe(name, shape) for name, shape in model.tensors.items()}
+        for name in self._less_one:
+            narrowest = min(self.dtype, self.tensors[name].dtype, key=lambda dtype: dtype.itemsize)
+            self.tensors[name] = replace(self.tensors[name], dtype=narrowest)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -142,21 +149,15 @@ class MegatronFiles:
         return most_common_dtype(self.tensors.values())
 
     def read(self, name: str, block: Block) -> torch.Tensor:
-        """A copy of one block, in the stored dtype."""
-        result = torch.empty(extent(block), dtype=self.tensors[name].dtype)
+        """A copy of one block, in the dtype that `tensors` says."""
+        result = torch.empty(extent(block), dtype=self._stored[self._places[name][0].slabs[0].key].properties.dtype)
         covered = 0
         for place in self._places[name]:
-            wanted = _common(block, place.source)
+            wanted = _common(block, place.piece.source)
             if wanted is None:
                 continue
-            target = result[
-                tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(wanted, block, strict=True))
-            ]
-            # Leading dimensions that only the Hugging Face tensor has are of extent 1.
-            extra = len(place.source) - len(place.local)
-            shifted = zip(wanted[extra:], place.source[extra:], place.local, strict=True)
-            local = tuple((a - begin + to, b - begin + to) for (a, b), (begin, _), (to, _) in shifted)
-            target = target[(0,) * extra]
+            local = _inside(place.piece, wanted)
+            target = place.piece.from_tensor(result[_within(wanted, block)])
             for slab in place.slabs:
                 rows = max(local[0][0], slab.begin), min(local[0][1], slab.end)
                 if rows[0] < rows[1]:
@@ -164,7 +165,7 @@ class MegatronFiles:
                     covered += self._copy(slab, stored, target[rows[0] - local[0][0] : rows[1] - local[0][0]])
         if covered != result.numel():
             raise UserError(f"{self.folder} holds {covered} of {result.numel()} numbers of {name}; fetch it again")
-        return result
+        return (result.double() + 1).to(self.tensors[name].dtype) if name in self._less_one else result
 
     def close(self) -> None:
         self._last = None
@@ -197,6 +198,8 @@ class MegatronFiles:
                 continue  # stored once
             shape = transform.shape(self._model, 1)
             slabs = self._find(name, shape[0])
+            if name.endswith(LESS_ONE):
+                self._less_one |= transform.sources(self._model).keys()
             if not slabs:
                 missing.append(name)
                 continue
@@ -204,7 +207,7 @@ class MegatronFiles:
             least = self._model.vocab_size if isinstance(transform, Vocabulary) else None
             wrong += [problem for slab in slabs if (problem := self._misfit(slab, shape, least))]
             for piece in transform.pieces(self._model, 0, 1):
-                self._places[piece.hf_name].append(_Place(piece.source, piece.local, tuple(slabs)))
+                self._places[piece.hf_name].append(_Place(piece, tuple(slabs)))
         kind = self._model.family.model_type
         for what, names in (
             ("lacks", missing),
@@ -223,11 +226,18 @@ class MegatronFiles:
             index, of = tuple(i for i, _ in indices), tuple(n for _, n in indices)
             if key in self._stored:
                 return [_Slab(key, index, of, 0, rows)]
-            halves = f"{key}_w", f"{key}_v"
-            if all(half in self._stored for half in halves):
-                middle = rows // 2
-                return [_Slab(halves[0], index, of, 0, middle), _Slab(halves[1], index, of, middle, rows)]
+            for parts in self._in_parts(key, rows):
+                if all(part in self._stored for part in parts):
+                    ends = list(accumulate(parts.values(), initial=0))
+                    return [_Slab(p, index, of, *ends[i : i + 2]) for i, p in enumerate(parts)]
         return []
+
+    def _in_parts(self, key: str, rows: int) -> Iterator[dict[str, int]]:
+        """Names of the parts that a parameter may be stored in, one below the other, with their rows."""
+        yield {f"{key}_w": rows // 2, f"{key}_v": rows // 2}
+        for parameter, parts in _DELTA.items() if self._model.delta else ():
+            if key.endswith(parameter):
+                yield {f"{key}.{part}": self._model.dims[size] for part, size in parts.items()}
 
     def _forms(self, name: str) -> Iterator[tuple[str, tuple[Range, ...]]]:
         """Under which names a parameter may be stored, and its (index, of how many) in that tensor."""
@@ -237,8 +247,7 @@ class MegatronFiles:
             return
         layer, rest = int(match[1]), match[2]
         inside: list[tuple[str, tuple[Range, ...]]] = [(rest, ())]
-        if rest in _FUSED:
-            inside.append((_FUSED[rest], ()))
+        inside += [(fused, ()) for fused in FUSED.get(rest, ())]
         if (expert := _EXPERT.fullmatch(rest)) and self._model.moe:
             inside = [
                 (f"mlp.experts.experts.{expert[2]}", ((int(expert[1]), self._model.moe.experts),)),
@@ -277,9 +286,7 @@ class MegatronFiles:
                 continue
             part = self._part(slab.key, chunk)[tuple(i - o for i, o in zip(slab.index, chunk.offsets, strict=False))]
             value = part[_within(wanted, held)]
-            target[tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(wanted, block, strict=True))].copy_(
-                value
-            )
+            target[_within(wanted, block)].copy_(value)
             copied += value.numel()
         return copied
 
@@ -329,14 +336,23 @@ def _reason(error: Exception) -> str:
 
 
 def _common(first: Block, second: Block) -> Block | None:
-    """What two blocks share."""
-    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
-    return shared if all(a < b for a, b in shared) else None
+    """What two blocks share. Every n-th row or column is wanted as it was cut, or not at all."""
+    shared = tuple(a if a == b else (max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(first, second, strict=True))
+    stepped = any(a != b and len(a + b) > 4 for a, b in zip(first, second, strict=True))
+    return shared if not stepped and all(a[0] < a[1] for a in shared) else None
 
 
 def _within(inner: Block, outer: Block) -> tuple[slice, ...]:
     """Where `inner` lies in a tensor that holds `outer`."""
-    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(inner, outer, strict=True))
+    return tuple(slice(None) if i == o else slice(i[0] - o[0], i[1] - o[0]) for i, o in zip(inner, outer, strict=True))
+
+
+def _inside(piece: Piece, wanted: Block) -> Block:
+    """Where the parameter has `wanted`, a part of a piece's source."""
+    extra = len(piece.source) - len(piece.local)  # leading dimensions that only the tensor has, of extent 1
+    both = list(zip(wanted, piece.source, strict=True))[extra:]
+    moved = zip(reversed(both) if piece.transposed else both, piece.local, strict=True)
+    return tuple(to if w == s else (w[0] - s[0] + to[0], w[1] - s[0] + to[0]) for (w, s), to in moved)
 
 
 def _require_format(folder: Path) -> None:

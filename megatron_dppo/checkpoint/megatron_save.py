@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dppo.checkpoint.atomic import INCOMPLETE, check_target, publish, sync, write_synced
 from megatron_dppo.checkpoint.first_rank import on_first_rank
-from megatron_dppo.checkpoint.megatron_files import COMMON, MARKER, RELEASE, MegatronFiles, refuse_unknown_layers
+from megatron_dppo.checkpoint.megatron_files import COMMON, FUSED, LESS_ONE, MARKER, RELEASE, MegatronFiles
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import unwrap
@@ -56,14 +56,24 @@ _ARGUMENTS = {
     "moe_router_group_topk": "moe_router_group_topk",
     "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
 }
+_SAME = (
+    *("moe_shared_expert_gate", "attention_output_gate", "softmax_type"),
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "linear_conv_kernel_dim"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+)
+_ARGUMENTS |= {name: name for name in _SAME}
 """Fields of `TransformerConfig` that the weights are for, with Megatron-LM's arguments for them."""
+_WINDOWS = ("window_size", "window_attn_skip_freq")
+_ARGUMENTS |= {name: name for name in _WINDOWS}
 _SHAPES = ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_layer_freq")
 """Of these the tensors tell; a model without such layers may say anything."""
 _EXTRA = "_extra_state"
 _TE_MODULES = (
+    "input_layernorm",
     "self_attention.core_attention",
     "self_attention.q_layernorm",
     "self_attention.k_layernorm",
+    "self_attention.out_norm",
     "pre_mlp_layernorm",
 )
 
@@ -82,7 +92,6 @@ def save_megatron_checkpoint(
     Layers are numbered in names (`non_homogeneous_layers`), as the content metadata says to who loads it. Collective;
     each rank writes what it holds. The folder appears whole or not at all.
     """
-    refuse_unknown_layers(model, output)
     config: TransformerConfig = unwrap(models[0]).config
     partial = on_first_rank(lambda: _partial(output, overwrite))
     # The loader asks for a tensor's form as the content metadata describes it
@@ -98,6 +107,7 @@ def save_megatron_checkpoint(
         gpt = unwrap(chunk)
         weights = gpt.sharded_state_dict(metadata={**content, "dp_cp_group": groups.dp_cp})
         _add_extra_states(weights, gpt)
+        _as_megatron_lm(weights, latent=model.latent is not None)
         _halves_apart(weights)
         state["model" if len(models) == 1 else f"model{number}"] = weights
     # Where the writer, a thread of this process, says what it wrote. The stock queue is a process of its own.
@@ -134,6 +144,18 @@ def _finish(partial: Path, output: Path, common: dict[str, Any]) -> None:
         raise UserError(f"cannot write {output}: {error.strerror}; nothing was left there") from None
 
 
+def _as_megatron_lm(weights: dict[str, Any], *, latent: bool) -> None:
+    """Give norms of latents the names that they have with TransformerEngine, in the product after them, and `LESS_ONE`
+    Megatron-LM's numbers, in float64, from which each weight comes back."""
+    for entry in weights.values():
+        layer, inside, name = entry.key.partition("self_attention.")
+        if entry.key.endswith(LESS_ONE):
+            entry.data = entry.data.detach().double() - 1
+            entry.dtype = entry.data.dtype
+        elif latent and (fused := FUSED.get(inside + name)):
+            entry.key = layer + fused[0]
+
+
 def _halves_apart(weights: dict[str, Any]) -> None:
     """The writer copies what is a view, and keeps all copies: both halves of every gated matrix, two thirds of an MoE
     model. Here each half is a storage of its own in the matrix's memory. On a GPU it copies everything to the host."""
@@ -149,8 +171,9 @@ def _add_extra_states(weights: dict[str, Any], gpt: GPTModel) -> None:
     """TransformerEngine's modules ask for an extra state each, empty without 8-bit numbers; a model without them has
     none for its norms and attention."""
     present = {entry.key for entry in weights.values()}
-    for entry in [e for e in weights.values() if e.key.endswith(f"linear_proj.{_EXTRA}")]:
-        layer = entry.key.removesuffix(f"self_attention.linear_proj.{_EXTRA}")
+    last = tuple(f".self_attention.{name}.{_EXTRA}" for name in ("linear_proj", "out_proj"))
+    for entry in [e for e in weights.values() if e.key.endswith(last)]:
+        layer = entry.key.partition("self_attention.")[0]
         keys = [f"{layer}{module}.{_EXTRA}" for module in _TE_MODULES]
         keys += [f"decoder.final_layernorm.{_EXTRA}"] if gpt.post_process else []
         for key in keys:
@@ -161,7 +184,8 @@ def _add_extra_states(weights: dict[str, Any], gpt: GPTModel) -> None:
 
 def arguments(model: HFConfig, config: TransformerConfig) -> Namespace:
     """Megatron-LM's arguments of a model."""
-    found = {theirs: getattr(config, ours) for ours, theirs in _ARGUMENTS.items()}
+    found = {theirs: getattr(config, ours, None) for ours, theirs in _ARGUMENTS.items()}
+    found |= {"multi_latent_attention": model.latent is not None, "qk_layernorm": _has_qk_norms(model, config)}
     if model.moe is None:
         found |= {"num_experts": None, "moe_ffn_hidden_size": None, "moe_layer_freq": 1}
     return Namespace(
@@ -187,8 +211,17 @@ def arguments(model: HFConfig, config: TransformerConfig) -> Namespace:
     )
 
 
+def _has_qk_norms(model: HFConfig, config: TransformerConfig) -> bool:
+    """In Megatron-LM's words: those of latents are some."""
+    return config.qk_layernorm or model.latent is not None
+
+
+def rope_parameters(model: HFConfig) -> dict[str, Any]:
+    return dict(model.config.rope_parameters or {})
+
+
 def rotary_base(model: HFConfig) -> float:
-    return float(dict(model.config.rope_parameters or {}).get("rope_theta", 10000.0))
+    return float(rope_parameters(model).get("rope_theta", 10000.0))
 
 
 def check_same_model(files: MegatronFiles, model: HFConfig, config: TransformerConfig) -> None:
@@ -202,11 +235,16 @@ def check_same_model(files: MegatronFiles, model: HFConfig, config: TransformerC
     run_config = files.folder / RUN_CONFIG
     if run_config.is_file():
         stated, names = _bridge_model(run_config), {ours: ours for ours in _ARGUMENTS}
-    expected = {theirs: getattr(config, ours) for ours, theirs in names.items() if ours not in _SHAPES}
+    left_out = {*_SHAPES, *_WINDOWS}  # a pattern of windows may be written in several ways
+    left_out |= {"kv_channels"} if model.latent else set()  # its keys have sizes of their own
+    expected = {theirs: getattr(config, ours, None) for ours, theirs in names.items() if ours not in left_out}
+    expected = {name: value for name, value in expected.items() if value is not None or name not in _SAME}
+    expected["qk_layernorm"] = _has_qk_norms(model, config)
     if model.moe is None:
         expected = {name: value for name, value in expected.items() if "moe" not in name and "expert" not in name}
-    expected |= {"position_embedding_type": "rope", "rotary_base": rotary_base(model)}
-    expected |= {"rotary_percent": model.rotary_factor}
+    expected |= {"rotary_base": rotary_base(model), "rotary_percent": model.rotary_factor}
+    if stated.get("position_embedding_type") != rope_parameters(model).get("rope_type"):
+        expected["position_embedding_type"] = "rope"  # by that or by the kind of its frequencies, yarn
     for name, value in expected.items():
         there = stated.get(name)
         if there is not None and there != value:

@@ -16,12 +16,21 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import load_file
 
 from megatron_dppo.checkpoint.convert_arguments import run_convert
 from megatron_dppo.compat import megatron_cpu
+from megatron_dppo.compat.packed_attention import local_block_spec
 from megatron_dppo.errors import UserError
+from megatron_dppo.models.layers.gated_delta import HeadRMSNorm
+from megatron_dppo.models.megatron_config import transformer_config
+from megatron_dppo.models.parallel import ParallelConfig
+from tests.megatron import build_from
 
 Layout = tuple[int, int, int, int]
 STOCK_NORM, FUSED_NORM = "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"
@@ -244,6 +253,55 @@ def read_stock(rank: int, path: Path, root: Path, layout: Layout, padded: int = 
             parameter, value = parameter[:rows], value[:rows]
         assert torch.equal(parameter, value), name
         equal += 1
+    return equal
+
+
+def read_plain(rank: int, path: Path, root: Path, layout: dict[str, Any]) -> int:
+    """Load what was written here into plain Megatron-Core modules of a kind that `stock_model` has not, by the names
+    that its layers have with TransformerEngine; how many parameters are what this project's model has (any other
+    raises)."""
+    ours, model, groups = build_from(path, layout)
+    config = transformer_config(model, ParallelConfig(**layout))
+    config.qk_layernorm = config.qk_layernorm or model.latent is not None
+    spec = local_block_spec(config, pp_rank=groups.pp.rank())
+    first = groups.pp.rank() * model.layers // groups.pp.size()
+    for number, layer in enumerate(spec.layer_specs, first):
+        attention = layer.submodules.self_attention
+        if model.latent:
+            attention.submodules.kv_layernorm = spec.layer_norm
+            attention.submodules.q_layernorm = spec.layer_norm if model.latent.query_rank else IdentityOp
+        if model.is_delta_layer(number):
+            parts = GatedDeltaNetSubmodules(ColumnParallelLinear, HeadRMSNorm, RowParallelLinear)
+            layer.submodules.self_attention = ModuleSpec(GatedDeltaNet, submodules=parts)
+            layer.submodules.sharded_state_dict_keys_map["input_layernorm."] = "self_attention.in_proj.layer_norm_"
+    stock = GPTModel(
+        config,
+        spec,
+        vocab_size=model.padded_vocab_size(config.tensor_model_parallel_size),
+        max_sequence_length=512,
+        pre_process=groups.pp.rank() == 0,
+        post_process=groups.pp.rank() == groups.pp.size() - 1,
+        share_embeddings_and_output_weights=model.tied,
+        position_embedding_type="rope",
+        pg_collection=groups,
+    )
+    folder = root / "release"
+    content = dist_checkpointing.load_content_metadata(
+        preloaded_state_dict=dist_checkpointing.load_common_state_dict(str(folder))
+    )
+    weights = stock.sharded_state_dict(metadata={**content, "dp_cp_group": groups.dp_cp})
+    for entry in weights.values():
+        for name, fused in (("q_layernorm.", "linear_q_up_proj"), ("kv_layernorm.", "linear_kv_up_proj")):
+            if model.latent:
+                entry.key = entry.key.replace(name, f"{fused}.layer_norm_")
+    loaded = dist_checkpointing.load({"model": weights}, str(folder))
+    stock.load_state_dict(loaded["model"])
+    found, equal = dict(stock.named_parameters()), 0
+    for name, value in ours[0].named_parameters():
+        less = 1 if "out_norm" in name else 0
+        assert torch.equal(found.pop(name), value - less), name
+        equal += 1
+    assert not found
     return equal
 
 

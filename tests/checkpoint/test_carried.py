@@ -167,15 +167,3 @@ def test_a_model_that_sees_images_goes_out_whole(tmp_path: Path) -> None:
     config["text_config"]["dtype"] = "bfloat16"  # transformers leaves it at float32
     assert json.loads((tmp_path / "back/config.json").read_text()) == config
     assert (tmp_path / "back/preprocessor_config.json").read_text() == '{"patch_size": 4}'
-
-
-@pytest.mark.parametrize(
-    ("family", "what"),
-    [("qwen3_next", "gated delta layers"), ("deepseek_v3", "latent attention"), ("gpt_oss", "windows")],
-)
-def test_what_megatron_lm_has_in_another_form_is_refused(tmp_path: Path, family: str, what: str) -> None:
-    path = tmp_path / "model"
-    tiny_model(family, path, num_hidden_layers=2)
-    (said,) = run_ranks(convert, 1, path, tmp_path / "lm", "--to", "megatron-lm")
-    assert f"not supported for models with {what} ({family})" in said
-    assert not (tmp_path / "lm").exists()

@@ -7,7 +7,7 @@ import os
 import pickle
 import shutil
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from megatron_dppo.checkpoint.megatron_files import MegatronFiles, find_iteratio
 from megatron_dppo.checkpoint.safe_dcp import read_index
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import load_hf_config
-from tests.checkpoint.megatron_ranks import Layout, convert, read_stock, there_and_back, write_stock
+from tests.checkpoint.megatron_ranks import Layout, convert, read_plain, read_stock, there_and_back, write_stock
 from tests.distributed import run_ranks
 from tests.tiny import tiny_model
 
@@ -28,6 +28,17 @@ DENSE = {"qwen3": {}, "qwen2": {"tie_word_embeddings": True}, "llama": {}}
 MOE: dict[str, dict[str, Any]] = {"qwen3_moe": {}, "mixtral": {}}
 OTHERS = {"mixed": {"mlp_only_layers": [0], "norm_topk_prob": False}, "olmoe": {}, "glm4_moe": {}, "minimax_m2": {}}
 """The plain model of these tests is none of these: a list of MoE layers, a norm over a whole projection, sigmoids."""
+FURTHER: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"n_group": 1},
+    "moonlight": {"q_lora_rank": None, "rope_scaling": None, "n_group": 1},
+    "glm4_moe_lite": {},
+    "gpt_oss": {},
+    "qwen3_next": {},
+    "qwen3_5_moe": {},
+    "qwen3_5": {"tie_word_embeddings": True},
+}
+"""With latent attention, with windows and sinks, with gated delta layers."""
+BY_TYPE = {"mixed": "qwen3_moe", "moonlight": "deepseek_v3"}
 TP2 = ["--tensor", "2"]
 TP2_EP2 = [*TP2, "--expert", "2"]
 PP2 = ["--pipeline", "2"]
@@ -36,21 +47,34 @@ PP2 = ["--pipeline", "2"]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
-    for seed, (name, overrides) in enumerate({**MOE, **DENSE, **OTHERS}.items()):
+    for seed, (name, overrides) in enumerate({**MOE, **DENSE, **OTHERS, **FURTHER}.items()):
         found[name] = tmp_path_factory.mktemp("models") / name
-        tiny_model("qwen3_moe" if name == "mixed" else name, found[name], seed, **{"num_hidden_layers": 2, **overrides})
+        tiny_model(BY_TYPE.get(name, name), found[name], seed, **{"num_hidden_layers": 2, **overrides})
     return found
 
 
 def same(first: Path, second: Path) -> int:
     """Tensors that both folders hold with the same bits; any other fails."""
     one, other = (
-        {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        {name: tensor for file in folder.glob("*.safetensors") for name, tensor in of_each_expert(load_file(file))}
         for folder in (first, second)
     )
     assert one.keys() == other.keys()
     assert all(torch.equal(tensor, other[name]) and tensor.dtype == other[name].dtype for name, tensor in one.items())
     return len(one)
+
+
+def of_each_expert(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """transformers 5 may hold the experts of a layer in one tensor."""
+    for name, tensor in tensors.items():
+        layer, stacked, matrix = name.partition(".mlp.experts.")
+        if matrix not in ("gate_up_proj", "down_proj"):
+            yield name, tensor
+            continue
+        for expert, both in enumerate(tensor):
+            parts = both.chunk(2) if matrix == "gate_up_proj" else (both,)
+            for part, value in zip(matrix.removesuffix("_proj").split("_"), parts, strict=True):
+                yield f"{layer}{stacked}{expert}.{part}_proj.weight", value
 
 
 def _full(names: Any, quick: str) -> list[Any]:
@@ -70,10 +94,22 @@ def test_there_and_back_to_the_bit_and_plain_megatron_core_reads_it(
             assert min(run_ranks(read_stock, 2, models[name], tmp_path / "megatron", plain)) > 5
 
 
+@pytest.mark.parametrize("name", _full(FURTHER, "qwen3_next"))
+def test_other_attention_goes_there_and_back_and_plain_megatron_core_reads_it(
+    name: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    layout = TP2 if name == "qwen3_5" else TP2_EP2
+    assert run_ranks(there_and_back, 2, models[name], tmp_path, layout, PP2) == [["", ""]] * 2
+    assert same(models[name], tmp_path / "back") >= len(load_hf_config(models[name]).tensors)  # and what sees images
+    sizes = {"tensor": 2, "expert": 1 if name == "qwen3_5" else 2, "sequence_parallel": True}
+    for layout in ({"pipeline": 2}, sizes):
+        assert min(run_ranks(read_plain, 2, models[name], tmp_path / "megatron", layout)) > 5
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", [*MOE, *DENSE, *OTHERS])
+@pytest.mark.parametrize("name", [*MOE, *DENSE, *OTHERS, *FURTHER])
 def test_the_other_way_round(name: str, models: dict[str, Path], tmp_path: Path) -> None:
-    layout = TP2 if name in DENSE else TP2_EP2
+    layout = TP2 if name in (*DENSE, "qwen3_5") else TP2_EP2
     assert run_ranks(there_and_back, 2, models[name], tmp_path, PP2, layout) == [["", ""]] * 2
     assert same(models[name], tmp_path / "back") == len(load_hf_config(models[name]).tensors)
 
