@@ -18,7 +18,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import load_file
@@ -268,8 +267,7 @@ def read_plain(rank: int, path: Path, root: Path, layout: dict[str, Any]) -> int
     for number, layer in enumerate(spec.layer_specs, first):
         attention = layer.submodules.self_attention
         if model.latent:
-            attention.submodules.kv_layernorm = spec.layer_norm
-            attention.submodules.q_layernorm = spec.layer_norm if model.latent.query_rank else IdentityOp
+            attention.submodules.q_layernorm = attention.submodules.kv_layernorm = spec.layer_norm
         if model.is_delta_layer(number):
             parts = GatedDeltaNetSubmodules(ColumnParallelLinear, HeadRMSNorm, RowParallelLinear)
             layer.submodules.self_attention = ModuleSpec(GatedDeltaNet, submodules=parts)
