@@ -153,7 +153,7 @@ def _state(source: Path, base: Path | None, layout: ParallelConfig, console: Con
             f"{source} is no Hugging Face folder (no {CONFIG}), none of Megatron-LM's and no training state "
             f"({reason}); {hint}"
         ) from None
-    state_folder.require_whole(folder, resuming=False)
+    state_folder.require_whole(folder)
     described = state_folder.read_description(folder)
     model = load_hf_config(folder / state_folder.HF)
     held = DTYPES.get(described["dtype"].removeprefix("torch."))

@@ -83,19 +83,28 @@ def go_on_from(state: Path) -> str:
     return f"echo {state.name} > {shlex.quote(str(state.parent / LATEST))}"
 
 
-def require_whole(folder: Path, *, resuming: bool) -> None:
+def require_whole(folder: Path) -> None:
     """`UserError`, on every rank, where a file of the state is not what was saved: names it, and the newest older state
-    that is whole with what to type to go on from that (in a run that is `resuming`, else in place of `folder`).
+    that is whole. Collective, see `newest_whole`."""
+    state, damage = newest_whole(folder)
+    if damage:
+        raise UserError(
+            f"{damage}; copy the folder again or use the newest older state that is whole: name {state} in its place"
+        )
+
+
+def newest_whole(folder: Path) -> tuple[Path, str]:
+    """`folder`, and no words. Where a file of the state is not what was saved: the newest older state beside it that is
+    whole, and what is wrong with that file; `UserError` where there is none.
 
     Collective over all ranks, each of which reads a share of the files with the tensors and all of the small ones.
     """
     damage = _damage(folder)
     if damage is None:
-        return
+        return folder, ""
     for state in on_first_rank(lambda: _older(folder)):
         if _damage(state) is None:
-            advice = f"type: {go_on_from(state)} and resume again" if resuming else f"name {state} in its place"
-            raise UserError(f"{damage}; copy the folder again or use the newest older state that is whole: {advice}")
+            return state, damage
     raise UserError(f"{damage}; copy the folder again (no older state beside it is whole)")
 
 

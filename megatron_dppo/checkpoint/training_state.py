@@ -129,7 +129,8 @@ class TrainingStates:
         on_first_rank(lambda: self._publish(partial, step, described, digests))
 
     def load(self, folder: Path | str | None = None, *, checked: bool = False) -> Resumed:
-        """Load the state in `folder` (default: the latest under `root`) into the trainee, whatever layout saved it.
+        """Load the state in `folder` (default: the latest under `root`, and where that is damaged the newest older one
+        that is whole, with a warning) into the trainee, whatever layout saved it.
 
         Refused with a `UserError`: an empty or incomplete folder, a file whose checksum is not that of the save (unless
         the caller has `checked` that by `require_whole`), another model, another parameter dtype, tensors that one side
@@ -138,8 +139,12 @@ class TrainingStates:
         self.trainee.require_present()
         # A shared file system may show nodes different states of its folders.
         source = Path(folder) if folder is not None else on_first_rank(self._latest)
-        if not checked:
-            state_folder.require_whole(source, resuming=folder is None)
+        if folder is None:
+            source, damage = state_folder.newest_whole(source)
+            if damage and dist.get_rank() == 0:
+                logger.warning("%s; going on from %s, the newest older state that is whole", damage, source.name)
+        elif not checked:
+            state_folder.require_whole(source)
         described = state_folder.read_description(source)
         trainee = self.trainee
         self._check_same_model(source, described)

@@ -32,12 +32,14 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 from megatron_dppo.errors import UserError, first_line
 from megatron_dppo.launch.network import LOOPBACK, bound_store, within
 from megatron_dppo.launch.rank import PROGRAM
-from megatron_dppo.launch.restarts import Outcome, Restarts
+from megatron_dppo.launch.restarts import Outcome, Restarts, say
 
 _POLL_S, _BEAT_S = 0.2, 1.0
 _FAREWELL_S = 30.0
 """Node 0 waits so long for the others to have heard the end."""
 _CALL_S = timedelta(seconds=20)
+_QUIET_S = 10.0
+"""Who is waited for for longer is named on the terminal."""
 
 
 class NodeLost(Exception):
@@ -80,6 +82,7 @@ class Meeting(RendezvousHandler):
         self._store: dist.TCPStore | _Remote | None = None
         self._ranks_store: dist.TCPStore | None = None
         self._port = 0
+        self._waits_for = ""
         self._lost: str | None = None
         self._over = threading.Event()
         self._seen: dict[int, tuple[bytes, float]] = {}
@@ -89,6 +92,7 @@ class Meeting(RendezvousHandler):
     def join(self) -> list[str]:
         """Wait for all nodes. Returns the overrides that the ranks get. Raises JobOver, and UserError for what another
         try would not change."""
+        self._waits_for = ""
         state = self._open() if self.nodes.number == 0 else self._enter()
         self._watch()
         return ["trainer.resume=true"] if state else []
@@ -132,6 +136,7 @@ class Meeting(RendezvousHandler):
                 outcome = _failed(f"{came}; missing: {names}")
                 self._farewell(outcome)
                 raise JobOver(outcome)
+            self._say_that_it_waits(deadline, "node " + ", ".join(map(str, missing)))
             time.sleep(_POLL_S)
         state = self._restarts.begin()
         self._ranks_store = self._bind(0, deadline)
@@ -173,8 +178,15 @@ class Meeting(RendezvousHandler):
                 continue
             return self._restarts.see(str(plan["state"]))
 
+    def _say_that_it_waits(self, deadline: float, whom: str) -> None:
+        """After a while, and again when there are others."""
+        if time.monotonic() > deadline - self.nodes.join_timeout_s + _QUIET_S and self._waits_for != whom:
+            self._waits_for = whom
+            say(f"waiting for {whom}, JOIN_TIMEOUT_S={self.nodes.join_timeout_s:.0f} at most")
+
     def _connect(self, deadline: float) -> None:
         while self._store is None and time.monotonic() < deadline:
+            self._say_that_it_waits(deadline, f"node 0 at {self.nodes.head}:{self.nodes.port}")
             with suppress(OSError):  # torch's own attempts are loud
                 socket.create_connection((self.nodes.head, self.nodes.port), timeout=5).close()
                 self._store = _Remote(self.nodes)

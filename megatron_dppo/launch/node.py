@@ -31,6 +31,8 @@ from megatron_dppo.launch.rank import PROGRAM, exit_status
 from megatron_dppo.launch.restarts import Restarts, max_restarts
 from megatron_dppo.launch.stop import DONE, REQUEST
 
+_ATTEMPTS = 4
+"""To start Ray: it gives its daemons 30 s, and its head a few, which a busy machine may need for other things."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -144,17 +146,16 @@ class RayNode:
         with ExitStack() as stack:
             self._wait_for_head(meanwhile)
             log = stack.enter_context(open(self._log, "ab"))
-            begun, process = log.tell(), self._start(log, stack)
+            attempt, process = 1, self._start(log, stack)
             wait = [sys.executable, "-c", _WAIT, str(self._expected), str(self._patience)]
             said = subprocess.Popen(wait, stderr=subprocess.PIPE, text=True, preexec_fn=_die_with_parent)
             stack.callback(_end, said)
             while said.poll() is None:
                 meanwhile()
                 if (status := process.poll()) is not None:
-                    # Ray gives its daemons 30 s, which a busy machine may need for other things.
-                    if b"timed out during startup" not in self._log.read_bytes()[begun:]:
+                    if attempt == _ATTEMPTS:
                         raise NodeLost(f"Ray ended on node {self._nodes.number} with status {status}, see {self._log}")
-                    begun, process = self._log.stat().st_size, self._start(log, stack)
+                    attempt, process = attempt + 1, self._start(log, stack)
                 time.sleep(0.2)
             if said.returncode:
                 raise NodeLost(f"{said.communicate()[1].strip().rpartition(chr(10))[2]}; see {self._log}")

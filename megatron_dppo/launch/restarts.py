@@ -57,9 +57,15 @@ class Restarts:
         return found[-1] if found else ""
 
     def see(self, state: str) -> str:
-        """Wait until it is the newest that this machine sees, for a while; returns it."""
+        """Wait until it is the newest that this machine sees, for a while, and say so where it is not; returns it."""
         end = time.monotonic() + self.seen_after_s
-        while self.state() != state and time.monotonic() < end:
+        while (here := self.state()) != state:
+            if time.monotonic() > end:
+                say(
+                    f"{self.folder} has {here or 'no state'} here and {state or 'no state'} on node 0, also after "
+                    f"SEEN_AFTER_S={self.seen_after_s:.0f}: all nodes must share it"
+                )
+                break
             time.sleep(0.2)
         return state
 
@@ -90,19 +96,31 @@ class Restarts:
         state, reason = self.state(), message[max(0, message.rfind(f"{PROGRAM}: ")) :].partition("\n")[0]
         if state != self._newest:
             self._in_a_row = 0
-        elif not outcome.lost and reason == self._reason:
+        step = int(state.rpartition("_")[2]) if state else 0
+        newest = f"the newest state is the one after step {step}" if state else "no state is saved"
+        if state == self._newest and not outcome.lost and reason == self._reason:
+            say(f"the same error came again; {newest}")
             return False
         self._reason = reason
         if self._in_a_row >= self.limit:
+            if self.limit:
+                say(f"no new state after MAX_RESTARTS={self.limit} restarts; {newest}")
             return False
         self._in_a_row += 1
-        step = int(state.rpartition("_")[2]) if state else 0
         line = {"time": time.time(), "restart": self._in_a_row, "of": self.limit, "after_step": step, "reason": reason}
-        with open(self.folder / RESTARTS, "a") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            with open(self.folder / RESTARTS, "a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:  # of a full disk the ranks have more to say
+            say(f"{self.folder / RESTARTS} cannot be written: {error.strerror}")
         where = f"from the state after step {step}" if state else "from the beginning, as no state is saved"
-        print(f"{reason}\nmegatron-dppo: restart {self._in_a_row} of {self.limit} {where}", file=sys.stderr, flush=True)
+        say(f"restart {self._in_a_row} of {self.limit} {where}", after=f"{reason}\n")
         return True
+
+
+def say(what: str, *, after: str = "") -> None:
+    """One line on the terminal."""
+    print(f"{after}{PROGRAM}: {what}", file=sys.stderr, flush=True)
 
 
 def max_restarts() -> int:

@@ -64,12 +64,12 @@ class LastState:
             step += 1
             broken_off = update if update.done < update.of else None
         if step == trained.saved:
-            return _is_saved(step)
+            return self._is_saved(step)
         if update is not None and update.inside:
-            return f"The error came in the middle of a pass or an optimizer step, so {_older(trained.saved)}"
+            return f"The error came in the middle of a pass or an optimizer step, so {self._older(trained.saved)}"
         peer_is_gone = lost_a_peer(error) and not self.coordinator.told
         if peer_is_gone or not self.runtime.all_say(f"save {step}, {broken_off}", patience_s=_PATIENCE_S):
-            return f"Not all ranks came to this end, so {_older(trained.saved)}"
+            return f"Not all ranks came to this end, so {self._older(trained.saved)}"
         try:
             self._take_gpus()
             self.actor.complete_weights()
@@ -77,14 +77,22 @@ class LastState:
         except Exception as problem:
             logger.exception("the state after step %d could not be saved", step)
             why = "" if str(problem) == str(error) else f" ({first_line(problem)})"
-            return f"The state after step {step} could not be saved{why}, so {_older(trained.saved)}"
+            return f"The state after step {step} could not be saved{why}, so {self._older(trained.saved)}"
         trained.step = trained.saved = step
         if broken_off is None:
-            return _is_saved(step)
+            return self._is_saved(step)
         return (
             f"Step {step} was broken off after {broken_off}; the state with these is saved as its state, and "
-            f"trainer.resume=true goes on with step {step + 1}"
+            f"{self.checkpoints.again} goes on with step {step + 1}"
         )
+
+    def _is_saved(self, step: int) -> str:
+        return f"The state after step {step} is saved; {self.checkpoints.again} goes on from it" if step else ""
+
+    def _older(self, saved: int) -> str:
+        if not saved:
+            return "no state is saved"
+        return f"the newest state is the one after step {saved}; {self.checkpoints.again} goes on from it"
 
     def _take_gpus(self) -> None:
         """What is left of the engines may have the trainer's GPUs."""
@@ -94,13 +102,3 @@ class LastState:
             except Exception:  # the others wait; if the GPUs are not free, they will hear
                 logger.exception("engines that share the trainer's GPUs could not be closed")
         self.weights.reclaim()
-
-
-def _is_saved(step: int) -> str:
-    return f"The state after step {step} is saved; trainer.resume=true goes on from it" if step else ""
-
-
-def _older(saved: int) -> str:
-    if not saved:
-        return "no state is saved"
-    return f"the newest state is the one after step {saved}; trainer.resume=true goes on from it"

@@ -149,7 +149,8 @@ class Trainer:
                     with self._coordinator.alone():
                         self._stop.done(step)
                         self._controller.progress.note(
-                            f"step {step}: stopped by {reason}, the state is saved; trainer.resume=true goes on from it"
+                            f"step {step}: stopped by {reason}, the state is saved; {self._checkpoints.again} goes "
+                            "on from it"
                         )
                 self._coordinator.settle()
                 return False

@@ -58,7 +58,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load_state(folder: Path) -> Any:
     state = state_folder.latest_state(folder / "states")
-    state_folder.require_whole(state, resuming=True)
+    state_folder.require_whole(state)
     return state
 
 
@@ -177,7 +177,7 @@ def save_until_killed(rank: int, source: Path, root: Path, delay: float) -> None
 def check_what_is_left(rank: int, source: Path, root: Path) -> int:
     """Every state that has its name is whole, and the latest loads."""
     for state in state_folder.finished_states(root):
-        state_folder.require_whole(state, resuming=True)
+        state_folder.require_whole(state)
     resumed = TrainingStates(root, trainee_from(source, {})).load()
     assert resumed.progress == {"position": resumed.step}
     return resumed.step

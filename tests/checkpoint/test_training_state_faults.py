@@ -1,11 +1,10 @@
 """Training states: what stays, what a kill or a full disk leaves, and what is refused."""
 
 import json
+import logging
 import os
 import pickle
-import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -177,28 +176,36 @@ def without_description(folder: Path) -> str:
 
 @pytest.mark.parametrize("fault", [cut, lost, flipped, of_another_step, emptied, other_tokenizer, without_checksums,
                                    fewer_checksums, escaping_checksums], ids=lambda f: f.__name__)  # fmt: skip
-def test_a_damaged_state_is_refused_by_file_and_an_older_one_offered(
+def test_a_damaged_state_is_named_and_the_one_before_it_taken(
     fault: Callable[[Path], str], model: Path, root: tuple[Path, dict[str, str]], tmp_path: Path
 ) -> None:
-    """On every rank the same, also where only one has read the file; what is offered works as it is typed."""
+    """On every rank the same, also where only one has read the file."""
     states = copied(root, tmp_path)
     reason = fault(states / "step_00000004")
-    refusals = run_ranks(load_only, 2, model, states, EP2, {})
-    assert refusals[0] == refusals[1]
-    assert reason in refusals[0]
-    assert "\n" not in refusals[0]
-    typed = re.search(r"newest older state that is whole: type: (.+) and resume again", refusals[0])
-    assert typed
-    subprocess.run(typed[1], shell=True, check=True)
-    assert run_ranks(load_only, 2, model, states, EP2, {})[0][1] == 3
+    first, second = run_ranks(load_and_listen, 2, model, states, EP2)
+    assert first[0] == second[0] == 3
+    (said,) = first[1]
+    assert reason in said
+    assert said.endswith("; going on from step_00000003, the newest older state that is whole")
+    assert second[1] == []
 
 
-def test_what_is_offered_is_whole_itself(model: Path, root: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+def load_and_listen(rank: int, model: Path, states: Path, layout: dict[str, int]) -> tuple[int, list[str]]:
+    """The step, and the warnings."""
+    said: list[str] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_dppo.checkpoint").addHandler(listener)
+    return load_only(rank, model, states, layout, {})[1], said
+
+
+def test_what_is_taken_is_whole_itself(model: Path, root: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     states = copied(root, tmp_path)
     shutil.copytree(states / "step_00000003", states / "step_00000002")
     flipped(states / "step_00000004")
     flipped(states / "step_00000003")
-    assert "echo step_00000002 > " in run_ranks(load_only, 1, model, states, {}, {})[0]
+    ((_, (said,)),) = run_ranks(load_and_listen, 1, model, states, {})
+    assert "; going on from step_00000002, " in said
     flipped(states / "step_00000002")
     assert "no older state beside it is whole" in run_ranks(load_only, 1, model, states, {}, {})[0]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dppo.launch.meeting import NodeLost, Nodes
+from megatron_dppo.launch.meeting import JobOver, Meeting, NodeLost, Nodes
 from megatron_dppo.launch.node import RayNode
 from megatron_dppo.launch.restarts import Outcome, Restarts
 from tests.distributed import PATIENCE_S
@@ -129,6 +129,8 @@ def test_how_it_ends_and_how_often_ranks_are_started(
         reason = "ZeroDivisionError: a bug" if "fault" in str(endings) else "ended with SIGKILL"
         assert reason in counted[0]["reason"]
         assert reason in said[-1]
+        why = "the same error came again" if "fault" in str(endings) else "no new state after MAX_RESTARTS=1 restarts"
+        assert any(line.startswith(f"megatron-dppo: {why}") and "no state is saved" in line for line in said)
     if "saves" in str(endings):
         assert [line["after_step"] for line in counted] == [1, 2, 3, 4]
         assert [line["restart"] for line in counted] == [1, 1, 1, 1]
@@ -136,6 +138,8 @@ def test_how_it_ends_and_how_often_ranks_are_started(
 
 
 def test_the_reason_of_a_restart_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "run/restarts.jsonl").mkdir(parents=True)  # as good as a full disk: it starts again all the same
+    assert Restarts(tmp_path / "run", limit=1).again(Outcome(1, "megatron-dppo: failed: lost"))
     message = "Traceback\n  ...\nmegatron-dppo: failed: rank 0: ActorDiedError: it died\nhints\nmore hints"
     assert Restarts(tmp_path, limit=1).again(Outcome(1, message))
     (line,) = (tmp_path / "restarts.jsonl").read_text().splitlines()
@@ -273,6 +277,30 @@ def test_a_node_whose_ranks_are_done_starts_them_again_with_the_others(tmp_path:
     assert "restart 1 of 3" in said[0]
 
 
+@pytest.mark.parametrize(
+    ("number", "whom", "end"), [(0, "node 1", "missing: 1"), (1, "node 0 at 127.0.0.1:", "did not")]
+)
+def test_who_is_waited_for_is_named(
+    number: int, whom: str, end: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron_dppo.launch.meeting._QUIET_S", 0.0)
+    nodes = Nodes(2, number, "127.0.0.1", 0 if number == 0 else 9, join_timeout_s=1)
+    with pytest.raises(JobOver, match=end):
+        Meeting(nodes, Restarts()).join()
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"megatron-dppo: waiting for {whom}")
+    assert said.endswith(", JOIN_TIMEOUT_S=1 at most")
+
+
+def test_a_node_that_does_not_see_the_state_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert Restarts(tmp_path).see("step_00000002") == "step_00000002"
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said == (
+        f"megatron-dppo: {tmp_path} has no state here and step_00000002 on node 0, also after SEEN_AFTER_S=0: all "
+        "nodes must share it"
+    )
+
+
 @pytest.fixture
 def ray_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RayNode:
     with socket.socket() as probe:
@@ -284,12 +312,17 @@ def ray_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RayNode:
     return RayNode(Nodes(2, 0, "127.0.0.1", 1, join_timeout_s=PATIENCE_S), tmp_path)
 
 
-def test_a_ray_that_does_not_start_is_not_waited_for(ray_node: RayNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_that_does_not_start_is_not_waited_for(
+    ray_node: RayNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor is one whose other nodes are lost."""
     monkeypatch.setattr("megatron_dppo.launch.node._RAY", "import sys; sys.exit('no such option')")
+    log = tmp_path / "ray-node-0.log"
     start = time.monotonic()
     with pytest.raises(NodeLost, match="Ray ended on node 0 with status 1, see"):
         ray_node.running(lambda: None).__enter__()
+
+    assert log.read_text().count("no such option") == 4
 
     def lost() -> None:
         raise NodeLost("another node failed")
@@ -305,8 +338,8 @@ def test_a_ray_that_is_too_slow_is_started_again(
 ) -> None:
     from megatron_dppo.launch import node
 
-    slow = f"import pathlib; f = pathlib.Path({str(tmp_path / 'slow')!r})\nif not f.exists():\n  f.touch()"
-    first = f"{slow}; raise Exception('The current node timed out during startup.')\n"
+    slow = f"import pathlib, sys; f = pathlib.Path({str(tmp_path / 'slow')!r})\nif not f.exists():\n  f.touch()"
+    first = f"{slow}; sys.exit('The current node timed out during startup.')\n"
     monkeypatch.setattr(node, "_RAY", first + node._RAY)
     with ray_node.running(lambda: None):
         ray_node.alive()

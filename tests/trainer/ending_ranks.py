@@ -154,7 +154,7 @@ def _run(rank: int, model: str, run: Run, kept: Any) -> Ending:
         except Exception as error:
             told = {
                 "error": f"{type(error).__name__}: {error}",
-                "notes": tuple(error.__notes__ if hasattr(error, "__notes__") else ()),
+                "notes": tuple(note.replace(run.folder, "FOLDER") for note in getattr(error, "__notes__", ())),
                 "cause": str(error.__cause__ or ""),
             }
         actor.onload()

@@ -18,7 +18,7 @@ REASON = "the service that scores is gone: connection reset by peer"
 
 
 def saved(step: int) -> str:
-    return f"The state after step {step} is saved; trainer.resume=true goes on from it"
+    return f"The state after step {step} is saved; run.dir=FOLDER trainer.resume=true goes on from it"
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_a_step_broken_off_between_gradient_steps_is_saved_as_that_and_goes_on_w
         assert "1 gradient steps in a row were not finite (actor.max_skipped_steps=0)" in ending.error
         assert ending.notes == (
             "Step 2 was broken off after 2 of its 3 gradient steps, 1 of them skipped; the state with these is saved "
-            "as its state, and trainer.resume=true goes on with step 3",
+            "as its state, and run.dir=FOLDER trainer.resume=true goes on with step 3",
         )
         assert ending.state is not None
         assert ending.state["progress"]["step"] == 2

@@ -48,7 +48,8 @@ def rescues(rank: int, model: str, folder: str) -> tuple[dict[str, str], list[st
 def test_ranks_that_do_not_all_come_to_one_end_save_nothing(tmp_path: Path) -> None:
     tiny_qwen3_moe(tmp_path / "model", seed=1, num_hidden_layers=1)
     (tmp_path / "run").mkdir()
-    older = "so the newest state is the one after step 2; trainer.resume=true goes on from it"
+    older = "so the newest state is the one after step 2; "
+    older += f"run.dir={tmp_path / 'run'} trainer.resume=true goes on from it"
     expected = {
         "inside": f"The error came in the middle of a pass or an optimizer step, {older}",
         "peer": f"Not all ranks came to this end, {older}",
