@@ -84,10 +84,8 @@ class TransferTerms:
     source_rank: Mapping[int, int] = field(default_factory=dict)
     """Of each training rank that sends: its number in the communicator."""
     buffers: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    """Handles of two buffers that trade places, and of the turns in which they are used, by the UUID of the GPU that
+    """Handles of the buffers of the next update, and of the turns in which they are used, by the UUID of the GPU that
     they are on."""
-    close: bool = False
-    """Leave the communicator and let go of shared buffers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +179,8 @@ class RolloutEngine(Protocol):
         ...
 
     def receive_shared(self, version: int) -> None:
-        """Load every bucket out of the shared buffers, as they come to be there; returns when all are loaded."""
+        """Load every bucket out of the shared buffers, as they come to be there; returns when all are loaded and the
+        buffers are closed."""
         ...
 
     def receive_group(self, version: int) -> None:

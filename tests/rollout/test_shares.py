@@ -84,9 +84,10 @@ class Collected(Incoming):
         return found + sorted(self.came.keys() - due.keys())
 
 
-def colocated(rank: int, gone: int) -> tuple[list[str], bool]:
-    """This rank's end of a sync, and the worker on its GPU: what is wrong there, and whether the sums are the
-    sender's. `gone`: of which rank's worker nothing is heard after its first bucket."""
+def colocated(rank: int, gone: int) -> tuple[list[str], bool, bool]:
+    """This rank's end of a sync, and the worker on its GPU: what is wrong there, whether the sums are the sender's, and
+    whether the worker let go of what was shared with it. `gone`: of which rank's worker nothing is heard after its
+    first bucket."""
     buckets = buckets_on(rank, 4)
     sender = IpcSender(buckets, CPU, timeout_s=PATIENCE_S)
     memory = [torch.full((buckets.largest,), 99, dtype=torch.uint8) for _ in range(2)]
@@ -111,14 +112,16 @@ def colocated(rank: int, gone: int) -> tuple[list[str], bool]:
     reading.join(PATIENCE_S)
     packed = sender.packed.collect()
     due = {i: v for i, v in packed.items() if buckets.layouts[i].goes_to(rank % 2)}
-    return worker.wrong(rank % 2), worker.checksums() == due and len(packed) == len(buckets.layouts)
+    closed = not worker._buffers and not turns.attended
+    return worker.wrong(rank % 2), worker.checksums() == due and len(packed) == len(buckets.layouts), closed
 
 
 @pytest.mark.parametrize("gone", [-1, 2])
 def test_colocated_workers_get_their_share(gone: int) -> None:
     """Two engines of two workers on four ranks' GPUs. A worker that is gone costs the others nothing."""
-    for rank, (wrong, sums) in enumerate(run_ranks(colocated, 4, gone)):
+    for rank, (wrong, sums, closed) in enumerate(run_ranks(colocated, 4, gone)):
         assert (wrong == [] and sums) == (rank != gone), (rank, wrong)
+        assert closed, "the rank would free memory that the worker still has open"
 
 
 class Engine:

@@ -84,7 +84,6 @@ class VllmCore:
             "first_rank": terms.first_rank,
             "source_rank": list(terms.source_rank.items()),
             "buffers": list(terms.buffers.items()),
-            "close": terms.close,
         }
         await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 

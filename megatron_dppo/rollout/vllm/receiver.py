@@ -184,8 +184,6 @@ class TransferInit(WeightTransferInitInfo):
     """Of each sending trainer rank: its number in the communicator."""
     buffers: list[tuple[str, bytes]] = field(default_factory=list)
     """Pickled handles of the trainer's buffers, by GPU."""
-    close: bool = False
-    """Leave the communicator and let go of shared buffers."""
 
 
 @dataclass
@@ -248,7 +246,6 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
                 first_rank=init_info.first_rank,
                 source_rank=dict(init_info.source_rank),
                 buffers=dict(init_info.buffers),
-                close=init_info.close,
             ),
             worker=worker,
         )

@@ -37,15 +37,12 @@ class Incoming:
         """What is absent from the terms stays as it was. `worker`: number of this one in its engine."""
         if terms.layouts is not None:
             self._layouts = {index: one for index, one in enumerate(terms.layouts) if one.goes_to(worker)}
-        if terms.group is not None or terms.close:
-            self.leave()
         if terms.group is not None:
+            self.leave()
             self._source_rank = dict(terms.source_rank)
             self._group = WeightGroup(terms.group, terms.first_rank + worker, self._device)
-        if self._buffers and (terms.buffers or terms.close):
-            self._let_go_of_buffers()
-            let_go(self._device)
         if terms.buffers:
+            self._close_buffers()  # of a sync that died
             self._buffers, self._turns = open_shared(dict(terms.buffers), self._device)
 
     def begin(self) -> None:
@@ -71,9 +68,8 @@ class Incoming:
                 if self._device.type == "cuda":
                     torch.cuda.current_stream(self._device).synchronize()
                 turns.end(turn)
-        except BaseException:
-            turns.close()  # the rank that fills them need not wait
-            raise
+        finally:
+            self._close_buffers()  # the rank that fills them may free them, and after an error need not wait
 
     def _take_part(self, load: Load) -> None:
         group = self._group
@@ -110,9 +106,9 @@ class Incoming:
 
     def close(self) -> None:
         self.leave()
-        self._let_go_of_buffers()
+        self._close_buffers()
 
-    def _let_go_of_buffers(self) -> None:
+    def _close_buffers(self) -> None:
         self._buffers = []
         if self._turns is not None:
             self._turns.close()

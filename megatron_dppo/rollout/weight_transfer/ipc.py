@@ -68,7 +68,6 @@ class IpcSender:
             raise
         if to is not None:
             to.wait(loading)
-            to.wait(to.ask(lambda engine: engine.agree(TransferTerms(close=True))))
         dist.barrier()
         turns.close()
         take_back(shared)  # this GPU's engine may be down, or not among those that get these weights
