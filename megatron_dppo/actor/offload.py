@@ -108,6 +108,7 @@ class Offloader:
         As little as is missing is copied before it is looked again, since a driver that takes memory back waits for all
         copies.
         """
+        self._free()
         leaving = self._named(parts)
         first = 0
         while first < len(leaving) and (needed := missing()) > 0:
@@ -171,7 +172,6 @@ class Offloader:
     def _named(self, parts: Iterable[Part]) -> list[_Storage]:
         """The storages of parts that are not away yet, which they are from here on, in the order in which they leave:
         gradients are not copied, so their memory is free at once."""
-        self._free()
         self._slabs += [slab.result() for slab in self._locking]
         self._locking = []
         leaving = {part: list(self._storages(part)) for part in PARTS if part in set(parts) - self.away}

@@ -157,7 +157,7 @@ def weight_sender(
             f"rollout.weight_transfer=object_store sends them; here it is {way}"
         )
     if way == "ipc":
-        return IpcSender(buckets, device, timeout_s=config.sync_timeout_s)
+        return IpcSender(buckets, device, timeout_s=config.sync_timeout_s, lent=config.takes_turns)
     return BroadcastSender(buckets, device, workers_per_engine=config.tensor_parallel, timeout_s=config.sync_timeout_s)
 
 

@@ -89,6 +89,13 @@ def in_parts(rank: int, path: str, batch: Any) -> dict[str, Any]:
     exported = sum(tensor is not None for _, tensor in actor.export_weights())
     with pytest.raises(RuntimeError, match="optimizer, gradients are offloaded"):
         actor.update(source, signal)
+    send, queued = actor.offloader._send, []
+
+    def seen(storages: Any) -> None:
+        queued.append(sum(storage.nbytes() for storage in there))
+        send(storages)
+
+    actor.offloader._send = seen
     actor.offload(("weights",))
     gone = sum(storage.nbytes() for storage in there)
     actor.onload()
@@ -96,6 +103,7 @@ def in_parts(rank: int, path: str, batch: Any) -> dict[str, Any]:
     return {
         "stays": (0 < stays <= kept, gone),
         "copied": copied == sum(sizes),
+        "queued": queued == [sum(left)],
         "left": 20_300 <= sum(sizes) - sum(left) < 20_300 + 2 * max(sizes) and exported > 0,
         "trained": ([first, actor.update(source, signal).metrics], weights),
     }
@@ -120,6 +128,7 @@ def test_a_part_stays_and_the_rest_leaves_as_room_is_needed(tmp_path: Path) -> N
     ((metrics, weights),) = run_ranks(stays_where_it_is, 1, str(tmp_path), batch)
     assert found["stays"] == (True, 0)
     assert found["copied"]
+    assert found["queued"], "the copies of weights waited for the end of those before"
     assert found["left"]
     assert found["trained"][0] == metrics
     for name, tensor in weights.items():

@@ -29,11 +29,13 @@ class IpcSender:
     need.
     """
 
-    def __init__(self, buckets: WeightBuckets, device: torch.device, *, timeout_s: float) -> None:
+    def __init__(self, buckets: WeightBuckets, device: torch.device, *, timeout_s: float, lent: bool = False) -> None:
         """
         timeout_s  for each bucket
+        lent       whether the GPU changes hands afterwards, with all memory that torch keeps: giving it back here would
+                   wait for the optimizer state that is on its way to the host
         """
-        self._buckets, self._device, self._timeout = buckets, device, timeout_s
+        self._buckets, self._device, self._timeout, self._lent = buckets, device, timeout_s, lent
         self._told: set[str] = set()
         """Engines that know the layouts."""
         self.packed = Packed()
@@ -73,7 +75,8 @@ class IpcSender:
         take_back(shared)  # this GPU's engine may be down, or not among those that get these weights
         del buffers
         torch.cuda.ipc_collect()
-        torch.cuda.empty_cache()
+        if not self._lent:
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Nothing stays open between syncs."""
