@@ -222,6 +222,8 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
         """Of the last sync: where this worker's time went, and the memory used on its GPU at the end."""
         self.incomplete: list[str] = []
         """Of the last sync: see `incomplete_layers`."""
+        self._way = ""
+        """In which the buckets of the last sync came."""
         self._kernels: KeptKernels | None = None
         self._views: ViewLoader | None = None
         """For buckets of the layouts that were agreed on."""
@@ -262,7 +264,7 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
         if update_info.abandon:
             self._abandon()
             return
-        self._incoming = update_info.version
+        self._incoming, self._way = update_info.version, update_info.way
         start = time.perf_counter()
         if update_info.way:
             self._buckets.take(update_info.way, self._load)
@@ -283,7 +285,8 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
         self._close()
         self.checksums = self._buckets.checksums()
         self.version, self._incoming = None if self.incomplete else self._incoming, None
-        let_go(self.device)
+        if self._way != "group":  # a fleet's GPU is the engine's alone, and the next sync needs its buffers again
+            let_go(self.device)
         self.measured["finish_s"] = time.perf_counter() - start
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)

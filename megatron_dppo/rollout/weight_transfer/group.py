@@ -16,7 +16,7 @@ from megatron_dppo.rollout.engine import Rendezvous
 
 _PATIENCE = 10.0
 """torch's own time limit is this many times ours: ours aborts one communicator, torch's ends the process."""
-_POLL_S = 0.0005
+_POLL_S = 0.0001
 _ASK_S = 0.5
 """How often a waiting member asks whether others gave up."""
 
@@ -77,6 +77,7 @@ class WeightGroup:
             return gloo
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _PATIENCE * patience
+        options.is_high_priority_stream = True  # else a bucket waits until copies of another one leave the SMs
         # torch reads this when a group is made: a failed collective then aborts the communicator and leaves the process
         # alone; the error shows in `finish`.
         with environment({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}):
