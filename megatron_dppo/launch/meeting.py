@@ -280,7 +280,8 @@ class Meeting(RendezvousHandler):
                 if store.check([self._key("failed")]):
                     self._lost = "another node failed"  # `again` reads how
         except RuntimeError as error:
-            self._lost = f"node 0 was lost ({first_line(error)})"
+            if not over.is_set():  # the kernel gives a vanished node up after 15 minutes: another one is node 0 by then
+                self._lost = f"node 0 was lost ({first_line(error)})"
 
     @contextmanager
     def with_ranks(self) -> Iterator[None]:

@@ -91,6 +91,7 @@ class TwoNodes:
             **{"RUN_DIR": f"{SHARED}/run", "MODEL_DIR": f"{SHARED}/model", "RAY_STORE_BYTES": str(128 << 20)},
             **{"NODE_NAME": f"node{self.machine[node]}", "SHARED_FOLDER": str(self.folder), "SEEN_AFTER_S": "5"},
             **{"START": str(ROOT / "docker/start_node.sh"), "PROJECT": str(ROOT)},
+            "RAY_memory_monitor_refresh_ms": "0",  # it counts what other tests have, too
             **self.variables,
         }
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP", "RAY_ADDRESS", "TMPDIR"):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -275,6 +276,29 @@ def test_a_node_whose_ranks_are_done_starts_them_again_with_the_others(tmp_path:
     said = pair.end([pair.node(0), pair.node(1)])
     assert "ended with SIGKILL" in said[0]
     assert "restart 1 of 3" in said[0]
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_what_a_call_of_an_earlier_attempt_finds_is_no_word_of_this_one(over: bool) -> None:
+    """A call to a node that vanished returns a quarter of an hour later."""
+    called, returns, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Store:
+        def set(self, key: str, value: str) -> None:
+            called.set()
+            returns.wait()
+            raise RuntimeError("No route to host")
+
+    meeting = Meeting(Nodes(2, 1, "127.0.0.1", 9), Restarts())
+    beat = threading.Thread(target=meeting._beat, args=(Store(), ended))
+    beat.start()
+    called.wait()
+    if over:
+        ended.set()
+    returns.set()
+    beat.join()
+    with nullcontext() if over else pytest.raises(NodeLost, match="node 0 was lost"):
+        meeting.num_nodes_waiting()
 
 
 @pytest.mark.parametrize(
