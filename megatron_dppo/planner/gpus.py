@@ -32,6 +32,9 @@ class Efficiency:
     """Adam, norms of gradients, zeroing: one long kernel."""
     link: float = 0.45
     """NVLink, ranks waiting for each other included."""
+    hidden_exchange: float = 0.30
+    """Of the exchange between experts' ranks, what `parallel.overlap_expert_exchange` hides where it can: what runs
+    beside it takes longer. From two pairs of steps of two H200s, of which it is 0.38 and 0.25 (docs/planner.md)."""
     network: float = 0.70
     decode: float = 0.36
     """Bytes an engine's step must read (weights of the experts hit, KV cache) over what it takes."""

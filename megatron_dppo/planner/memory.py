@@ -85,7 +85,7 @@ def stage_memory(layout: Layout, stage: int, microbatches: int) -> StageMemory:
         for again, once in stage_layers(model.layers, parallel)[stage].divided(model, layout.recomputed_layers)
     ]
     last = stage == parallel.pipeline - 1
-    in_flight = _chunks_in_flight(layout, stage, microbatches)
+    in_flight = chunks_in_flight(layout, stage, microbatches)
     dense = -(-trained.dense // layout.dense_copies)
     experts = -(-trained.experts // layout.expert_copies)
     offloaded = int(layout.optimizer_offload * (dense + experts))
@@ -161,7 +161,7 @@ def head_workspace(layout: Layout) -> int:
     return gathered + hidden + max(buffer, placeholder + hidden // 2)
 
 
-def _chunks_in_flight(layout: Layout, stage: int, microbatches: int) -> float:
+def chunks_in_flight(layout: Layout, stage: int, microbatches: int) -> float:
     """Microbatches kept at once: the warm-up of the 1F1B or interleaved schedule, and the one running. What runs beside
     a backward is one chunk ahead of it."""
     stages, chunks = layout.parallel.pipeline, layout.parallel.chunks

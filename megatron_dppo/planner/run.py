@@ -160,8 +160,6 @@ def _time(config: Config, plan: Plan) -> Iterator[str]:
     rollout, optimizer = config.rollout, config.optimizer
     if optimizer.cpu_offload_fraction:
         yield "optimizer.cpu_offload_fraction: the time of AdamW on the host; the step takes longer"
-    if config.parallel.overlap_expert_exchange:
-        yield "parallel.overlap_expert_exchange: planned without overlap; the step is a few per cent shorter"
     if optimizer.overlap_grad_reduce:
         yield "optimizer.overlap_grad_reduce and overlap_param_gather: planned without overlap; the step is shorter"
     if config.algorithm.resolve().needs_recomputed_logp:

@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_dppo.planner.adapters import adapter_calls, adapter_tensors, adapter_work
 from megatron_dppo.planner.gpus import Efficiency, efficiency_of
+from megatron_dppo.planner.memory import chunks_in_flight
 from megatron_dppo.planner.parameters import layer_parameters, stage_layers, trained_parameters
 from megatron_dppo.planner.workload import Layout
 
@@ -51,8 +52,10 @@ def step_time(layout: Layout, microbatches: int, efficiency: Efficiency | None =
     stages = [_stage(layout, stage, efficiency) for stage in range(layout.parallel.pipeline)]
     slowest = max(stages, key=lambda time: time.both)
     others = sum(time.both for time in stages) - slowest.both
+    stage = stages.index(slowest)
+    beside = max(0.0, microbatches - chunks_in_flight(layout, stage, microbatches))
     return StepTime(
-        compute=microbatches * (slowest.both + efficiency.microbatch_s),
+        compute=microbatches * (slowest.both + efficiency.microbatch_s) - beside * _hidden(layout, stage, efficiency),
         bubble=others / layout.parallel.chunks,
         gradients=max(_gradients(layout, stage, efficiency) for stage in range(len(stages))),
         optimizer=max(_optimizer(layout, stage, efficiency) for stage in range(len(stages))),
@@ -85,6 +88,20 @@ def _stage(layout: Layout, stage: int, e: Efficiency) -> PassTime:
         sent = boundary / bandwidth(layout, layout.gpus // layout.parallel.pipeline + 1, e)
         total += PassTime(sent, sent)
     return total
+
+
+def _hidden(layout: Layout, stage: int, e: Efficiency) -> float:
+    """Of the exchange between experts' ranks in a microbatch's forward and another one's backward, what runs behind
+    their computation: no more than the GPU takes longer than the host."""
+    if not layout.parallel.overlap_expert_exchange:
+        return 0.0
+    hidden = 0.0
+    for chunk in stage_layers(layout.model.layers, layout.parallel)[stage].kinds(layout.model):
+        for layer, count in chunk:
+            if layout.model.is_moe_layer(layer):
+                spare = layer_time(layout, layer, e).both - _host(layout, layer, e).both
+                hidden += count * max(0.0, min(2 * e.hidden_exchange * _exchange(layout, e), spare))
+    return hidden
 
 
 def head_time(layout: Layout, e: Efficiency) -> PassTime:
@@ -215,7 +232,7 @@ def _mlp(layout: Layout, layer: int, e: Efficiency) -> PassTime:
     sent = rows * moe.topk * hidden
     moved = 2 * (7 * rows * hidden + 2 * sent + 4 * received * hidden + 3 * received * width)
     elementwise = (moved + rows * moe.experts * 4 * 8) / (gpu.memory_bandwidth * e.memory)
-    comm = 2 * all_to_all(layout, 2 * sent, e)
+    comm = _exchange(layout, e)
     if parallel.expert_tensor > 1:
         comm += 2 * all_gather(layout, 2 * received * hidden, parallel.expert_tensor, parallel.expert_tensor, e)
     # What is computed again: the gated SiLU, and where experts are not divided the sorting of their rows.
@@ -224,6 +241,12 @@ def _mlp(layout: Layout, layer: int, e: Efficiency) -> PassTime:
     backward = _backward_products(layout) * products + 1.2 * elementwise + again + comm
     routed = PassTime(products + elementwise + comm, backward)
     return routed + _dense(layout, moe.shared_size, e) if moe.shared_size else routed
+
+
+def _exchange(layout: Layout, e: Efficiency) -> float:
+    """Rows to the experts' ranks and back, in one pass of a layer."""
+    assert layout.model.moe is not None
+    return 2 * all_to_all(layout, 2 * layout.rows_per_rank * layout.model.moe.topk * layout.model.hidden_size, e)
 
 
 def _dense(layout: Layout, size: int, e: Efficiency) -> PassTime:

@@ -97,6 +97,17 @@ def test_a_forward_beside_a_backward_has_an_attention_of_its_own_there() -> None
     assert one_more == 2 * layer_memory(plain, 0).kept + 2 * 16384 * 2048  # a chunk, and what it hands on
 
 
+@pytest.mark.parametrize(("microbatches", "measured"), [(1, 1.0), (2, 2.22 / 2.33), (6, 6.20 / 6.56)])
+def test_an_exchange_beside_another_microbatch_is_hidden_in_part(microbatches: int, measured: float) -> None:
+    """48 layers of Qwen3-30B-A3B, EP2 DP2, on two H200 (docs/benchmarks.md)."""
+    plain, beside = (
+        dataclasses.replace(layout(2, layers=48, expert=2, overlap_expert_exchange=overlap), gpu=GPUS["h200-141g"])
+        for overlap in (False, True)
+    )
+    ratio = step_time(beside, microbatches).total / step_time(plain, microbatches).total
+    assert ratio == pytest.approx(measured, rel=0.015)
+
+
 def test_what_each_way_to_save_memory_saves() -> None:
     def peak(**changes: Any) -> float:
         return stage_memory(layout(4, layers=8, **changes), 0, 4).peak / GIB

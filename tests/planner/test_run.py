@@ -285,7 +285,6 @@ def test_what_is_not_planned_is_named(models: Path, run_of: Callable[..., Run]) 
         "rollout.object_store_mib=100": "rollout.object_store_mib=100",
         "optimizer.cpu_offload_fraction=1": "optimizer.cpu_offload_fraction",
         "optimizer.overlap_grad_reduce=true": "optimizer.overlap_grad_reduce",
-        "parallel.overlap_expert_exchange=true": "parallel.overlap_expert_exchange",
         "algorithm.preset=dppo-binary-kl-decoupled": "algorithm.preset=dppo-binary-kl-decoupled",
         "rollout.quantization=fp8": "rollout.quantization=fp8",
         "rollout.oversample=0.5": "rollout.oversample=0.5",
