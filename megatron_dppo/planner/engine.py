@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_dppo.models.hf_config import HFConfig
-from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.planner.gpus import GIB, Gpu, efficiency_of
-from megatron_dppo.planner.parameters import Parameters, active_per_token, layer_parameters, stage_layers, whole_model
+from megatron_dppo.planner.parameters import Parameters, active_per_token, whole_model
 from megatron_dppo.planner.workload import Workload
 
 UTILIZATION = 0.9
@@ -16,6 +15,8 @@ WORKSPACE = int(4 * GIB)
 """Per GPU: activations of `max_num_batched_tokens`, CUDA graphs, NCCL."""
 ENGINE_SIZES = (1, 2, 4, 8)
 """GPUs of an engine: within a node."""
+BLOCK = 128
+"""Rows and columns of what has an FP8 scale of its own."""
 LARGEST_WEIGHT_SHARE = 0.6
 """Of the usable memory; what is left must hold a KV cache worth having."""
 
@@ -51,9 +52,9 @@ class EngineSettings:
     (`optimizer.keep_on_gpu_gib`)."""
 
     def bytes_of(self, weights: Parameters) -> float:
-        """What an engine keeps of them: a float32 scale for each block of 128 x 128 that is quantised."""
+        """What an engine keeps of them: a float32 scale for each block that is quantised."""
         quantized = weights.attention + weights.experts + weights.mlp if self.quantized else 0
-        return self.element * (weights.total - quantized) + quantized * (1 + 4 / 128**2)
+        return self.element * (weights.total - quantized) + quantized * (1 + 4 / BLOCK**2)
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,6 @@ class EnginePlan:
     """Sequences of full length whose cache fits at once."""
     decode_tokens_per_second: float
     """Of the fleet."""
-    trial: int
-    """Bytes per GPU beside the weights, once: in its first weight sync an engine finds out where tensors go."""
 
     @property
     def fits(self) -> bool:
@@ -108,7 +107,7 @@ def plan_engine(
 def _engine(
     model: HFConfig, gpu: Gpu, gpus: int, workload: Workload, tensor: int, usable: int, settings: EngineSettings
 ) -> EnginePlan:
-    weights = int(settings.bytes_of(whole_model(model)) // tensor)
+    weights = int(settings.bytes_of(_held(model, tensor, settings)) // tensor)
     width = 2 * max(1, model.kv_heads // tensor) * model.head_dim
     if model.latent:  # the latent vector and the rotary key, whole on every rank
         width = model.latent.rank + model.latent.rotary_dim
@@ -124,19 +123,24 @@ def _engine(
         kv_per_token=kv_per_token,
         concurrent=concurrent,
         decode_tokens_per_second=0.0,
-        trial=_trial(model, tensor, settings),
     )
     return replace(plan, decode_tokens_per_second=engines * _decode_rate(model, gpu, workload, plan, settings))
 
 
-def _trial(model: HFConfig, tensor: int, settings: EngineSettings) -> int:
-    """A layer that vLLM makes anew, and the dense tensors of a bucket, or one that is larger
-    (`rollout/vllm/views.py: TrialLoad`); a stack of experts takes the memory of one."""
-    vocabulary = model.padded_vocab_size(1) * model.hidden_size
-    one = ParallelConfig()
-    kinds = [layer for chunk in stage_layers(model.layers, one)[0].kinds(model) for layer, _ in chunk]
-    largest = max(vocabulary, *(layer_parameters(model, one, layer).total for layer in kinds))
-    return settings.element * largest // tensor + max(settings.bucket, 2 * vocabulary)
+def own_experts(model: HFConfig, tensor: int, settings: EngineSettings) -> float:
+    """Of the experts' numbers, what the GPU of an engine has that has most: slices of all, or whole ones."""
+    assert model.moe is not None
+    return -(-model.moe.experts // tensor) / model.moe.experts if settings.expert_parallel else 1 / tensor
+
+
+def _held(model: HFConfig, tensor: int, settings: EngineSettings) -> Parameters:
+    """On `tensor` GPUs, each as full as the fullest. vLLM fills experts that it quantises up to blocks of scales."""
+    held = whole_model(model)
+    if model.moe is None:
+        return held
+    width = model.moe.intermediate_size // (1 if settings.expert_parallel else tensor)
+    filled = -(-width // BLOCK) * BLOCK / width if settings.quantized else 1.0
+    return replace(held, experts=round(held.experts * filled * tensor * own_experts(model, tensor, settings)))
 
 
 def _state(model: HFConfig, settings: EngineSettings) -> int:

@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass, replace
 
 from megatron_dppo.models.hf_config import HFConfig
-from megatron_dppo.models.stacked import OfAll
 from megatron_dppo.planner.adapters import merged_tensors
-from megatron_dppo.planner.engine import UTILIZATION, EnginePlan, EngineSettings, plan_engine
+from megatron_dppo.planner.engine import UTILIZATION, WORKSPACE, EnginePlan, EngineSettings, plan_engine
 from megatron_dppo.planner.gpus import GIB, MEASURED, Gpu, efficiency_of
 from megatron_dppo.planner.memory import OUTSIDE_ALLOCATOR, StageMemory, stage_memory
 from megatron_dppo.planner.parameters import exported, whole_model
 from megatron_dppo.planner.step_time import StepTime, step_time
+from megatron_dppo.planner.sync import SyncMemory, expert_share, sync_memory
 from megatron_dppo.planner.workload import Layout, Workload
 
 
@@ -61,9 +61,8 @@ gradients and optimizer state are on the host then. From 75.6 GiB on a GPU of wh
 (docs/planner.md): 0.2 of it were allocated, the rest are blocks that are not wholly free."""
 ENGINE_OUTSIDE = int(0.7 * GIB)
 """Of an engine beyond its share of the GPU: 112.5 GiB were measured for 111.8 (docs/benchmarks.md)."""
-SYNC_BUCKETS = 3
-"""Buckets of a weight sync on a GPU at once: one travels while the last is loaded, and adapters are merged."""
-GENERATION = ("generation", "generation (engines' GPUs)")
+OF_ENGINES = ("generation", "generation (engines' GPUs)", "weight sync (engines' GPUs)")
+"""Moments in which engines have what they were given of a GPU."""
 COMFORTABLE = 0.92
 """Share of a GPU above which the planner's error, an uneven pack or another process can be too much."""
 SYNC_EFFICIENCY = 0.5
@@ -85,6 +84,7 @@ class Plan:
     microbatches: int
     """Per data-parallel rank and gradient step."""
     engine: EnginePlan
+    sync: SyncMemory
     settings: EngineSettings
     """What was decided of the engines."""
     traffic: Traffic
@@ -113,25 +113,27 @@ class Plan:
         """Bytes of the fullest GPU, moment by moment of a step. GPUs that are shared change hands: the engine sleeps
         while the trainer trains, both have their weights there in a weight sync, then the trainer's go to the host.
         In the first sync engines need more. Without sleep both keep all they have."""
-        if self.rollout_gpus:
-            return {"training": self.on_gpu, GENERATION[1]: self.engine.on_gpu + ENGINE_OUTSIDE}
+        generation = self.engine.on_gpu + ENGINE_OUTSIDE
+        if self.rollout_gpus:  # what generation works in is free in a sync
+            sync = generation + max(0, self.sync.first - WORKSPACE)
+            return {"training": self.on_gpu, OF_ENGINES[1]: generation, OF_ENGINES[2]: sync}
         if not self.settings.sleeps:
             return {"training beside the engine": self.on_gpu}
         trainer = max(stage.weights + stage.adapter_weights for stage in self.stages)
         kept = OUTSIDE_ALLOCATOR + LENT + min(self.settings.kept, max(stage.optimizer for stage in self.stages))
-        sync = trainer + kept + SYNC_BUCKETS * self.settings.bucket + self.engine.weights + SLEEPING_ENGINE
+        both = trainer + kept + self.engine.weights + SLEEPING_ENGINE
         return {
             "training": self.on_gpu,
-            "first weight sync": sync + self.engine.trial,
-            "weight sync": sync,
-            GENERATION[0]: self.engine.on_gpu + ENGINE_OUTSIDE + kept,
+            "first weight sync": both + self.sync.first,
+            "weight sync": both + self.sync.usual,
+            OF_ENGINES[0]: generation + kept,
         }
 
     @property
     def share(self) -> float:
-        """Of the fullest GPU, while it trains or weights are synced. In generation engines take what they are given
-        and no more: that it fits is enough."""
-        return max(size for moment, size in self.moments.items() if moment not in GENERATION) / self.layout.gpu.memory
+        """Of the fullest GPU, while it trains or its weights are synced. Where engines have all they were given, and no
+        more, that it fits is enough."""
+        return max(size for moment, size in self.moments.items() if moment not in OF_ENGINES) / self.layout.gpu.memory
 
     @property
     def comfortable(self) -> bool:
@@ -167,29 +169,18 @@ class Plan:
         """Seconds of a weight sync; engines load side by side. Adapters are merged into the weights that are sent.
         Where the GPUs of an engine get shares of the experts, what a GPU takes or what a rank sends is the longer of
         the two; the network between nodes takes whole models."""
-        layout, gpu = self.layout, self.layout.gpu
+        layout, gpu, tensor = self.layout, self.layout.gpu, self.engine.tensor
         bytes_ = self.traffic.weight_sync / self.engine.engines
-        if self._shares and self.engine.tensor > 1 and self.gpus <= gpu.gpus_per_node:
-            experts = 2 * whole_model(layout.model).experts
-            taken = bytes_ - experts * (1 - 1 / self.engine.tensor)
+        share = expert_share(layout, self.settings, tensor, colocated=not self.rollout_gpus)
+        # Colocated ranks bring all of a bucket together that any of them has a part of.
+        apart = self.rollout_gpus > 0 or layout.parallel.expert == tensor
+        if share < 1 and apart and self.gpus <= gpu.gpus_per_node:
+            taken = bytes_ - 2 * whole_model(layout.model).experts * (1 - share)
             bytes_ = max(taken, *(stage.weights for stage in self.stages))
         wire = gpu.link_bandwidth if self.gpus <= gpu.gpus_per_node else gpu.network_bandwidth
         merged = max(merged_tensors(layout, stage) for stage in range(layout.parallel.pipeline))
         merge = merged * efficiency_of(gpu.name).merge_s
         return merge + bytes_ / (wire * SYNC_EFFICIENCY)
-
-    @property
-    def _shares(self) -> bool:
-        """Whether a GPU of an engine gets what it needs of the experts alone: `WeightBuckets` divides no experts that
-        ranks divide, and no tensor of all experts into slices; colocated ranks bring all of a bucket together that any
-        of them has a part of."""
-        layout, parallel, colocated = self.layout, self.layout.parallel, not self.rollout_gpus
-        in_one = any(isinstance(tensor, OfAll) for table in layout.model.layer_tables for tensor in table.values())
-        if not self.settings.shares or parallel.expert_tensor > 1:
-            return False
-        if self.settings.expert_parallel:
-            return not colocated or parallel.expert == self.engine.tensor
-        return not (colocated or in_one or layout.lora)
 
     @property
     def step_s(self) -> float:
@@ -229,6 +220,7 @@ def make_plan(
         gradient_step=step_time(layout, microbatches),
         microbatches=microbatches,
         engine=engine,
+        sync=sync_memory(layout, settings, engine.tensor, colocated=not rollout_gpus),
         settings=settings,
         traffic=step_traffic(layout.model, workload, engine.engines),
         problem="",

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_dppo.checkpoint.weight_layout import TensorSlot
+from megatron_dppo.checkpoint.weight_layout import BucketLayout, TensorSlot
 from megatron_dppo.rollout.vllm import views
 from tests.distributed import run_ranks
 from tests.rollout.view_ranks import in_turn, packed, synced
@@ -118,3 +119,26 @@ def test_a_worker_that_loads_other_numbers_than_it_gets_says_what_helps() -> Non
     for outside in (views.View(24, (2, 2, 6), (48, 6, 1), target), views.View(12, (2, 2, 6), (48, 1, 8), target)):
         with pytest.raises(RuntimeError, match=r"rows \(0, 4\) .* rollout.weight_transfer=object_store"):
             views._plan([slot], {slot.name: [outside]}, lambda _: [(0, 0, 2)])
+
+
+class Loaded(torch.nn.Module):
+    """A model that looks, when a bucket comes, how many of the tensors before it are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: list[StorageWeakRef] = []
+        self.there: list[int] = []
+
+    def load_weights(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        self.there.append(sum(not storage.expired() for storage in self.before))
+        self.before += [StorageWeakRef(tensor.untyped_storage()) for _, tensor in tensors]
+
+
+def test_a_trial_load_has_the_dense_tensors_of_one_bucket() -> None:
+    layouts = [
+        BucketLayout(tuple(TensorSlot(f"{bucket}.{n}", "bfloat16", (4, 4), 64 * n) for n in range(2)), (), 128)
+        for bucket in range(3)
+    ]
+    model = Loaded()
+    views.TrialLoad(model, layouts, torch.device("cpu"), lambda slot: None).load(lambda slot, tensor: None)
+    assert model.there == [0, 0, 0]

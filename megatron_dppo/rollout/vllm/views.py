@@ -140,6 +140,7 @@ class TrialLoad:
                 recorder.tensors = {_memory(tensor): name for name, tensor in tensors.items()}
                 if tensors:
                     self._model.load_weights(list(tensors.items()))
+                tensors.clear()  # before those of the next bucket are drawn
                 for slot in stacks:
                     tensor = self._numbers(slot.name)
                     recorder.tensors = {_memory(tensor): slot.name}
