@@ -130,9 +130,9 @@ def train_cases(rank: int, path: str, layout: dict, lesson: Lesson, cases: list[
     return results
 
 
-def train_families(rank: int, jobs: list[tuple[str, dict, Lesson, list[Case]]]) -> list[list[Trained]]:
-    """Models, layouts and cases in turn on the same ranks."""
-    return [train_cases(rank, *job) for job in jobs]
+def train_layouts(rank: int, path: str, lesson: Lesson, jobs: list[tuple[dict, list[Case]]]) -> list[list[Trained]]:
+    """Layouts and their cases in turn on the same ranks."""
+    return [train_cases(rank, path, layout, lesson, cases) for layout, cases in jobs]
 
 
 def build_actor(

@@ -19,7 +19,7 @@ from tests.actor.matrix import (
     check_refusal,
     runs,
     train_cases,
-    train_families,
+    train_layouts,
 )
 from tests.actor.reference import compare_training
 from tests.distributed import run_ranks
@@ -74,7 +74,8 @@ def test_three_steps_equal_transformers_in_every_combination(world: World, layou
 
 
 def check_layout(world: World, layout: str, cases: list[Case]) -> None:
-    """On fresh ranks for every few cases: groups that were made anew leave their threads and sockets behind."""
+    """On fresh ranks for every few cases: groups that were made anew leave sockets behind, and threads, each of which
+    looks for work a hundred times a second."""
     ranks, sizes = LAYOUTS[layout]
     for few in (cases[i : i + 6] for i in range(0, len(cases), 6)):
         results = run_ranks(train_cases, ranks, str(world.path), sizes, world.lesson, few, timeout=60 + 60 * len(few))
@@ -91,7 +92,7 @@ TOGETHER: dict[int, list[str]] = {1: ["1 rank"], 2: ["TP2", "PP2", "CP2", "EP2",
 
 @pytest.mark.parametrize("ranks", TOGETHER)
 def test_other_families_equal_transformers(worlds: Callable[[str], World], ranks: int) -> None:
-    """All of them in turn in one group of processes; the objectives' own differences are the first family's matter."""
+    """The objectives' own differences are the first family's matter."""
     todo = [(family, layout) for family in FAMILIES for layout in TOGETHER[ranks] if runs(family, layout)]
     check_families(worlds, ranks, [(family, layout, [FEW[i % 2]]) for i, (family, layout) in enumerate(todo)])
 
@@ -110,15 +111,17 @@ def test_other_families_equal_transformers_in_every_layout(
 
 
 def check_families(worlds: Callable[[str], World], ranks: int, todo: list[tuple[str, str, list[Case]]]) -> None:
-    jobs = [(str(worlds(f).path), LAYOUTS[layout][1], worlds(f).lesson, cases) for f, layout, cases in todo]
-    results = run_ranks(train_families, ranks, jobs, timeout=60 + 60 * len(jobs))
-    for number, (family, layout, cases) in enumerate(todo):
-        for index, case in enumerate(cases):
-            of_ranks = [result[number][index] for result in results]
-            assert all(other.metrics == of_ranks[0].metrics for other in of_ranks), (
-                f"{family}, {layout}: ranks disagree"
-            )
-            compare(worlds(family), case, of_ranks[0])
+    """On fresh ranks for every family, see `check_layout`."""
+    for family, of_family in itertools.groupby(todo, key=lambda one: one[0]):
+        world, jobs = worlds(family), [(LAYOUTS[layout][1], cases) for _, layout, cases in of_family]
+        results = run_ranks(train_layouts, ranks, str(world.path), world.lesson, jobs, timeout=60 + 60 * len(jobs))
+        for number, (sizes, cases) in enumerate(jobs):
+            for index, case in enumerate(cases):
+                of_ranks = [result[number][index] for result in results]
+                assert all(other.metrics == of_ranks[0].metrics for other in of_ranks), (
+                    f"{family}, {sizes}: ranks disagree"
+                )
+                compare(world, case, of_ranks[0])
 
 
 def compare(world: World, case: Case, got: Trained) -> None:
