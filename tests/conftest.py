@@ -29,13 +29,22 @@ GROUP_OF = {f"tests/rollout/{name}.py": "engines" for name in ENGINES} | {
 time may use (a GPU). Any other file is a group of its own."""
 
 FIRST = (
-    "tests/trainer/test_end_to_end.py",
     "engines",
+    "tests/rollout/test_families.py",
+    "tests/trainer/test_end_to_end.py",
+    "tests/actor/test_matrix.py",
+    "tests/docker/test_start_node.py",
     "tests/rollout/test_fleet.py",
-    "tests/trainer/test_sudoku.py",
     "tests/examples/test_make_model.py",
+    "tests/frame/test_example_script.py",
+    "tests/examples/test_smollm2_lane.py",
+    "tests/checkpoint/test_round_trip.py",
+    "tests/planner/test_parameters.py",
+    "tests/cluster/test_vanished_node.py",
+    "tests/trainer/test_sudoku.py",
+    "tests/trainer/test_agent_run.py",
 )
-"""Groups of a minute and more: what is long and begins last makes one worker wait for the other."""
+"""Groups of a minute and more, longest first: what is long and begins last makes one worker wait for the other."""
 
 SHARED = {"served": "engines", "served_mixed": "engines"}
 """Fixtures of which there is to be one, and the group whose files may use it."""

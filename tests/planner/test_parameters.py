@@ -35,10 +35,7 @@ LAYOUTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "DeepSeek-R1-Distill-Qwen-1.5B": [(1, {}), (4, {"tensor": 4, "sequence_parallel": True})],
     "Mixtral-8x7B": [(16, {"tensor": 2, "pipeline": 2, "expert": 4, "sequence_parallel": True})],
     "OLMoE-1B-7B": [(1, {}), (8, {"tensor": 4, "expert": 8, "sequence_parallel": True})],
-    "GLM-4.5-Air": [
-        (1, {}),
-        (16, {"tensor": 2, "pipeline": 2, "expert": 8, "sequence_parallel": True}),
-    ],
+    "GLM-4.5-Air": [(16, {"tensor": 2, "pipeline": 2, "expert": 8, "sequence_parallel": True})],
     "MiniMax-M2": [(16, {"tensor": 4, "pipeline": 2, "expert": 8, "sequence_parallel": True})],
     "Qwen3-Next-80B-A3B": [(32, {"tensor": 2, "pipeline": 4, "expert": 8, "sequence_parallel": True})],
     "Qwen3.5-27B": [(8, {"tensor": 4, "pipeline": 2, "sequence_parallel": True})],

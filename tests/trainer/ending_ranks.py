@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-PROMPTS, PER_MINI_BATCH, SAMPLES, RESPONSE = 6, 2, 2, 6
+PROMPTS, PER_MINI_BATCH, SAMPLES, RESPONSE, SEED = 6, 2, 2, 6, 3
 MINI_BATCHES = PROMPTS // PER_MINI_BATCH
 
 
@@ -54,8 +54,11 @@ def run_all(rank: int, model: str, runs: Sequence[Run]) -> list[Ending]:
     """The runs, one after another, in one Ray."""
     import torch.distributed as dist
 
+    from megatron_dppo.actor import runtime as actor_runtime
     from megatron_dppo.rollout.ray_session import RaySession
 
+    # Once: gloo's groups have a thread each that looks for work a hundred times a second until the process ends.
+    runtime = actor_runtime.start(config_of(model, runs[0]).parallel, seed=SEED, timeout_minutes=3)
     box = [None]
     if rank == 0:
         session = RaySession.start(namespace="endings", object_store_mib=100)
@@ -65,7 +68,7 @@ def run_all(rank: int, model: str, runs: Sequence[Run]) -> list[Ending]:
         session = RaySession.connect(box[0])
     try:
         fleet = _fleet(config_of(model, runs[0]), "kept") if rank == 0 else None  # its store takes a second to start
-        endings = [_run(rank, model, run, fleet) for run in runs]
+        endings = [_run(runtime, model, run, fleet) for run in runs]
         if fleet is not None:
             fleet.close()
         return endings
@@ -80,7 +83,7 @@ def config_of(model: str, run: Run) -> Any:
     pattern = {"kind": "format", "pattern": ".*[a-zA-Z0-9].*"}
     return Config.model_validate(
         {
-            "run": {"dir": run.folder, "seed": 3},
+            "run": {"dir": run.folder, "seed": SEED},
             "model": {"path": model},
             "actor": {
                 **{"dtype": "float32", "max_tokens_per_microbatch": 256},
@@ -103,11 +106,10 @@ def config_of(model: str, run: Run) -> Any:
     )
 
 
-def _run(rank: int, model: str, run: Run, kept: Any) -> Ending:
-    from megatron.core import parallel_state
+def _run(runtime: Any, model: str, run: Run, kept: Any) -> Ending:
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from transformers import AutoTokenizer
 
-    from megatron_dppo.actor import runtime as actor_runtime
     from megatron_dppo.launch.heartbeat import Heartbeat
     from megatron_dppo.launch.stop import StopRequest
     from megatron_dppo.models.hf_config import load_hf_config
@@ -119,11 +121,10 @@ def _run(rank: int, model: str, run: Run, kept: Any) -> Ending:
     from megatron_dppo.trainer.tracking import Tracker
     from megatron_dppo.trainer.train import build_actor
 
-    config = config_of(model, run)
+    config, rank = config_of(model, run), runtime.rank
+    model_parallel_cuda_manual_seed(SEED)
     config.run.dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        runtime = actor_runtime.start(config.parallel, seed=3, timeout_minutes=3)
-        stack.callback(parallel_state.destroy_model_parallel)
         heartbeat = stack.enter_context(Heartbeat(config.run.dir, rank, limit=600).running())
         actor = build_actor(runtime, config, load_hf_config(config.model.path))
         checkpoints = Checkpoints(config, {"task": "sums"}, actor)
@@ -140,7 +141,7 @@ def _run(rank: int, model: str, run: Run, kept: Any) -> Ending:
             tracker = stack.enter_context(Tracker(config.run.dir, resume_step=first_step if run.resume else None))
             progress = Progress(total_steps=run.steps)
             progress.phase("starting ranks")  # as `train` has; the console of a test breaks at a step
-            evaluator = Evaluator(fleet, suite, config.evaluation, config.rollout, 3)
+            evaluator = Evaluator(fleet, suite, config.evaluation, config.rollout, SEED)
             controller = Controller(fleet, suite, evaluator, tracker, progress)
         trainer = Trainer(
             runtime, config, actor=actor, checkpoints=checkpoints, controller=controller, heartbeat=heartbeat,
