@@ -68,8 +68,8 @@ class Core(Protocol):
         ...
 
     async def hold(self, *, cut: bool) -> None:
-        """Take no step until `resume`, and forget keys and values that are kept for later requests. `cut` ends what is
-        under way after the token it is at, with finish reason "length", or "abort" where it has none."""
+        """Take no step until `resume`. `cut` ends what is under way after the token it is at, with finish reason
+        "length", or "abort" where it has none."""
         ...
 
     async def pause(self) -> None:
@@ -100,7 +100,8 @@ class Core(Protocol):
         ...
 
     async def finish_update(self, version: int) -> list[WorkerSync]:
-        """All came: the core has the weights of `version`. Raises `IncompleteSync` for what the model lacks now."""
+        """All came: the core has the weights of `version`, and no keys and values of others. Raises `IncompleteSync`
+        for what the model lacks now."""
         ...
 
     async def abandon_update(self, version: int) -> None:

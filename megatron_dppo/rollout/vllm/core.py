@@ -59,8 +59,9 @@ class VllmCore:
         await self.engine.is_paused()
 
     async def hold(self, *, cut: bool) -> None:
-        # What the pause does to those that are cut: see `record_scheduler`.
-        await self.engine.pause_generation(mode="abort" if cut else "wait", clear_cache=True)
+        # What the pause does to those that are cut: see `record_scheduler`. AsyncLLM's own would then sleep for 20 ms,
+        # for callers that look at once for what ended. The prefix cache is emptied at the end of the sync.
+        await self.engine.engine_core.pause_scheduler_async(mode="abort" if cut else "wait", clear_cache=False)
 
     async def pause(self) -> None:
         await self.engine.pause_generation(mode="keep", clear_cache=False)
@@ -103,21 +104,20 @@ class VllmCore:
             await self._update(info)
 
     async def finish_update(self, version: int) -> list[WorkerSync]:
-        await self.engine.finish_weight_update()
+        reports = await self.engine.collective_rpc("end_weight_sync")
         self._receiving = False
-        for worker, layers in enumerate(await self.engine.collective_rpc("incomplete_layers")):
+        for worker, (_, layers, _, _) in enumerate(reports):
             if layers:
                 raise IncompleteSync(
                     f"weight version {version}: worker {worker} has {len(layers)} layers without all of their weights; "
                     + "; ".join(layers[:4])
                 )
-        held = await self.engine.collective_rpc("held_weight_version")
+        held = [one for one, _, _, _ in reports]
         if set(held) != {version}:
             raise RuntimeError(f"after the sync to weight version {version} the engine's workers hold {held}")
         if not await self.engine.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be emptied after a weight sync")
-        reports = await self.engine.collective_rpc("weight_sync_report")
-        return [WorkerSync(dict(sums), WorkerReport(**dict(measured))) for sums, measured in reports]
+        return [WorkerSync(dict(sums), WorkerReport(**dict(measured))) for _, _, sums, measured in reports]
 
     async def abandon_update(self, version: int) -> None:
         if not self._receiving:  # vLLM closes a session in which a bucket failed; the next sync clears up after it

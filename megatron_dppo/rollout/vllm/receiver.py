@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -359,20 +359,16 @@ class ReportsWeights:
     """Mixed into vLLM's worker (`worker_extension_cls`), so that the engine can ask every worker what it holds."""
 
     weight_transfer_engine: BucketReceiver
+    finish_weight_update: Callable[[], None]
+    """vLLM's."""
 
-    def held_weight_version(self) -> int | None:
-        """Version of this worker's weights; None before the first sync, during one, and after one that died."""
-        return self.weight_transfer_engine.version
-
-    def incomplete_layers(self) -> list[str]:
-        """Of the last sync: layers that did not get all of their weights, by name."""
-        return self.weight_transfer_engine.incomplete
+    def end_weight_sync(self) -> tuple[int | None, list[str], list[tuple[int, int]], list[tuple[str, float]]]:
+        """Finish a sync. What this worker holds then, in one answer: the version of its weights (None where some did
+        not come), by name the layers that did not get all of theirs, (bucket, checksum), and (measure, value)."""
+        self.finish_weight_update()
+        done = self.weight_transfer_engine
+        return done.version, done.incomplete, list(done.checksums.items()), list(done.measured.items())
 
     def wrongly_quantised(self) -> list[str]:
         """See the function of this name."""
         return wrongly_quantised(self.weight_transfer_engine.model)
-
-    def weight_sync_report(self) -> tuple[list[tuple[int, int]], list[tuple[str, float]]]:
-        """Of the last sync: (bucket, checksum) and (measure, value) of this worker."""
-        receiver = self.weight_transfer_engine
-        return list(receiver.checksums.items()), list(receiver.measured.items())

@@ -11,7 +11,7 @@ The record has no field of its own name: vLLM's client decodes outputs by place,
 it hands on the routes alone as an array.
 
 A request asks for it by `SamplingParams.extra_args = HOLD`. Others are served as ever. A request that its client aborts
-leaves nothing. `pause_generation(mode="abort")` cuts: who has sampled something ends with the next token, as if it had
+leaves nothing. A pause of mode "abort" cuts: who has sampled something ends with the next token, as if it had
 come to its `max_tokens`, and is sent with its record; who has not, or lost its place to others and waits, is aborted.
 """
 
