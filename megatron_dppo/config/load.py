@@ -61,6 +61,10 @@ def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides:
                 _put(merged, kind, key, OmegaConf.to_container(OmegaConf.select(given, key)))
             else:
                 merged = OmegaConf.merge(merged, given)
+    except TypeError as error:  # a list in place of a section, or the other way round
+        raise UserError(
+            f"override {override}: a list and a section do not merge; give a section as {{...}}, a list as [...]"
+        ) from error
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"overrides {' '.join(overrides)} cannot be applied to {where}: {_reason(error)}") from error
     try:

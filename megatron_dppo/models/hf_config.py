@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
@@ -42,6 +42,8 @@ _WITHOUT_EFFECT = decoder.words(
         chunk_size_feed_forward pretraining_tp
     """
 )
+_GENERATION = frozenset(vars(GenerationConfig()))
+"""What older files have of `generate`'s settings."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _MOST_EXPERTS = 2**18
 """In all layers together."""
@@ -218,16 +220,20 @@ def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig
     raw = {name: value for name, value in raw.items() if name not in _LOADER}
     fixed = decoder.FIXED | dict(family.fixed)
     ours = _WITHOUT_EFFECT | decoder.READS | family.reads | set(fixed)
-    ignored = tuple(name for name in raw if name not in ours and not _transformers_reads(family.reference, name))
+    ignored = tuple(
+        name
+        for name in raw
+        if name not in ours and (name in _GENERATION or not _transformers_reads(family.reference, name))
+    )
     refuse_kinds(raw, ours, where)
+    settings = {k: v for k, v in raw.items() if k != "model_type" and k not in ignored}
     try:
-        # a copy: transformers writes into nested settings
-        settings = copy.deepcopy({k: v for k, v in raw.items() if k != "model_type" and k not in ignored})
-        config = AutoConfig.for_model(family.reference, **settings)
-        family.amend(config)
+        config = _described(family, settings)
         usual = type(config)()
     except Exception as error:  # transformers validates with several exception types of its own
-        raise UserError(f"{where}: {' '.join(str(error).split())}") from None
+        at = next((name for name in settings if _is_at_fault(family, settings, name)), None)
+        said = " ".join(str(error).split())
+        raise UserError(f"{where}: {at}: {said}; correct {at}" if at else f"{where}: {said}") from None
     for other, name in usual.attribute_map.items():
         if other in raw and name in raw and raw[other] != raw[name]:
             raise UserError(
@@ -257,6 +263,21 @@ def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig
         )
     described = {one.name: getattr(found, one.name) for one in fields(found)}
     return HFConfig(**described, family=family, path=path, config=config, ignored=ignored)
+
+
+def _described(family: Family, settings: dict[str, Any]) -> Any:
+    config = AutoConfig.for_model(family.reference, **copy.deepcopy(settings))  # it writes into nested ones
+    family.amend(config)
+    return config
+
+
+def _is_at_fault(family: Family, settings: dict[str, Any], name: str) -> bool:
+    """Whether transformers takes the other fields."""
+    try:
+        _described(family, {other: value for other, value in settings.items() if other != name})
+    except Exception:
+        return False
+    return True
 
 
 def _text_part(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:

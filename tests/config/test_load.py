@@ -152,6 +152,7 @@ def test_a_saved_config_loads_again(config_file, tmp_path):
         ("trainer=null", "config key trainer=None: is a section; give it settings, or leave it out"),
         ("run.seed=99999999999999999999", "run.seed=99999999999999999999: Input should be less than 4294967296"),
         ("task.seed=4294967296", "config key task.seed=4294967296: Input should be less than 4294967296"),
+        ("run=[]", "override run=[]: a list and a section do not merge"),
         ("run.seed", "override 'run.seed' must look like section.key=value"),
     ],
 )

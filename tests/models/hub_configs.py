@@ -405,6 +405,15 @@ REFUSED: dict[str, tuple[Config, str]] = {
         CONFIGS["Mixtral-8x7B"] | {"sliding_window": 4096},
         "sliding_window",
     ),
+    "Qwen3 in numbers of no kind": (CONFIGS["Qwen3-8B"] | {"torch_dtype": "auto"}, "torch_dtype"),
+    "Qwen3 that rotates by kinds of layers": (
+        CONFIGS["Qwen3-8B"] | {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+        "rope_parameters",
+    ),
+    "Mixtral stretched by lists": (
+        CONFIGS["Mixtral-8x7B"] | {"rope_scaling": {"rope_type": "longrope"}},
+        "rope_scaling",
+    ),
     "Mixtral with noise": (CONFIGS["Mixtral-8x7B"] | {"router_jitter_noise": 0.1}, "router_jitter_noise"),
     "MiniMaxAI/MiniMax-M2": (CONFIGS["MiniMax-M2"] | {"quantization_config": _FP8}, "quantization_config"),
     "MiniMax whose bias vLLM would leave out": (

@@ -3,6 +3,7 @@ would change it is named."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ UNPUBLISHED: dict[str, dict[str, Any]] = {
     "GLM with yarn": LOADED["zai-org/GLM-4.5"]
     | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 131072}},
     "an epsilon that the norms of latent vectors do not have": LOADED["zai-org/GLM-4.7-Flash"] | {"rms_norm_eps": 1e-2},
+    "heads as wide as the hidden size gives": {name: value for name, value in _MOE.items() if name != "head_dim"},
+    "settings of generate": _DENSE | {"do_sample": True, "max_length": 4096, "temperature": 0.9, "top_k": 50},
     "neutral values": _DENSE | {"is_causal": True, "quantization_config": None, "partial_rotary_factor": 1.0},
 }
 """What transformers makes of fields that no file above has."""
@@ -144,6 +147,25 @@ def test_logits_equal_transformers(tmp_path: Path) -> None:
     wrong = {name: error for name, error in errors.items() if isinstance(error, str) or not error < 1e-4}
     assert not wrong
     assert len(errors) == len(configs)
+
+
+def test_files_as_transformers_writes_them_are_read_alike(tmp_path: Path) -> None:
+    """With `dtype` and `rope_parameters`, every field spelled out or the unusual ones alone."""
+    for number, (name, config) in enumerate(LOADED.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        seeing = text_fields(config) is not config
+        known = AutoConfig.from_pretrained(folder) if seeing else transformers_config(folder)
+        expected = _read(config)
+        for unusual_alone in (False, True):
+            assert _read(json.loads(known.to_json_string(use_diff=unusual_alone))) == expected, name
+
+
+def _read(config: dict[str, Any]) -> dict[str, Any]:
+    model = resolve_hf_config(config)
+    aside = ("family", "path", "config", "ignored")
+    return {one.name: getattr(model, one.name) for one in dataclasses.fields(model) if one.name not in aside}
 
 
 @pytest.mark.parametrize("name", LOADED)

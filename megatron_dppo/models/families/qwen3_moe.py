@@ -11,7 +11,7 @@ from megatron_dppo.models.names import Table
 
 
 def _read(config: PreTrainedConfig) -> Architecture:
-    if config.head_dim is None:
+    if getattr(config, "head_dim", 0) is None:
         raise UserError("head_dim is null, with which transformers has no model; set it to what the weights have")
     return decoder(config, qk_norm="head", moe=_moe(config))
 

@@ -143,11 +143,14 @@ def _reason(error: Exception) -> str:
 
 
 def _json(path: Path) -> Iterator[Row]:
-    """One object, or a list of objects."""
+    """One object, a list of objects, or JSON lines under that name, as `datasets` writes them."""
     try:
         with _open(path) as stream:
             value = json.loads(stream.read().decode("utf-8-sig"))
     except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # a whole value, and something behind it
+            yield from _json_lines(path)
+            return
         raise UserError(f"{path}, line {error.lineno}: not valid JSON: {error}") from error
     except (ValueError, RecursionError) as error:
         if isinstance(error, UnicodeDecodeError):

@@ -63,7 +63,13 @@ def write_json(path: Path, rows: list) -> Path:
     return path
 
 
-WRITERS = {"q.jsonl": write_jsonl, "q.parquet": write_parquet, "saved": write_saved, "q.json": write_json}
+WRITERS = {
+    "q.jsonl": write_jsonl,
+    "q.parquet": write_parquet,
+    "saved": write_saved,
+    "q.json": write_json,
+    "lines.json": write_jsonl,
+}
 
 
 def read(path: Path, **settings):
