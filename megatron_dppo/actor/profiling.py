@@ -156,7 +156,7 @@ _COMPUTE = (
     ("LM head", ("_TokenStats", "CrossEntropy", "LinearWithGradAccumulation")),
     ("attention core", ("FusedAttnFunc", "AttnFuncWithCP", "FlashAttn", "FlashWithSinks", "scaled_dot_product")),
     ("experts: grouped GEMM", ("GroupedLinear",)),
-    ("experts: activation", ("SwiGLU",)),
+    ("experts: activation", ("SwiGLU", "AddBias")),
     ("experts: permutation", ("moe_permute", "moe_unpermute", "moe_chunk_sort", "_AllToAll")),
     ("router", ("RouterGatingLinear",)),
     ("linear layers and norms", ("_Linear", "_LayerNormLinear", "RMSNorm", "LayerNormFn", "aten::linear")),

@@ -286,7 +286,6 @@ def _experts(layout: Layout) -> Sequence[Operator]:
     scores = _FLOAT * rows * moe.experts if moe.score == "sigmoid" else 0
     sorted_by = chosen if sorted_again else 0
     resorted = received if sorted_again else 0
-    biased = 2 * received if moe.linear_bias else 0
     return (
         Operator("norm", 2 * residual + _FLOAT * rows, residual, 3 * residual),
         *_shared(layout),
@@ -307,8 +306,8 @@ def _experts(layout: Layout) -> Sequence[Operator]:
         Operator(
             "experts, fc2",
             (0 if again else down if adapted else 0) + low,
-            held + (3 if apart else 1) * received + (down if again or not adapted else 0) + biased + resorted,
-            residual + received + (2 if again else 1) * down + fc2 + biased + resorted,
+            held + (3 if apart else 1) * received + (down if again or not adapted else 0) + resorted,
+            residual + received + (2 if again else 1) * down + fc2 + resorted,
         ),
         Operator("combine", 0, held + 2 * received, residual + received + max(received, sent)),
     )

@@ -30,7 +30,7 @@ from megatron_dppo.checkpoint.state_parts import distributed_parts
 from megatron_dppo.checkpoint.training_state import TrainingStates
 from tests.actor.matrix import SHAPE, Case, advantages, build_actor
 from tests.actor.reference import make_rollout
-from tests.tiny import tiny_qwen3_moe
+from tests.tiny import tiny_model
 
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
 ADAM = {"lr": 1e-3, "epsilon": 1e-8, "weight_decay": 0.01}
@@ -39,9 +39,9 @@ ADAM = {"lr": 1e-3, "epsilon": 1e-8, "weight_decay": 0.01}
 class Bench:
     """Makes actors of one model and trains them on one rollout."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.model = folder, str(folder / "model")
-        model = tiny_qwen3_moe(self.model, seed=3, **SIZES)
+    def __init__(self, folder: Path, family: str = "qwen3_moe", **sizes: int) -> None:
+        self.folder, self.model = folder, str(folder / family)
+        model = tiny_model(family, self.model, seed=3, **(SIZES | sizes))
         self.batch: RolloutBatch = make_rollout(model, seed=4, temperature=1.0, **SHAPE)
 
     def actor(self, dtype: str = "bfloat16", case: Case | None = None, **options: Any) -> MegatronActor:
@@ -141,6 +141,14 @@ def experts(bench: Bench) -> dict[str, Any]:
     return found
 
 
+def biased_experts(bench: Bench) -> dict[str, Any]:
+    """The same of gpt-oss's experts, and an update with their activation computed again."""
+    other = Bench(bench.folder, "gpt_oss", intermediate_size=128)
+    ways = {how: other.updates(other.actor(case=Case(recompute=how)), 1)[0] for how in ("none", "activation")}
+    norms = {how: [m["optimizer/loss"], m["optimizer/grad_norm"]] for how, m in ways.items()}
+    return experts(other) | {"recompute": norms}
+
+
 def offload(bench: Bench) -> dict[str, Any]:
     """Given steps with everything moved to the host and back between them, and without; then a real update of each."""
     found: dict[str, Any] = {}
@@ -232,7 +240,17 @@ def recompute(bench: Bench) -> dict[str, Any]:
     return found
 
 
-ORDER = (few_launches, experts, loss_scaling, offload, auxiliary_losses, overlaps, recompute, state_on_the_host)
+ORDER = (
+    few_launches,
+    experts,
+    biased_experts,
+    loss_scaling,
+    offload,
+    auxiliary_losses,
+    overlaps,
+    recompute,
+    state_on_the_host,
+)
 CHECKS: dict[str, Callable[[Bench], dict[str, Any]]] = {check.__name__: check for check in ORDER}
 
 

@@ -11,6 +11,7 @@ from megatron_dppo.models.direct_norm import call_norms_directly
 from megatron_dppo.models.experts.activation import WeightedSwiGLU
 from megatron_dppo.models.experts.grouped import GroupedLinear, add_weight_gradients
 from megatron_dppo.models.lora.grouped import AdaptedGroupedLinear
+from tests.models import test_biased_experts as biased
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,6 +97,14 @@ def test_activation_times_probability(rows: int, width: int) -> None:
     for got, right in ((value, wanted), (gate_up.grad, exact.grad)):
         assert torch.equal(got, right.to(torch.bfloat16)) or (got.double() - right).norm() <= 2e-3 * right.norm()
     assert (probability.grad.double() - weight.grad).norm() <= 1e-5 * weight.grad.norm()
+
+
+@pytest.mark.parametrize("where", ["main_grad", "grad", "frozen"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activation_and_biases_of_experts(where: str, dtype: torch.dtype) -> None:
+    for case in [*biased.CASES, ([700, 0, 5000, 31], 2880, 2880)]:
+        biased.check(*case, where, "cuda", dtype)
+    biased.check_that_nan_stays("cuda")
 
 
 @pytest.mark.parametrize(("shape", "centred"), [((300, 1, 256), False), ((70, 1, 4, 128), False), ((5, 64), True)])

@@ -85,7 +85,7 @@ class GroupedLinear(torch.autograd.Function):
         weights = ctx.weights
         if not weights[0].requires_grad:
             return dx, None, None, None, *([None] * len(weights))
-        mains = [w.main_grad for w in weights] if ctx.add and hasattr(weights[0], "main_grad") else None
+        mains = main_grads(weights, ctx.add)
         if mains is None:
             return dx, None, None, None, *_products(dy, x, ends).unbind()
         main = stacked(mains)
@@ -93,10 +93,20 @@ class GroupedLinear(torch.autograd.Function):
             torch._foreach_add_(mains, list(_products(dy, x, ends).unbind()))
         else:
             add_weight_gradients(main, dy, x, ends)
-        for weight in weights:
-            weight.grad_added_to_main_grad = True
-        placeholder = _placeholder(weights[0].shape, weights[0].dtype, weights[0].device)
-        return dx, None, None, None, *(placeholder.detach() for _ in weights)
+        return dx, None, None, None, *added(weights)
+
+
+def main_grads(parameters: Sequence[Any], add: bool) -> list[Tensor] | None:
+    """The float32 buffers that the gradients of all these parameters are added to, if they are."""
+    return [p.main_grad for p in parameters] if add and hasattr(parameters[0], "main_grad") else None
+
+
+def added(parameters: Sequence[Any]) -> list[Tensor]:
+    """Mark that gradients were added to `main_grad`; what autograd gets makes DistributedDataParallel's hook run."""
+    for parameter in parameters:
+        parameter.grad_added_to_main_grad = True
+    placeholder = _placeholder(parameters[0].shape, parameters[0].dtype, parameters[0].device)
+    return [placeholder.detach() for _ in parameters]
 
 
 def add_weight_gradients(

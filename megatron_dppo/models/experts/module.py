@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
 from operator import itemgetter
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_utils import permute
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
 from megatron_dppo.models.experts.activation import WeightedSwiGLU, recompute_for_backward, weighted_swiglu
+from megatron_dppo.models.experts.biased import AddBias, ClampedSwiGLU, clamped_swiglu
 from megatron_dppo.models.experts.grouped import GroupedLinear, stacked, unusable
 from megatron_dppo.models.live import ADAPTER
 
@@ -51,14 +54,20 @@ def recompute_cheap_parts(layers: Iterable[torch.nn.Module]) -> None:
                 dispatcher.recompute_rows = True
 
 
-def _weights(linear: Any) -> tuple[torch.nn.Parameter, ...]:
-    found: Any = _by_expert(linear.num_gemms)(linear._parameters)
+def _weights(linear: Any, kind: str = "weight") -> tuple[torch.nn.Parameter, ...]:
+    found: Any = _by_expert(kind, linear.num_gemms)(linear._parameters)
     return found if isinstance(found, tuple) else (found,)
 
 
 @functools.cache
-def _by_expert(experts: int) -> Any:
-    return itemgetter(*(f"weight{expert}" for expert in range(experts)))
+def _by_expert(kind: str, experts: int) -> Any:
+    return itemgetter(*(f"{kind}{expert}" for expert in range(experts)))
+
+
+def _biases(linear: Any) -> tuple[Any, ...]:
+    """The last arguments of `ClampedSwiGLU` and `AddBias`."""
+    biases = _weights(linear, "bias")
+    return torch.stack(biases).detach(), bool(linear.fuse_wgrad_accumulation), biases
 
 
 @torch.no_grad()
@@ -77,14 +86,16 @@ def _line_up(linear: Any) -> None:
 
 class OneLaunchExperts(TEGroupedMLP):
     """`TEGroupedMLP` whose products take all experts in one launch (`GroupedLinear`), activation and probabilities in
-    another. Where the tensors do not allow it (`why_not`), it is the stock class."""
+    another, biases behind the second matrix in a third. Where the tensors do not allow that
+    (`why_not`), it is the stock class."""
 
     def why_not(self, hidden: Tensor) -> str | None:
         """Why TransformerEngine's loop over the experts computes this, or None."""
-        if self.config.moe_apply_probs_on_input or self.config.add_bias_linear:
-            return "probabilities on the input, or biases"
-        if not self.config.gated_linear_unit or self.config.activation_func is not torch.nn.functional.silu:
-            return "an activation that is not gated SiLU"
+        if self.config.moe_apply_probs_on_input:
+            return "probabilities on the input"
+        biased, wanted = self.config.add_bias_linear, self.config.activation_func
+        if not self.config.gated_linear_unit or wanted is not (quick_gelu if biased else torch.nn.functional.silu):
+            return "an activation that is neither gated SiLU nor, with biases, the clamped SwiGLU"
         if self.offload_expert_fc1 or self.offload_moe_act:
             return "offloaded activations"
         for linear in (self.linear_fc1, self.linear_fc2):
@@ -111,11 +122,22 @@ class OneLaunchExperts(TEGroupedMLP):
             return super().forward(hidden, tokens_per_expert, permuted_probs, output_buffer, grad_input_buffer)
         ends = tokens_per_expert.to(hidden.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         gate_up, _ = self.linear_fc1(hidden, ends)
-        weighted = WeightedSwiGLU.apply(gate_up, permuted_probs)
+        inputs: tuple[Any, ...] = gate_up.detach(), permuted_probs.detach()
+        again: Any = weighted_swiglu
+        if self.config.add_bias_linear:
+            limit = self.config.activation_func_clamp_value
+            clamp = (math.inf if limit is None else limit), self.config.glu_linear_offset
+            bias, add, biases = _biases(self.linear_fc1)
+            weighted = ClampedSwiGLU.apply(gate_up, permuted_probs, ends, bias, *clamp, add, *biases)
+            inputs, again = (*inputs, ends, bias, *clamp), clamped_swiglu
+        else:
+            weighted = WeightedSwiGLU.apply(gate_up, permuted_probs)
         output, _ = self.linear_fc2(weighted, ends)
+        if self.config.add_bias_linear:
+            bias, add, biases = _biases(self.linear_fc2)
+            output = AddBias.apply(output, permuted_probs, ends, bias, add, *biases)
         if self.activation_recompute and output.requires_grad:
-            inner, outer = gate_up.detach(), permuted_probs.detach()
-            recompute_for_backward(output, weighted, lambda out: weighted_swiglu(inner, outer, out))
+            recompute_for_backward(output, weighted, lambda out: again(*inputs, out))
         return output, None
 
 

@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+from megatron_dppo.models.experts.biased_kernels import rows_of_tile
+
 
 @triton.jit
 def add_low_rank(
@@ -20,17 +22,8 @@ def add_low_rank(
     Program (column block, tile): blocks of COLUMNS are counted part by part, tiles of ROWS rows expert by expert.
     EXPERTS is `experts` rounded up to a power of two, PADDED likewise RANK, but 16 to 128: the rank in such blocks.
     """
-    tile = tl.program_id(1)
-    expert = tl.arange(0, EXPERTS)
-    end = tl.load(ends + expert, mask=expert < experts, other=0)
-    start = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < experts), other=0)
-    tiles = (end - start + ROWS - 1) // ROWS
-    behind = tl.cumsum(tiles, 0)
-    mine = tl.sum((behind <= tile).to(tl.int32), 0)
+    mine, first, stop = rows_of_tile(tl.program_id(1), ends, experts, EXPERTS, ROWS)
     if mine < experts:
-        here = expert == mine
-        first = tl.sum(tl.where(here, start + (tile - (behind - tiles)) * ROWS, 0), 0)
-        stop = tl.sum(tl.where(here, end, 0), 0)
         row = first + tl.arange(0, ROWS)
         blocks = (part + COLUMNS - 1) // COLUMNS
         which = tl.program_id(0) // blocks
