@@ -59,9 +59,12 @@ class Episode:
         return self._text(observation, info)
 
     def step(self, action: str) -> Turn:
-        """Raises UserError for a reward that is no finite number."""
+        """Raises UserError for a reward that is no finite number, and for text in place of one or of yes and no."""
         with own_random_state():
             observation, reward, terminated, truncated, info = self._environment.step(action)
+        for what, given in (("reward", reward), ("terminated", terminated), ("truncated", truncated)):
+            if isinstance(given, str | bytes):  # float("1") is a number, and bool("no") is True
+                raise UserError(f"{self._name}.step({action!r:.60}) gave the {what} {given!r:.60}; it must not be text")
         value = float(reward)
         if not np.isfinite(value):
             raise UserError(f"{self._name}.step({action!r:.60}) gave the reward {value}; it must be a finite number")

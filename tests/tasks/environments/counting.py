@@ -33,6 +33,17 @@ class Counting:
                     return 3, 1.0, False, False, {}
                 case "nan":
                     return "x", math.nan, False, False, {}
+                case "text":
+                    return "x", "1.0", False, False, {}
+                case "no":
+                    return "x", 1.0, "no", False, {}
+                case "exit":
+                    raise SystemExit(0)
+                case "closed":
+                    os.closerange(0, 64)
+                case "flood":
+                    os.write(1, b"x" * (1 << 26))
+                    raise ValueError("after 64 MiB of output")
                 case "huge":
                     return "x", 1e39, False, False, {}
                 case "none":

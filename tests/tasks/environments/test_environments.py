@@ -256,6 +256,11 @@ MISBEHAVIOUR = {
     "crash": "its worker process ended with status 3",
     "number": "gave the observation 3; it must be text",
     "nan": "gave the reward nan",
+    "text": "gave the reward '1.0'; it must not be text",
+    "no": "gave the terminated 'no'; it must not be text",
+    "exit": "its worker process ended with status 1",
+    "closed": "its worker process ended with",
+    "flood": "ValueError: after 64 MiB of output",
     "huge": r"the reward 1e\+39 is outside of its bounds \[-100, 100\]",
     "none": "TypeError",
     "long": "a reply of .* bytes; at most 1,048,576 are read",
@@ -292,7 +297,7 @@ def test_an_environment_that_misbehaves_ends_its_own_episode_only(tokenizer, cap
     assert episodes.rewards.errors == {"environment": len(ways)}
     assert episodes.rewards.timeouts == {"environment": 2}
     assert episodes.rewards.verifier_errors == len(ways)
-    assert "the environment failed in 11 of 20 episodes" in caplog.text
+    assert "the environment failed in 16 of 20 episodes" in caplog.text
     last = policy.requests[3][-1]
     assert tokenizer.decode(last.prompt_ids).endswith(
         f"seed {prompts[-1].metadata['seed']} step 3 heard on<|assistant|>"
