@@ -84,9 +84,11 @@ def report(out: Path) -> int:
 
 
 def _runs(out: Path, experiment: str) -> Arms:
-    """The runs of each arm, by seed, as far as they came."""
+    """The runs of each arm, by seed, as far as they came: one that is in its first step has nothing yet."""
     arms: dict[str, dict[int, History]] = {}
     for file in sorted((out / experiment).glob(f"**/seed-*/{METRICS_FILE}")):
+        if not file.stat().st_size:
+            continue
         history = History.read(file)
         if len(history[REWARD]):
             arm = str(file.parent.parent.relative_to(out / experiment))

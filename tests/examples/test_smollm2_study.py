@@ -139,6 +139,9 @@ def test_the_largest_value_that_learns(tmp_path: Path, capsys: pytest.CaptureFix
         for rate, by_seed in rates.items():
             for seed, end in enumerate(by_seed):
                 logged(tmp_path, f"rates/{algorithm}/{rate}/seed-{seed}", [0.1, end])
+    begun = tmp_path / "rates/cispo/1e-05/seed-0/metrics.jsonl"
+    begun.parent.mkdir(parents=True)
+    begun.touch()
     assert report.report(tmp_path) == 0
     # The best gains 0.4: a run learns from 0.1 + 0.2 on.
     printed = capsys.readouterr().out
