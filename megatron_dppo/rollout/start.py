@@ -27,7 +27,6 @@ from megatron_dppo.rollout.reference.core import ReferenceEngine
 from megatron_dppo.rollout.stored import RolloutHandle
 from megatron_dppo.rollout.weight_transfer.broadcast import BroadcastSender
 from megatron_dppo.rollout.weight_transfer.ipc import IpcSender
-from megatron_dppo.rollout.weight_transfer.manifest import Packed
 from megatron_dppo.rollout.weight_transfer.recipients import Recipients
 
 
@@ -134,10 +133,9 @@ def open_rollout(handle: RolloutHandle) -> RolloutSource:
 class WeightSender(Protocol):
     """Brings every bucket to every engine; every rank has one."""
 
-    packed: Packed
-
-    def send(self, version: int, to: Recipients | None) -> None:
-        """Collective over the trainer; `to` on the controller, rank 0, alone."""
+    def send(self, version: int, to: Recipients | None) -> dict[int, int]:
+        """Collective over the trainer; `to` on the controller, rank 0, alone. Returns checksums by bucket, on every
+        rank, which every worker's must equal."""
         ...
 
     def close(self) -> None: ...

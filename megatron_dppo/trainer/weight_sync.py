@@ -140,8 +140,7 @@ class WeightSync:
             if to is not None:
                 to.wait(to.ask(lambda engine: engine.begin_update(version)))
         with clock("transfer"):
-            self._sender.send(version, to)
-            packed = self._sender.packed.collect()
+            packed = self._sender.send(version, to)
         with clock("end"):
             if to is None:
                 return

@@ -61,8 +61,7 @@ def sync(
         if rank == 0:
             to = Recipients([Client(name) for name in names if name not in failed], timeout_s=60)
             to.wait(to.ask(lambda engine: engine.begin_update(version)))  # noqa: B023
-        senders[way].send(version, to)
-        packed = senders[way].packed.collect()
+        packed = senders[way].send(version, to)
         if to is not None:
             assert way == "object_store" or sorted(packed) == list(range(len(buckets.layouts))), to.errors
             to.wait(to.ask(lambda engine: engine.end_update(version, packed)))  # noqa: B023

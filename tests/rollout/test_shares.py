@@ -19,7 +19,7 @@ from megatron_dppo.rollout.weight_transfer.broadcast import BroadcastSender
 from megatron_dppo.rollout.weight_transfer.group import Meeting, WeightGroup
 from megatron_dppo.rollout.weight_transfer.incoming import Incoming
 from megatron_dppo.rollout.weight_transfer.ipc import IpcSender
-from megatron_dppo.rollout.weight_transfer.manifest import IncompleteSync, Manifest
+from megatron_dppo.rollout.weight_transfer.manifest import IncompleteSync, Manifest, gathered
 from megatron_dppo.rollout.weight_transfer.recipients import Recipients
 from megatron_dppo.rollout.weight_transfer.turns import Emptying, Filling
 from tests.distributed import PATIENCE_S, run_ranks
@@ -110,7 +110,7 @@ def colocated(rank: int, gone: int) -> tuple[list[str], bool, bool]:
     reading.start()
     sender._fill(memory, turns)
     reading.join(PATIENCE_S)
-    packed = sender.packed.collect()
+    packed = gathered(sender._packed.take())
     due = {i: v for i, v in packed.items() if buckets.layouts[i].goes_to(rank % 2)}
     closed = not worker._buffers and not turns.attended
     return worker.wrong(rank % 2), worker.checksums() == due and len(packed) == len(buckets.layouts), closed
@@ -177,8 +177,7 @@ def broadcast(rank: int, gone: bool) -> tuple[dict[str, list[list[str]]], list[s
         if to is not None:
             engines[1].gone = gone and version == 2
             to.wait(to.ask(lambda engine: engine.begin_update(version)))  # noqa: B023
-        sender.send(version, to)
-        packed = sender.packed.collect()
+        packed = sender.send(version, to)
     sender.close()
     if to is None:
         return {}, []

@@ -11,7 +11,6 @@ import torch
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.checkpoint.weight_layout import Bucket, BucketLayout, unpack
 from megatron_dppo.rollout.engine import RolloutEngine
-from megatron_dppo.rollout.weight_transfer.manifest import Packed
 from megatron_dppo.rollout.weight_transfer.recipients import Pending, Recipients
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]
@@ -24,11 +23,9 @@ class ObjectStoreSender:
 
     def __init__(self, buckets: WeightBuckets, device: torch.device, change: Change | None = None) -> None:
         self._buckets, self._device, self._change = buckets, device, change
-        self.packed = Packed()
-        """Empty: a bucket in the store is whole or it is not there."""
 
-    def send(self, version: int, to: Recipients | None) -> None:
-        """Collective over the trainer; `to` on the controller, rank 0, alone."""
+    def send(self, version: int, to: Recipients | None) -> dict[int, int]:
+        """See `WeightSender.send`. No checksums: a bucket in the store is whole or it is not there."""
         payload = torch.empty(self._buckets.largest, dtype=torch.uint8, device=self._device)
         loading: Pending[None] | None = None
         for index, layout in enumerate(self._buckets.layouts):
@@ -46,6 +43,7 @@ class ObjectStoreSender:
             loading = to.ask(partial(_load, version=version, reference=reference))
         if to is not None:
             to.wait(loading)
+        return {}
 
     def close(self) -> None:
         """Nothing stays open between syncs."""

@@ -142,8 +142,8 @@ class WeightUpdates[C: Core]:
             if self._came and len(shares) > len(synced):
                 raise IncompleteSync(f"{len(shares)} workers were sent weights of their own, {len(synced)} answer")
             for worker, one in enumerate(synced):
-                due = {i: v for i, v in (checksums or {}).items() if self._layouts[i].goes_to(worker)}
-                wrong = sorted(i for i, value in due.items() if one.checksums.get(i) != value)
+                due = [i for i, layout in enumerate(self._layouts) if self._came and layout.goes_to(worker)]
+                wrong = [i for i in due if (checksums or {}).get(i, -1) != one.checksums.get(i)]
                 if wrong:
                     raise ChecksumMismatch(
                         f"weight version {version}: worker {worker} loaded other bytes than the trainer packed in "

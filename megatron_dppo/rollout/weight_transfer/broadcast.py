@@ -20,7 +20,7 @@ from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.launch.network import own_address
 from megatron_dppo.rollout.engine import EngineClient, Rendezvous, RolloutEngine, TransferTerms
 from megatron_dppo.rollout.weight_transfer.group import GroupClosed, Meeting, WeightGroup
-from megatron_dppo.rollout.weight_transfer.manifest import Packed
+from megatron_dppo.rollout.weight_transfer.manifest import Packed, gathered
 from megatron_dppo.rollout.weight_transfer.recipients import Pending, Recipients
 
 _ATTEMPTS = 3
@@ -50,23 +50,25 @@ class BroadcastSender:
         """Whom the communicator has."""
         self._told: set[str] = set()
         """Engines that know the layouts."""
-        self.packed = Packed()
+        self._packed = Packed()
+        self._sums: dict[int, int] = {}
+        """What `send` returns."""
 
-    def send(self, version: int, to: Recipients | None) -> None:
-        """Collective over the trainer; `to` on the controller, rank 0, alone. Raises what a rank failed with where it
-        was not the communicator that broke."""
+    def send(self, version: int, to: Recipients | None) -> dict[int, int]:
+        """See `WeightSender.send`. Raises what a rank failed with where it was not the communicator that broke."""
         for left in reversed(range(_ATTEMPTS)):
             before = set(to.errors) if to else set()
             error = self._attempt(version, to)
             if self._settled(error):
-                return
+                break
             self._leave()
             if to is not None and left:
                 # All that took part failed; only those that do not answer now are to blame.
                 to.forgive(to.errors.keys() - before)
                 to.wait(to.ask(lambda engine: engine.begin_update(version)))
             if not left or not self._from_controller(bool(to and to.engines)):
-                return
+                break
+        return self._sums
 
     def close(self) -> None:
         """Leave the communicator."""
@@ -74,7 +76,9 @@ class BroadcastSender:
 
     def _attempt(self, version: int, to: Recipients | None) -> Exception | None:
         """One try; what this rank, or on the controller an engine, failed with."""
-        terms = self._from_controller(self._terms(to) if to is not None else None)
+        own = self._terms(to) if to is not None else None
+        receiving = self._receiving(to, version) if own is None else None  # the call is on its way meanwhile
+        terms = self._from_controller(own)
         error: Exception | None = None
         if terms is not None:
             pending = self._invite(to, terms) if to is not None else None
@@ -85,15 +89,21 @@ class BroadcastSender:
             error = _first(error, to, pending)
             if not self._settled(error):
                 return error or GroupClosed("others did not join")
-        receiving = to.ask(lambda engine: engine.receive_group(version)) if to is not None else None
+            receiving = self._receiving(to, version)
+        mine: dict[int, int] = {}
         try:
             if self._group is not None:
                 self._broadcast(self._group, to, receiving)
+                mine = self._packed.take()
         except Exception as failure:
             error = failure
             if self._group is not None:
                 self._group.abort()
+        self._sums = gathered(mine)  # while the engines' answers are on their way
         return _first(error, to, receiving, 2 * self._timeout)
+
+    def _receiving(self, to: Recipients | None, version: int) -> Pending[None] | None:
+        return to.ask(lambda engine: engine.receive_group(version)) if to is not None else None
 
     def _terms(self, to: Recipients) -> tuple[Rendezvous, tuple[str, ...]] | None:
         """Of a new communicator; None where there is one with the same members."""
@@ -140,7 +150,7 @@ class BroadcastSender:
             payload = buffers[turn % 2]
             group.wait(under_way[turn % 2])
             buckets.write(index, payload)
-            self.packed.note(index, layout, payload)
+            self._packed.note(index, layout, payload)
             under_way[turn % 2] = [
                 group.broadcast(payload[part.start : part.stop], self._owners[part.source], layout.share)
                 for part in layout.segments

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.rollout.engine import EngineClient, RolloutEngine, TransferTerms
 from megatron_dppo.rollout.weight_transfer.cuda_ipc import gpu_uuid, share, take_back
-from megatron_dppo.rollout.weight_transfer.manifest import Packed
+from megatron_dppo.rollout.weight_transfer.manifest import Packed, gathered
 from megatron_dppo.rollout.weight_transfer.recipients import Recipients
 from megatron_dppo.rollout.weight_transfer.turns import Filling, TurnsBroken
 
@@ -38,7 +38,7 @@ class IpcSender:
         self._buckets, self._device, self._timeout, self._lent = buckets, device, timeout_s, lent
         self._told: set[str] = set()
         """Engines that know the layouts."""
-        self.packed = Packed()
+        self._packed = Packed()
         rank, ranks, workers = dist.get_rank(), range(dist.get_world_size()), max(len(buckets.shares), 1)
         self._worker = rank % workers
         """Number in its engine of the worker on this GPU: engines have consecutive ranks' GPUs, in order."""
@@ -50,8 +50,8 @@ class IpcSender:
             if rank in members:
                 self._groups[number] = group
 
-    def send(self, version: int, to: Recipients | None) -> None:
-        """Collective over the trainer; `to` on the controller, rank 0, alone."""
+    def send(self, version: int, to: Recipients | None) -> dict[int, int]:
+        """See `WeightSender.send`."""
         device = self._device
         buffers = [torch.empty(self._buckets.largest, dtype=torch.uint8, device=device) for _ in range(2)]
         turns = Filling(len(buffers), self._timeout)
@@ -68,6 +68,7 @@ class IpcSender:
         except BaseException:
             turns.give_up()
             raise
+        sums = gathered(self._packed.take())  # while the last bucket is loaded
         if to is not None:
             to.wait(loading)
         dist.barrier()
@@ -77,6 +78,7 @@ class IpcSender:
         torch.cuda.ipc_collect()
         if not self._lent:
             torch.cuda.empty_cache()
+        return sums
 
     def close(self) -> None:
         """Nothing stays open between syncs."""
@@ -90,7 +92,7 @@ class IpcSender:
             if not layout.goes_to(self._worker):
                 aside = torch.empty_like(buffers[0]) if aside is None else aside
                 self._buckets.spread(index, aside, self._groups[layout.share])
-                self.packed.note(index, layout, aside)
+                self._packed.note(index, layout, aside)
                 continue
             if attended:
                 try:
@@ -99,7 +101,7 @@ class IpcSender:
                     attended = False
             payload = buffers[turn % len(buffers)]
             self._buckets.spread(index, payload, self._groups[layout.share])
-            self.packed.note(index, layout, payload)
+            self._packed.note(index, layout, payload)
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
             turns.end(turn)

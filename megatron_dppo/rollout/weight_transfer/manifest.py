@@ -130,9 +130,14 @@ class Packed:
         if part.source == self._rank:
             self._sums[index] = checksum(payload, part)
 
-    def collect(self) -> dict[int, int]:
-        """Of every bucket, on every rank; forgets them. Collective."""
-        found: list[dict[int, int]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(found, values_of(self._sums))
-        self._sums = {}
-        return {index: value for sums in found for index, value in sums.items()}
+    def take(self) -> dict[int, int]:
+        """Of the buckets that this rank noted; forgets them. Waits for the device."""
+        sums, self._sums = self._sums, {}
+        return values_of(sums)
+
+
+def gathered(sums: Mapping[int, int]) -> dict[int, int]:
+    """Checksums of every bucket, on every rank, of those that each one took. Collective."""
+    found: list[Mapping[int, int]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(found, sums)
+    return {index: value for one in found for index, value in one.items()}
