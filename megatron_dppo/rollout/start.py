@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
@@ -142,10 +143,14 @@ class WeightSender(Protocol):
 
 
 def weight_sender(
-    config: RolloutConfig, buckets: WeightBuckets, device: torch.device, change: Change | None
+    config: RolloutConfig,
+    buckets: WeightBuckets,
+    device: torch.device,
+    change: Change | None,
+    control: dist.ProcessGroup | None = None,
 ) -> WeightSender:
     """The sender of `rollout.weight_transfer`. `change` makes an engine's weights others than the trainer's, for a
-    study; UserError where weights do not pass the controller."""
+    study; UserError where weights do not pass the controller. `control`: of all ranks, for what is no weight."""
     way = config.transfer_for(device.type)
     if way == "object_store":
         return ObjectStoreSender(buckets, device, change)
@@ -154,9 +159,11 @@ def weight_sender(
             "trainer.engine_weight_noise changes the weights on the controller, through which only "
             f"rollout.weight_transfer=object_store sends them; here it is {way}"
         )
+    timeout_s = config.sync_timeout_s
     if way == "ipc":
-        return IpcSender(buckets, device, timeout_s=config.sync_timeout_s, lent=config.takes_turns)
-    return BroadcastSender(buckets, device, workers_per_engine=config.tensor_parallel, timeout_s=config.sync_timeout_s)
+        return IpcSender(buckets, device, timeout_s=timeout_s, lent=config.takes_turns, control=control)
+    workers = config.tensor_parallel
+    return BroadcastSender(buckets, device, workers_per_engine=workers, timeout_s=timeout_s, control=control)
 
 
 def require_cluster() -> None:

@@ -135,7 +135,8 @@ class WeightSync:
         if self._sender is None:
             noise = self._config.trainer.engine_weight_noise
             change = _noisy(noise, self._config.run.seed) if noise else None
-            self._sender = weight_sender(self._rollout, buckets, self._runtime.device, change)
+            control = self._runtime.control
+            self._sender = weight_sender(self._rollout, buckets, self._runtime.device, change, control)
         with clock("begin"):
             if to is not None:
                 to.wait(to.ask(lambda engine: engine.begin_update(version)))

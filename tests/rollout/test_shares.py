@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_dppo.checkpoint.weight_buckets import Source, WeightBuckets, by_matrix
 from megatron_dppo.checkpoint.weight_layout import unpack
@@ -169,7 +170,8 @@ def broadcast(rank: int, gone: bool) -> tuple[dict[str, list[list[str]]], list[s
     """Two syncs to a fleet: what is wrong with each worker of each engine after the second, and which engines failed
     in it."""
     buckets = buckets_on(rank, 2)
-    sender = BroadcastSender(buckets, CPU, workers_per_engine=2, timeout_s=20.0 if gone else 60.0)
+    timeout_s, control = 20.0 if gone else 60.0, dist.new_group()
+    sender = BroadcastSender(buckets, CPU, workers_per_engine=2, timeout_s=timeout_s, control=control)
     engines = [Engine("a"), Engine("b")]
     clients: Any = engines
     for version in (1, 2):

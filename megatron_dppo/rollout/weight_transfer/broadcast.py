@@ -37,9 +37,18 @@ class BroadcastSender:
     """
 
     def __init__(
-        self, buckets: WeightBuckets, device: torch.device, *, workers_per_engine: int, timeout_s: float
+        self,
+        buckets: WeightBuckets,
+        device: torch.device,
+        *,
+        workers_per_engine: int,
+        timeout_s: float,
+        control: dist.ProcessGroup | None = None,
     ) -> None:
-        self._buckets, self._device = buckets, device
+        """
+        control  of all ranks, for what is no weight. None: the world
+        """
+        self._buckets, self._device, self._control = buckets, device, control
         self._workers, self._timeout = workers_per_engine, timeout_s
         self._rank = dist.get_rank()
         self._owners = {rank: number for number, rank in enumerate(buckets.owners)}
@@ -99,7 +108,7 @@ class BroadcastSender:
             error = failure
             if self._group is not None:
                 self._group.abort()
-        self._sums = gathered(mine)  # while the engines' answers are on their way
+        self._sums = gathered(mine, self._control)  # while the engines' answers are on their way
         return _first(error, to, receiving, 2 * self._timeout)
 
     def _receiving(self, to: Recipients | None, version: int) -> Pending[None] | None:
@@ -167,7 +176,7 @@ class BroadcastSender:
         """Whether no rank failed. Raises, on every rank, where one failed by itself."""
         found: list[tuple[str, bool]] = [("", False)] * dist.get_world_size()
         mine = "" if error is None else f"{type(error).__name__}: {error}"
-        dist.all_gather_object(found, (mine, isinstance(error, GroupClosed)))
+        dist.all_gather_object(found, (mine, isinstance(error, GroupClosed)), group=self._control)
         for rank, (text, broken) in enumerate(found):
             if text and not broken:
                 self._leave()
@@ -176,7 +185,7 @@ class BroadcastSender:
 
     def _from_controller(self, value: Any) -> Any:
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self._control)
         return box[0]
 
 

@@ -29,13 +29,23 @@ class IpcSender:
     need.
     """
 
-    def __init__(self, buckets: WeightBuckets, device: torch.device, *, timeout_s: float, lent: bool = False) -> None:
+    def __init__(
+        self,
+        buckets: WeightBuckets,
+        device: torch.device,
+        *,
+        timeout_s: float,
+        lent: bool = False,
+        control: dist.ProcessGroup | None = None,
+    ) -> None:
         """
         timeout_s  for each bucket
         lent       whether the GPU changes hands afterwards, with all memory that torch keeps: giving it back here would
                    wait for the optimizer state that is on its way to the host
+        control    of all ranks, over gloo: what NCCL brings a rank comes to its host behind that state. None: the world
         """
         self._buckets, self._device, self._timeout, self._lent = buckets, device, timeout_s, lent
+        self._control = control
         self._told: set[str] = set()
         """Engines that know the layouts."""
         self._packed = Packed()
@@ -57,21 +67,21 @@ class IpcSender:
         turns = Filling(len(buffers), self._timeout)
         shared = share(buffers, turns.path, self._timeout)
         handles: list[tuple[str, bytes]] = [("", b"")] * dist.get_world_size()
-        dist.all_gather_object(handles, (gpu_uuid(device), pickle.dumps(shared)))
+        dist.all_gather_object(handles, (gpu_uuid(device), pickle.dumps(shared)), group=self._control)
         if to is not None:
             told = to.wait(to.ask_each(lambda engine: self._terms(engine, dict(handles))))
             self._told |= told.keys()
-        dist.barrier()  # engines that take part have their ends of the turns
+        dist.barrier(self._control)  # engines that take part have their ends of the turns
         loading = to.ask(lambda engine: engine.receive_shared(version)) if to is not None else None
         try:
             self._fill(buffers, turns)
         except BaseException:
             turns.give_up()
             raise
-        sums = gathered(self._packed.take())  # while the last bucket is loaded
+        sums = gathered(self._packed.take(), self._control)  # while the last bucket is loaded
         if to is not None:
             to.wait(loading)
-        dist.barrier()
+        dist.barrier(self._control)
         turns.close()
         take_back(shared)  # this GPU's engine may be down, or not among those that get these weights
         del buffers

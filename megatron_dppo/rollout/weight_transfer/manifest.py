@@ -136,8 +136,9 @@ class Packed:
         return values_of(sums)
 
 
-def gathered(sums: Mapping[int, int]) -> dict[int, int]:
-    """Checksums of every bucket, on every rank, of those that each one took. Collective."""
+def gathered(sums: Mapping[int, int], control: dist.ProcessGroup | None = None) -> dict[int, int]:
+    """Checksums of every bucket, on every rank, of those that each one took. Collective over `control`, or the
+    world."""
     found: list[Mapping[int, int]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(found, sums)
+    dist.all_gather_object(found, sums, group=control)
     return {index: value for one in found for index, value in one.items()}
