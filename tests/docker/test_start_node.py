@@ -177,7 +177,7 @@ from megatron_dppo.launch import exit_status, launch_local
 from megatron_dppo.launch.meeting import Meeting, Nodes
 from megatron_dppo.launch.restarts import Restarts
 number, port, program = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-nodes = Nodes(int(os.environ.get("NODES", 2)), number, "127.0.0.1", port, join_timeout_s=60)
+nodes = Nodes(int(os.environ.get("NODES", 2)), number, "127.0.0.1", port, join_timeout_s=300)
 meeting = Meeting(nodes, Restarts(Path(os.environ["RUN_DIR"]), limit=3, goes_on=True))
 sys.exit(exit_status(lambda: launch_local([sys.executable, program], processes=1, meeting=meeting)))
 """
@@ -187,7 +187,7 @@ from megatron_dppo.launch import exit_status
 
 def run():
     import torch.distributed as dist
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
     folder, rank = pathlib.Path(os.environ["RUN_DIR"]), dist.get_rank()
     if os.environ.get("FIRST_ENDS") and not any(folder.glob("done-*")):
         dist.barrier()
