@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -33,6 +34,10 @@ from megatron_dppo.launch.stop import DONE, REQUEST
 
 _ATTEMPTS = 4
 """To start Ray: it gives its daemons 30 s, and its head a few, which a busy machine may need for other things."""
+_PAUSE_S = 2.0
+"""Between two of them."""
+_LATE_S = 60.0
+"""What a process that waits for Ray may need beyond its time: to load Ray, and for the call that it is in."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -148,17 +153,25 @@ class RayNode:
             log = stack.enter_context(open(self._log, "ab"))
             attempt, process = 1, self._start(log, stack)
             wait = [sys.executable, "-c", _WAIT, str(self._expected), str(self._patience)]
-            said = subprocess.Popen(wait, stderr=subprocess.PIPE, text=True, preexec_fn=_die_with_parent)
-            stack.callback(_end, said)
-            while said.poll() is None:
+            # A file: Ray's core says a lot of a head that does not answer, and a full pipe would hold the waiter.
+            said = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+            waiter = subprocess.Popen(wait, stderr=said, preexec_fn=_die_with_parent)
+            stack.callback(_end, waiter)
+            end = time.monotonic() + self._patience + _LATE_S
+            while waiter.poll() is None:
                 meanwhile()
                 if (status := process.poll()) is not None:
                     if attempt == _ATTEMPTS:
                         raise NodeLost(f"Ray ended on node {self._nodes.number} with status {status}, see {self._log}")
+                    _end_session(process)  # its daemons would keep the ports
+                    time.sleep(_PAUSE_S)
                     attempt, process = attempt + 1, self._start(log, stack)
+                if time.monotonic() > end:
+                    raise NodeLost(f"Ray did not answer node {self._nodes.number} in time, see {self._log}")
                 time.sleep(0.2)
-            if said.returncode:
-                raise NodeLost(f"{said.communicate()[1].strip().rpartition(chr(10))[2]}; see {self._log}")
+            if waiter.returncode:
+                said.seek(0)
+                raise NodeLost(f"{said.read().strip().rpartition(chr(10))[2]}; see {self._log}")
             # `ray start` takes it for well-ordered when its raylet leaves because an agent of it was killed.
             started = psutil.Process(process.pid).children()
             self._process, self._daemons = process, [one for one in started if one.name() in ("raylet", "gcs_server")]
@@ -186,7 +199,7 @@ class RayNode:
             [sys.executable, "-c", _RAY, "start", *self._options()],
             stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent,
         )  # fmt: skip
-        stack.callback(_end, process)
+        stack.callback(_end_session, process)
         return process
 
     def _options(self) -> list[str]:
@@ -238,8 +251,25 @@ while (alive := sum(node["Alive"] for node in ray.nodes())) < int(sys.argv[1]):
 
 def _end(process: subprocess.Popen[Any]) -> None:
     process.terminate()
-    with suppress(subprocess.TimeoutExpired):
+    try:
         process.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _end_session(leader: subprocess.Popen[Any]) -> None:
+    """End a process and what is left of the session that it leads."""
+    _end(leader)
+    if psutil.pid_exists(leader.pid):  # another's: no number is given again while its session has a process
+        return
+    left = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) == leader.pid:
+                process.kill()
+                left.append(process)
+    psutil.wait_procs(left, timeout=30)
 
 
 def _die_with_parent() -> None:

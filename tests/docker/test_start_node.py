@@ -341,6 +341,7 @@ def test_a_ray_that_does_not_start_is_not_waited_for(
 ) -> None:
     """Nor is one whose other nodes are lost."""
     monkeypatch.setattr("megatron_dppo.launch.node._RAY", "import sys; sys.exit('no such option')")
+    monkeypatch.setattr("megatron_dppo.launch.node._PAUSE_S", 0.1)
     log = tmp_path / "ray-node-0.log"
     start = time.monotonic()
     with pytest.raises(NodeLost, match="Ray ended on node 0 with status 1, see"):
@@ -354,6 +355,55 @@ def test_a_ray_that_does_not_start_is_not_waited_for(
     with pytest.raises(NodeLost, match="another node failed"):
         ray_node.running(lost).__enter__()
     assert time.monotonic() - start < PATIENCE_S / 2
+
+
+SLEEPS = "import time; time.sleep(600)"
+
+
+def test_a_waiter_that_says_much_or_hangs_holds_nobody(ray_node: RayNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """160 KB are more than a pipe takes."""
+    monkeypatch.setattr("megatron_dppo.launch.node._RAY", SLEEPS)
+    talks = "import sys; [print('W' * 79, file=sys.stderr) for _ in range(2000)]"
+    monkeypatch.setattr("megatron_dppo.launch.node._WAIT", talks)
+    with ray_node.running(lambda: None):
+        ray_node.alive()
+    monkeypatch.setattr("megatron_dppo.launch.node._WAIT", f"{talks}; sys.exit('the last word')")
+    with pytest.raises(NodeLost, match=r"^the last word; see"):
+        ray_node.running(lambda: None).__enter__()
+    monkeypatch.setattr("megatron_dppo.launch.node._WAIT", SLEEPS)
+    monkeypatch.setattr("megatron_dppo.launch.node._LATE_S", 1.0 - PATIENCE_S)
+    with pytest.raises(NodeLost, match="Ray did not answer node 0 in time, see"):
+        ray_node.running(lambda: None).__enter__()
+
+
+def test_what_an_attempt_left_is_ended_before_the_next(
+    ray_node: RayNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon in a process group of its own, which no signal to its parent ends; the last attempt's as well."""
+    pids = tmp_path / "pids"
+    daemon = f"import os, signal, time; os.setpgid(0, 0); signal.signal(15, signal.SIG_IGN); {SLEEPS}"
+    ray = f"""
+import subprocess, sys
+daemon = subprocess.Popen([sys.executable, "-c", {daemon!r}])
+with open({str(pids)!r}, "a") as file:
+    print(daemon.pid, file=file)
+sys.exit("timed out")
+"""
+    monkeypatch.setattr("megatron_dppo.launch.node._RAY", ray)
+    monkeypatch.setattr("megatron_dppo.launch.node._WAIT", SLEEPS)
+    monkeypatch.setattr("megatron_dppo.launch.node._PAUSE_S", 0.1)
+    most = 0
+
+    def count() -> None:
+        nonlocal most
+        started = pids.read_text().split() if pids.exists() else []
+        most = max(most, sum(psutil.pid_exists(int(pid)) for pid in started))
+
+    with pytest.raises(NodeLost, match="Ray ended on node 0 with status 1"):
+        ray_node.running(count).__enter__()
+    started = pids.read_text().split()
+    assert (len(started), most) == (4, 1)
+    assert not any(psutil.pid_exists(int(pid)) for pid in started)
 
 
 @pytest.mark.full
