@@ -44,8 +44,9 @@ class LastState:
 
     That takes all ranks, so they meet first: where one of them failed alone, hangs or is gone, the others give up soon.
     Nothing is saved either where ranks may have stopped at different places of a pass or in an optimizer step
-    (`UpdateProgress.inside`). A step that was broken off between two of its gradient steps is saved as what it is: that
-    step, less its other answers. The state before it does not exist any more.
+    (`UpdateProgress.inside`). Of a step that was broken off between two of its gradient steps nothing is saved where
+    the state before it is: the run goes on from that as if nothing had happened. Where steps before it would be lost
+    too, it is saved as what it is, that step less its other answers: the state before it does not exist any more.
     """
 
     runtime: Runtime
@@ -65,6 +66,8 @@ class LastState:
             broken_off = update if update.done < update.of else None
         if step == trained.saved:
             return self._is_saved(step)
+        if broken_off is not None and trained.saved == step - 1:
+            return f"Step {step} was broken off after {broken_off}, so {self._older(trained.saved)}"
         if update is not None and update.inside:
             return f"The error came in the middle of a pass or an optimizer step, so {self._older(trained.saved)}"
         peer_is_gone = lost_a_peer(error) and not self.coordinator.told

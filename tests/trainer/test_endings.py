@@ -49,6 +49,8 @@ def endings(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, 
         "export": at("export", steps=1, fault=(0, 1, "export"), error=UserError("the disk is full")),
         "advantage": at("advantage", fault=(0, 2, "advantage")),
         "advantage resumed": at("advantage", resume=True),
+        "every": at("every", every=1, fault=(0, 2, "advantage")),
+        "every resumed": at("every", every=1, resume=True),
         "reward": at("reward", fault=(0, 2, "reward")),
         "first": at("first", fault=(0, 1, "score"), error=UserError(REASON)),
         "again": at("again", every=1, fault=(0, 2, "score"), error=UserError(REASON)),
@@ -130,6 +132,19 @@ def test_a_step_broken_off_between_gradient_steps_is_saved_as_that_and_goes_on_w
     assert resumed.finished
     assert resumed.logged == (1, 3)
     assert resumed.state == endings["advantage"][0].state, "nothing was saved after it"
+
+
+def test_a_step_broken_off_behind_a_saved_one_is_made_again(endings: dict[str, list[Ending]]) -> None:
+    for ending in endings["every"]:
+        assert ending.notes == (
+            "Step 2 was broken off after 2 of its 3 gradient steps, 1 of them skipped, so the newest state is the one "
+            "after step 1; run.dir=FOLDER trainer.resume=true goes on from it",
+        )
+        assert ending.state is not None
+        assert ending.state["step"] == 1
+    whole, resumed = endings["whole"][0], endings["every resumed"][0]
+    assert resumed.logged == whole.logged
+    assert same(resumed, whole)
 
 
 def test_a_reward_that_is_no_number_ends_the_run_after_what_was_trained(endings: dict[str, list[Ending]]) -> None:
