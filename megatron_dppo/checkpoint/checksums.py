@@ -83,7 +83,8 @@ def write_checksums(folder: Path, *, mark: str, known: Mapping[str, str] | None 
 def check_folder(
     folder: Path, *, mark: str, which: Callable[[str], bool] = lambda _: True, share: tuple[int, int] = (0, 1)
 ) -> bool:
-    """`UserError` names the first file that is not what was written. False for a folder that has no checksums.
+    """`UserError` names the first file that is absent or not what was written, `OSError` one that cannot be read. False
+    for a folder that has no checksums.
 
     which  the files to check, by their path in the folder
     share  (number, of): of those, every `of`-th from that number on
@@ -93,9 +94,9 @@ def check_folder(
         return False
     names = sorted(filter(which, digests))[share[0] :: share[1]]
     with ThreadPoolExecutor(_THREADS) as pool:
-        for name, reason in zip(names, pool.map(lambda n: _reason(folder / n, digests[n]), names), strict=True):
-            if reason:
-                raise UserError(f"{folder / name} {reason}")
+        for fault in pool.map(lambda name: _fault(folder / name, digests[name]), names):
+            if fault:
+                raise fault
     return True
 
 
@@ -105,7 +106,9 @@ def _read(file: Path, mark: str) -> dict[str, str] | None:
         *lines, rest = file.read_bytes().decode().split("\n")
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise _unreadable(file, error) from None
+    except UnicodeDecodeError as error:
         raise UserError(f"{file} is damaged: {error}") from None
     digests: dict[str, str] = {}
     for number, line in enumerate([*lines, *([rest] if rest else [])], start=1):
@@ -118,14 +121,20 @@ def _read(file: Path, mark: str) -> dict[str, str] | None:
     return digests
 
 
-def _reason(file: Path, digest: str) -> str | None:
-    if not file.is_file():
-        return "is missing"
+def _fault(file: Path, digest: str) -> UserError | OSError | None:
     try:
+        if not file.is_file():
+            return UserError(f"{file} is missing")
         found = _digest(file)
     except OSError as error:
-        return f"cannot be read: {error.strerror or error}"
-    return None if found == digest else f"is damaged, or of another folder: its checksum is not that in {CHECKSUMS}"
+        return _unreadable(file, error)
+    if found == digest:
+        return None
+    return UserError(f"{file} is damaged, or of another folder: its checksum is not that in {CHECKSUMS}")
+
+
+def _unreadable(file: Path, error: OSError) -> OSError:
+    return OSError(f"{file} cannot be read: {error.strerror or error}")
 
 
 def _digest(file: Path) -> str:

@@ -157,7 +157,7 @@ def require_unchanged(
     """`check_folder` of a model's or an adapter's folder. Those that others wrote have no checksums."""
     try:
         check_folder(folder, mark=mark, which=which, share=share)
-    except UserError as damage:
+    except (UserError, OSError) as damage:
         raise UserError(
             f"{damage}; fetch the folder again, or remove {CHECKSUMS} if you changed a file on purpose"
         ) from None

@@ -3,7 +3,8 @@
 A state carries its model's config and tokenizer in `hf/`, so that it can be exported wherever it is.
 
 A state is written as `.step_00000008.incomplete-...` and renamed when every file is on the disk. The checksums of all
-are written last, so that a folder that lost a file or a bit, or has a file of another state, is not loaded.
+are written last, so that a folder that lost a file or a bit, or has a file of another state, is not loaded. A run that
+goes on from an older one renames it to `damaged_step_00000008_TIME`, which nothing reads, counts or removes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import re
 import shlex
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
@@ -19,9 +21,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_dppo.checkpoint.atomic import INCOMPLETE, publish, replace_synced, write_synced
+from megatron_dppo.checkpoint.atomic import INCOMPLETE, publish, replace_synced, sync, write_synced
 from megatron_dppo.checkpoint.checksums import CHECKSUMS, check_folder, write_checksums
-from megatron_dppo.checkpoint.first_rank import on_first_rank, raise_from_any
+from megatron_dppo.checkpoint.first_rank import on_first_rank
 from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
 
@@ -86,34 +88,75 @@ def go_on_from(state: Path) -> str:
 def require_whole(folder: Path) -> None:
     """`UserError`, on every rank, where a file of the state is not what was saved: names it, and the newest older state
     that is whole. Collective, see `newest_whole`."""
-    state, damage = newest_whole(folder)
-    if damage:
+    try:
+        state, damaged = newest_whole(folder)
+    except OSError as error:
+        raise UserError(str(error)) from None
+    if damaged:
         raise UserError(
-            f"{damage}; copy the folder again or use the newest older state that is whole: name {state} in its place"
+            f"{damaged[folder]}; copy the folder again or use the newest older state that is whole: name {state} in "
+            "its place"
         )
 
 
-def newest_whole(folder: Path) -> tuple[Path, str]:
-    """`folder`, and no words. Where a file of the state is not what was saved: the newest older state beside it that is
-    whole, and what is wrong with that file; `UserError` where there is none.
+def newest_whole(folder: Path) -> tuple[Path, dict[Path, str]]:
+    """`folder`. Where a file of the state is not what was saved: the newest older state beside it that is whole, and
+    what is wrong with `folder` and those between; `UserError` where there is none.
 
-    Collective over all ranks, each of which reads a share of the files with the tensors and all of the small ones.
+    `OSError`, on every rank, where that cannot be said for sure: a file cannot be read, or two ranks do not find the
+    same. That may pass, and no step is lost for it. Collective over all ranks, each of which reads a share of the files
+    with the tensors and all of the small ones.
     """
-    damage = _damage(folder)
-    if damage is None:
-        return folder, ""
-    for state in on_first_rank(lambda: _older(folder)):
-        if _damage(state) is None:
-            return state, damage
-    raise UserError(f"{damage}; copy the folder again (no older state beside it is whole)")
+    damaged: dict[Path, str] = {}
+    for state in [folder, *on_first_rank(lambda: _older(folder))]:
+        damage = _damage(state)
+        if damage is None:
+            return state, damaged
+        damaged[state] = damage
+    raise UserError(f"{damaged[folder]}; copy the folder again (no older state beside it is whole)")
+
+
+def go_back(state: Path, damaged: Mapping[Path, str]) -> list[Path]:
+    """Let `latest` name `state` and rename what is `damaged`, so that it neither counts as one of those to keep nor
+    hides what is saved from here on. Returns the new names. One process only, when no other reads them any more."""
+    aside = {one: one.with_name(f"damaged_{one.name}_{time.strftime('%Y%m%d-%H%M%S')}") for one in damaged}
+    try:
+        replace_synced(state.parent / LATEST, state.name + "\n")  # first: it never names what is not there
+        for one, name in aside.items():
+            one.rename(name)
+        sync(state.parent)
+    except OSError as error:
+        raise UserError(f"{'; '.join(damaged.values())}; it cannot be renamed: {error.strerror}") from None
+    return list(aside.values())
 
 
 def _damage(folder: Path) -> str | None:
-    """What the first rank with a complaint found. Collective."""
+    """What the first rank with a complaint found, where a second one, far from it, finds the same in its place."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    faults = _gathered(_fault(folder, rank))
+    first = next((number for number, fault in enumerate(faults) if fault), None)
+    if first is None:
+        return None
+    second = 0 if first else ranks - 1
+    fault, again = faults[first], _gathered(_fault(folder, first) if rank == second else None)[second]
+    if isinstance(fault, UserError) and str(again) == str(fault):
+        return str(fault)
+    where = "" if str(again) == str(fault) else f" (on rank {first}, not on rank {second})"
+    raise OSError(f"{fault}{where}; if that does not pass: {folder.parent / LATEST} may name an older state")
+
+
+def _gathered(fault: UserError | OSError | None) -> list[UserError | OSError | None]:
+    found: list[UserError | OSError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, fault)
+    return found
+
+
+def _fault(folder: Path, rank: int) -> UserError | OSError | None:
+    """What this process finds in the share of `rank`."""
     try:
-        raise_from_any(lambda: _check_share(folder))
-    except UserError as error:
-        return str(error)
+        _check_share(folder, (rank, dist.get_world_size()))
+    except (UserError, OSError) as error:
+        return error if isinstance(error, UserError) else OSError(str(error))
     return None
 
 
@@ -123,15 +166,15 @@ def _older(folder: Path) -> list[Path]:
     return [state for state in reversed(states) if state.name < folder.name]
 
 
-def _check_share(folder: Path) -> None:
-    """`UserError` names a file that is missing, damaged or of another state. Every rank reads all small files, so that
-    none goes on with another description than the others, and its share of those with the tensors."""
+def _check_share(folder: Path, share: tuple[int, int]) -> None:
+    """`UserError` names a file that is missing, damaged or of another state, `OSError` one that cannot be read. Every
+    rank reads all small files, so that none goes on with another description than the others, and its share of those
+    with the tensors."""
     if not (folder / DESCRIPTION).is_file():
         raise UserError(f"{folder} is no complete training state: it has no {DESCRIPTION}")
     if not check_folder(folder, mark=DESCRIPTION, which=lambda name: not name.endswith(_DATA)):
         read_description(folder)  # of an older version, which wrote none?
         raise UserError(f"{folder / CHECKSUMS} is missing")
-    share = dist.get_rank(), dist.get_world_size()
     check_folder(folder, mark=DESCRIPTION, which=lambda name: name.endswith(_DATA), share=share)
 
 

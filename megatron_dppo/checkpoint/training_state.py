@@ -130,19 +130,19 @@ class TrainingStates:
 
     def load(self, folder: Path | str | None = None, *, checked: bool = False) -> Resumed:
         """Load the state in `folder` (default: the latest under `root`, and where that is damaged the newest older one
-        that is whole, with a warning) into the trainee, whatever layout saved it.
+        that is whole, with a warning and `state_folder.go_back`) into the trainee, whatever layout saved it.
 
         Refused with a `UserError`: an empty or incomplete folder, a file whose checksum is not that of the save (unless
         the caller has `checked` that by `require_whole`), another model, another parameter dtype, tensors that one side
-        lacks. Nothing in the folder is executed.
+        lacks. Nothing in the folder is executed. `OSError` as in `state_folder.newest_whole`.
         """
         self.trainee.require_present()
         # A shared file system may show nodes different states of its folders.
         source = Path(folder) if folder is not None else on_first_rank(self._latest)
         if folder is None:
-            source, damage = state_folder.newest_whole(source)
-            if damage and dist.get_rank() == 0:
-                logger.warning("%s; going on from %s, the newest older state that is whole", damage, source.name)
+            source, damaged = state_folder.newest_whole(source)
+            if damaged:
+                on_first_rank(lambda: self._go_back(source, damaged))
         elif not checked:
             state_folder.require_whole(source)
         described = state_folder.read_description(source)
@@ -183,6 +183,13 @@ class TrainingStates:
         if state != newest:
             logger.warning("%s says %s; %s is newer and is not used", self.root / "latest", state.name, newest.name)
         return state
+
+    def _go_back(self, source: Path, damaged: dict[Path, str]) -> None:
+        """On rank 0."""
+        aside = state_folder.go_back(source, damaged)
+        for damage, name in zip(damaged.values(), aside, strict=True):
+            words = "%s; kept as %s; going on from %s, the newest older state that is whole"
+            logger.warning(words, damage, name.name, source.name)
 
     def _model_state(self) -> dict[str, Any]:
         trainee = self.trainee

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.launch.rank import PROGRAM
 from megatron_dppo.launch.secrets import redact
 
-_STATES = "checkpoints/step_*/state.json"
+_STATES, _LATEST = "checkpoints/step_????????/state.json", "checkpoints/latest"
 _OF_A_RUN = ("metrics.jsonl", "samples.jsonl", "masked_tokens.jsonl", "mismatch.npz", "tensorboard")
 RESTARTS = "restarts.jsonl"
 """Of the run's folder: a line for every time that ranks were started again."""
@@ -48,13 +49,25 @@ class Restarts:
 
     _starts: int = field(default=0, init=False)
     _in_a_row: int = field(default=0, init=False)
-    _newest: str = field(default="", init=False)
+    _before: set[tuple[str, int]] = field(default_factory=set, init=False)
     _reason: str = field(default="", init=False)
 
     def state(self) -> str:
-        """Name of the newest whole state; "" where there is none."""
-        found = [] if self.folder is None else sorted(file.parent.name for file in self.folder.glob(_STATES))
-        return found[-1] if found else ""
+        """Name of the state that a start goes on from, see `latest_state`: not always that of the highest step. ""
+        where there is none."""
+        found = sorted(name for name, _ in self._saved())
+        if self.folder is None or not found:
+            return ""
+        with suppress(OSError):
+            named = (self.folder / _LATEST).read_bytes().decode(errors="replace").strip()
+            if named in found:
+                return named
+        return found[-1]
+
+    def _saved(self) -> set[tuple[str, int]]:
+        """The states by name and time: ranks that went back may save a step again."""
+        files = [] if self.folder is None else list(self.folder.glob(_STATES))
+        return {(file.parent.name, file.stat().st_mtime_ns) for file in files}
 
     def see(self, state: str) -> str:
         """Wait until it is the newest that this machine sees, for a while, and say so where it is not; returns it."""
@@ -73,20 +86,20 @@ class Restarts:
         """What the next start goes on from, see `state`. Where that is nothing, the rows of an earlier start are put
         aside, in the run's folder: in a container that may be a mount."""
         self._starts += 1
-        self._newest = self.state()
+        newest, self._before = self.state(), self._saved()
         if self.folder is None or (self._starts == 1 and not self.goes_on):
             return ""
         rows = [self.folder / name for name in _OF_A_RUN if (self.folder / name).exists()]
         end = time.monotonic() + self.seen_after_s
-        while rows and not self._newest and self._starts == 1 and time.monotonic() < end:
+        while rows and not newest and self._starts == 1 and time.monotonic() < end:
             time.sleep(0.2)
-            self._newest = self.state()
-        if not self._newest and rows:
+            newest, self._before = self.state(), self._saved()
+        if not newest and rows:
             lost = self.folder / f"lost-{time.strftime('%Y%m%d-%H%M%S')}"
             lost.mkdir(exist_ok=True)
             for path in rows:
                 path.rename(lost / path.name)
-        return self._newest
+        return newest
 
     def again(self, outcome: Outcome) -> bool:
         """Whether to start again; said on stderr and counted in the run's folder."""
@@ -94,11 +107,11 @@ class Restarts:
             return False
         message = redact(outcome.message)
         state, reason = self.state(), message[max(0, message.rfind(f"{PROGRAM}: ")) :].partition("\n")[0]
-        if state != self._newest:
+        if brought := self._saved() - self._before:
             self._in_a_row = 0
         step = int(state.rpartition("_")[2]) if state else 0
         newest = f"the newest state is the one after step {step}" if state else "no state is saved"
-        if state == self._newest and not outcome.lost and reason == self._reason:
+        if not brought and not outcome.lost and reason == self._reason:
             say(f"the same error came again; {newest}")
             return False
         self._reason = reason

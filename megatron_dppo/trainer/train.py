@@ -89,9 +89,9 @@ def train(
         _make_run_folder(config)
         if rank == 0:  # the others write nothing before they have met it
             stack.enter_context(lease(config.run.dir / LEASE, of=f"run.dir={config.run.dir}"))
-        if config.trainer.resume:
-            latest_state(checkpoint_root(config))
-        else:
+            if config.trainer.resume:  # others may see it late, and take what this rank sees
+                latest_state(checkpoint_root(config))
+        if not config.trainer.resume:
             require_unused(config.run.dir)
         suite = progress = None
         if rank == 0:

@@ -1,9 +1,11 @@
 """Training states: what stays, what a kill or a full disk leaves, and what is refused."""
 
+import errno
 import json
 import logging
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +15,11 @@ import pytest
 import xxhash
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
+from megatron_dppo.checkpoint import checksums
 from megatron_dppo.checkpoint.checksums import write_checksums
 from megatron_dppo.checkpoint.safe_dcp import read_index
-from megatron_dppo.checkpoint.state_folder import latest_state, read_description
+from megatron_dppo.checkpoint.state_folder import finished_states, latest_state, read_description
+from megatron_dppo.checkpoint.training_state import TrainingStates
 from megatron_dppo.errors import UserError
 from tests.checkpoint.training_ranks import (
     generators_after,
@@ -25,6 +29,7 @@ from tests.checkpoint.training_ranks import (
     save_into,
     save_several,
     save_until_killed,
+    trainee_from,
 )
 from tests.distributed import run_ranks
 from tests.tiny import tiny_qwen3_moe
@@ -188,6 +193,70 @@ def test_a_damaged_state_is_named_and_the_one_before_it_taken(
     assert reason in said
     assert said.endswith("; going on from step_00000003, the newest older state that is whole")
     assert second[1] == []
+    (kept,) = states.glob("damaged_step_00000004_*")
+    assert f"; kept as {kept.name}; " in said
+    assert [p.name for p in finished_states(states)] == ["step_00000003"]
+    assert latest_state(states).name == "step_00000003"
+
+
+@pytest.mark.parametrize(
+    ("trouble", "ranks"),
+    [("stale", [0, 1]), *((trouble, [rank]) for trouble in ("stale", "unseen", "other bytes") for rank in (0, 1))],
+)
+def test_what_cannot_be_read_or_one_rank_alone_finds_is_an_error_that_names_it_and_no_step_is_lost(
+    trouble: str, ranks: list[int], model: Path, root: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    """Not a UserError: the launcher starts again after it."""
+    states = copied(root, tmp_path)
+    first, second = run_ranks(load_with_trouble, 2, model, states, trouble, ranks)
+    assert first == second
+    reason = {
+        "stale": r"__\d_\d.distcp cannot be read: Stale file handle",
+        "unseen": "hf/config.json is missing",
+        "other bytes": r"__\d_\d.distcp is damaged, .*",
+    }
+    where = rf" \(on rank {ranks[0]}, not on rank {1 - ranks[0]}\)" if len(ranks) == 1 else ""
+    assert re.match(f"OSError: {states}/step_00000004/{reason[trouble]}{where}; if that does not pass: ", first), first
+    assert [p.name for p in finished_states(states)] == ["step_00000003", "step_00000004"]
+    assert latest_state(states).name == "step_00000004"
+
+
+def load_with_trouble(rank: int, model: Path, states: Path, trouble: str, ranks: list[int]) -> str:
+    """The error, where a file system shows `ranks` something else of files of the newest state."""
+    digest, is_file = checksums._digest, Path.is_file
+
+    def is_meant(file: Path) -> bool:
+        ending = "hf/config.json" if trouble == "unseen" else ".distcp"
+        return rank in ranks and "step_00000004" in str(file) and str(file).endswith(ending)
+
+    def troubled(file: Path) -> str:
+        if is_meant(file) and trouble == "stale":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return "0" * 32 if is_meant(file) and trouble == "other bytes" else digest(file)
+
+    checksums._digest = troubled
+    if trouble == "unseen":
+        Path.is_file = lambda self: not is_meant(self) and is_file(self)  # type: ignore[method-assign]
+    try:
+        return str(load_only(rank, model, states, EP2, {}))
+    except OSError as error:
+        return f"OSError: {error}"
+
+
+def test_the_state_that_a_run_went_back_to_is_not_removed_for_a_damaged_one(
+    model: Path, root: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    states = copied(root, tmp_path)
+    flipped(states / "step_00000004")
+    run_ranks(load_and_save_again, 2, model, states)
+    assert [p.name for p in finished_states(states)] == ["step_00000003", "step_00000004"]
+    assert len(list(states.glob("damaged_step_00000004_*"))) == 1
+    assert run_ranks(load_and_listen, 2, model, states, EP2) == [(4, []), (4, [])]
+
+
+def load_and_save_again(rank: int, model: Path, states: Path) -> None:
+    kept = TrainingStates(states, trainee_from(model, EP2, load=False), keep=2)
+    kept.save(kept.load().step + 1, {"position": 4})
 
 
 def load_and_listen(rank: int, model: Path, states: Path, layout: dict[str, int]) -> tuple[int, list[str]]:
@@ -204,8 +273,10 @@ def test_what_is_taken_is_whole_itself(model: Path, root: tuple[Path, dict[str, 
     shutil.copytree(states / "step_00000003", states / "step_00000002")
     flipped(states / "step_00000004")
     flipped(states / "step_00000003")
-    ((_, (said,)),) = run_ranks(load_and_listen, 1, model, states, {})
-    assert "; going on from step_00000002, " in said
+    ((step, said),) = run_ranks(load_and_listen, 1, model, states, {})
+    assert step == 3  # what the copy's description says
+    assert ["; going on from step_00000002, " in line for line in said] == [True, True]
+    assert [p.name for p in finished_states(states)] == ["step_00000002"]
     flipped(states / "step_00000002")
     assert "no older state beside it is whole" in run_ranks(load_only, 1, model, states, {}, {})[0]
 

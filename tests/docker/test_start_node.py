@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_dppo.checkpoint.state_folder import folder_name, go_back
 from megatron_dppo.launch.meeting import JobOver, Meeting, NodeLost, Nodes
 from megatron_dppo.launch.node import RayNode
 from megatron_dppo.launch.restarts import Outcome, Restarts
@@ -136,6 +137,49 @@ def test_how_it_ends_and_how_often_ranks_are_started(
         assert [line["after_step"] for line in counted] == [1, 2, 3, 4]
         assert [line["restart"] for line in counted] == [1, 1, 1, 1]
         assert all(arguments[-1] == "trainer.resume=true" for arguments in starts(tmp_path)[1:])
+
+
+def test_states_that_are_saved_after_going_back_count_as_new_ones(tmp_path: Path) -> None:
+    root, lost = tmp_path / "checkpoints", Outcome(1, "megatron-dppo: failed: lost")
+
+    def save(step: int) -> Path:
+        state = root / folder_name(step)
+        state.mkdir(parents=True)
+        (state / "state.json").touch()
+        (root / "latest").write_text(f"{state.name}\n")
+        return state
+
+    whole, damaged = save(10), save(20)
+    restarts = Restarts(tmp_path, limit=1, goes_on=True)
+    assert restarts.begin() == "step_00000020"
+    go_back(whole, {damaged: "a bit is flipped"})
+    assert restarts.again(lost)
+    assert restarts.begin() == "step_00000010"
+    for step in (12, 14, 20):
+        save(step)
+        assert restarts.again(lost)
+        assert restarts.begin() == folder_name(step)
+    (root / "latest").write_text("step_00000012\n")  # by hand
+    assert restarts.begin() == "step_00000012"
+    save(13)
+    assert restarts.again(lost)
+    restarts.begin()
+    assert not restarts.again(lost)
+    lines = [json.loads(line) for line in (tmp_path / "restarts.jsonl").read_text().splitlines()]
+    assert [(line["restart"], line["after_step"]) for line in lines] == [(1, 10), (1, 12), (1, 14), (1, 20), (1, 13)]
+
+
+def test_going_back_is_no_new_state(tmp_path: Path) -> None:
+    states = [tmp_path / "checkpoints" / folder_name(step) for step in (10, 20)]
+    for state in states:
+        state.mkdir(parents=True)
+        (state / "state.json").touch()
+    restarts = Restarts(tmp_path, limit=3, goes_on=True)
+    restarts.begin()
+    assert restarts.again(Outcome(1, "megatron-dppo: failed: X"))
+    restarts.begin()
+    go_back(states[0], {states[1]: "a bit is flipped"})
+    assert not restarts.again(Outcome(1, "megatron-dppo: failed: X"))
 
 
 def test_the_reason_of_a_restart_is_one_line(tmp_path: Path) -> None:
