@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -73,7 +74,9 @@ def flops(model: HFConfig, tokens: float, sequences: int) -> float:
 
 
 def planned_gib(config: Config, model: HFConfig, gpus: int, tokens: float, sequences: int) -> float:
-    """The planner's peak of a rank, for packs and sequences as long as they were."""
+    """The planner's peak of a rank, for packs and sequences as long as they were: all packs of a mini-batch are."""
+    of_rank = tokens * config.trainer.prompts_per_mini_batch / config.trainer.prompts_per_step / gpus
+    packs = math.ceil(of_rank / config.actor.max_tokens_per_microbatch)
     layout = Layout(
         model=model,
         gpu=find_gpu("h200-141g"),
@@ -81,7 +84,7 @@ def planned_gib(config: Config, model: HFConfig, gpus: int, tokens: float, seque
         parallel=config.parallel,
         recompute=config.actor.recompute,
         recompute_layers=config.actor.recompute_layers,
-        microbatch_tokens=int(min(tokens / gpus, config.actor.max_tokens_per_microbatch)),
+        microbatch_tokens=int(of_rank / packs),
         attention_span=int(tokens / sequences),
         optimizer_offload=config.optimizer.cpu_offload_fraction,
         lora=config.lora,

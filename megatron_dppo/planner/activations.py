@@ -28,6 +28,9 @@ rows that reach its experts, h hidden, q and k the query and key-value widths on
       its bias        nothing (each expert's rows with it, and all of them side by side, are freed at once)
     combine           nothing
 
+Rows in the experts' order are one tensor on one rank, the input of fc1; where experts are divided, the forward holds
+them as sent, as received and as sorted until the layer returns (`tests/planner/test_experts_memory.py` counts them).
+
 A layer that has a gated delta rule in place of attention (c: queries, keys and values, v: values, n heads of key size d
 on this rank), by flash-linear-attention's kernels; not yet measured:
 
@@ -263,14 +266,13 @@ def _experts(layout: Layout) -> Sequence[Operator]:
     residual = _HALF * rows * hidden
     sent = _HALF * rows * moe.topk * hidden
     received = layout.expert_rows * hidden * _HALF
-    # The all-to-all returns its input where there is one rank.
-    arrived = received if parallel.expert * parallel.expert_tensor > 1 else 0
+    divided = parallel.expert * parallel.expert_tensor > 1
     width = moe.intermediate_size // parallel.expert_tensor
     gate_up = layout.expert_rows * 2 * width * _HALF
     down = gate_up // 2
     local = moe.experts // parallel.expert
     again = layout.cheap_parts_again
-    sorted_again = again and not arrived
+    sorted_again = again and not divided
     # A product's weight gradients exist apart only where they are not added to the float32 buffer in place.
     fc2 = 0 if layout.weight_gradients_in_place else _HALF * local * width * hidden
     lora = layout.adapter_rank("experts")
@@ -278,11 +280,17 @@ def _experts(layout: Layout) -> Sequence[Operator]:
     low = _HALF * layout.expert_rows * lora
     apart = lora > 0 and not joins(lora)
     spread = _HALF * local * 2 * lora * 2 * width if apart else 0
-    factors = _HALF * local * 2 * lora * (hidden + width) + (0 if apart else 2 * low)
+    factors = _HALF * local * lora * (hidden + width) + (0 if apart else low)
     row_map = _FLOAT * rows * (2 * moe.experts + 1)
-    # The forward's own variables hold the rows as sent and as arrived, and the chosen experts, until the layer returns.
+    # The forward's own variables hold the chosen experts and rows as sent, as arrived and as sorted until the layer
+    # returns. On one rank these rows are one tensor, that of fc1.
+    unkept = 0 if adapted and not sorted_again else received
+    held = unkept + (sent + received if divided else 0)
     chosen = rows * moe.experts * (_FLOAT + 1)
-    held = sent + arrived + (0 if sorted_again else chosen) + (residual if moe.shared_size else 0)
+    held += (0 if sorted_again else chosen) + (residual if moe.shared_size else 0)
+    combined = (2 if moe.shared_size else 1) * residual
+    # The experts' output is there until the shared expert's is added; what was sorted anew is freed before.
+    joined = max(2 * received, received + sent, sent + combined) if divided else received + combined
     scores = _FLOAT * rows * moe.experts if moe.score == "sigmoid" else 0
     sorted_by = chosen if sorted_again else 0
     resorted = received if sorted_again else 0
@@ -295,21 +303,21 @@ def _experts(layout: Layout) -> Sequence[Operator]:
             rows * moe.experts * (4 * _FLOAT),
             3 * residual + 2 * _FLOAT * rows * hidden,
         ),
-        Operator("dispatch", row_map + sorted_by, held, residual + 2 * sent),
+        Operator("dispatch", row_map + sorted_by, held, residual + sent + (sent if divided else residual)),
         Operator(
             "experts, fc1",
             (0 if sorted_again else received if adapted else 0) + _FLOAT * layout.expert_rows + 2 * low + spread,
-            held + (3 * gate_up if apart else 0) + (received if sorted_again or not adapted else 0),
-            residual + gate_up + (2 if sorted_again else 1) * received + 2 * fc2 + spread + factors,
+            held + (3 * gate_up if apart else 0),
+            residual + gate_up + (2 if sorted_again else 1) * received + 2 * fc2 + spread + 2 * factors,
         ),
-        Operator("SwiGLU", gate_up, held + resorted, residual + down + gate_up + resorted),
+        Operator("SwiGLU", gate_up, held, residual + down + gate_up + resorted),
         Operator(
             "experts, fc2",
             (0 if again else down if adapted else 0) + low,
-            held + (3 if apart else 1) * received + (down if again or not adapted else 0) + resorted,
-            residual + received + (2 if again else 1) * down + fc2 + resorted,
+            held + (3 if apart else 1) * received + (down if again or not adapted else 0),
+            residual + received + resorted + max((2 if again else 1) * down + fc2 + factors, down + resorted),
         ),
-        Operator("combine", 0, held + 2 * received, residual + received + max(received, sent)),
+        Operator("combine", 0, held - resorted + joined, residual + received + (max(received, sent) if divided else 0)),
     )
 
 

@@ -136,12 +136,13 @@ def _layer_workspace(layers: list[LayerMemory], *, full: bool) -> tuple[int, str
     """The same of layers that are all recomputed, or all not."""
     best = (0, "")
     for layer in layers:
+        # The input of one that is recomputed is counted already. As large is what there is besides: in its forward the
+        # gradient of its output, in its backward the output made again.
         base = 0 if full else layer.kept
-        gradient = layer.boundary if full else 0
         name = "recomputed layer" if full else "layer"
         best = max(
             best,
-            (layer.forward_peak + gradient - base, f"{name}, forward"),
+            (layer.forward_peak - base, f"{name}, forward"),
             (layer.backward_peak - base, f"{name}, backward"),
         )
     return best

@@ -69,7 +69,8 @@ class GroupedLinear(torch.autograd.Function):
         add: bool,
         *weights: Float[Tensor, "N K"],
     ) -> Float[Tensor, "T N"]:
-        ctx.save_for_backward(x if weights[0].requires_grad else x[:0], ends)
+        # Of frozen weights nothing: a view of no rows, `x[:0]`, would hold them all.
+        ctx.save_for_backward(x if weights[0].requires_grad else x.new_empty((0, x.shape[1])), ends)
         ctx.stack, ctx.weights, ctx.add = stack, weights, add
         if not x.shape[0]:
             return x.new_zeros((0, stack.shape[1]))
