@@ -16,7 +16,8 @@ import torch
 from megatron.core.dist_checkpointing.strategies.torch import MCoreMetadata
 from safetensors.torch import load_file
 
-from megatron_dppo.checkpoint.megatron_files import MegatronFiles, find_iteration
+from megatron_dppo.checkpoint.megatron_files import LESS_ONE, MegatronFiles, find_iteration
+from megatron_dppo.checkpoint.megatron_save import _as_megatron_lm
 from megatron_dppo.checkpoint.safe_dcp import read_index
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import load_hf_config
@@ -106,6 +107,28 @@ def test_other_attention_goes_there_and_back_and_plain_megatron_core_reads_it(
         return
     for layout in ({"pipeline": 2}, sizes):
         assert min(run_ranks(read_plain, 2, models[name], tmp_path / "megatron", layout)) > 5
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 2.0**-29), (torch.bfloat16, 2.0**-45)])
+def test_from_which_size_on_a_weight_stored_less_1_comes_back(dtype: torch.dtype, least: float) -> None:
+    """Every number of the type's significand, from the least size that docs/checkpoints.md names to 16."""
+    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
+    generator = torch.Generator().manual_seed(0)
+    sizes = 2.0 ** torch.arange(torch.tensor(least).log2().item(), 4, dtype=torch.float64)
+    significands = 2 - torch.cat([torch.rand(500, generator=generator), torch.tensor([1.0, torch.finfo(dtype).eps])])
+    plain = (sizes[:, None] * significands).to(dtype).flatten()
+    plain = torch.cat([plain, -plain, torch.zeros(1, dtype=dtype)])
+    near = torch.tensor([1.3e-15, -1e-16, -0.0], dtype=dtype)
+
+    def back(weight: torch.Tensor) -> torch.Tensor:
+        entry = Namespace(key=f"decoder.layers.0.{LESS_ONE}", data=weight, dtype=dtype)
+        _as_megatron_lm({"norm": entry}, latent=False)
+        assert entry.dtype == torch.float64
+        return (entry.data + 1).to(dtype)
+
+    assert torch.equal(back(plain).view(bits), plain.view(bits))
+    assert not torch.equal(back(near).view(bits), near.view(bits))
+    assert (back(near).double() - near.double()).abs().max() <= 2.0**-53
 
 
 @pytest.mark.full
