@@ -128,9 +128,11 @@ def _engine(
 
 
 def own_experts(model: HFConfig, tensor: int, settings: EngineSettings) -> float:
-    """Of the experts' numbers, what the GPU of an engine has that has most: slices of all, or whole ones."""
-    assert model.moe is not None
-    return -(-model.moe.experts // tensor) / model.moe.experts if settings.expert_parallel else 1 / tensor
+    """Of the experts' numbers, what the GPU of an engine has that has most: slices of all, or whole ones. Of a model
+    without experts as of slices."""
+    if model.moe is None or not settings.expert_parallel:
+        return 1 / tensor
+    return -(-model.moe.experts // tensor) / model.moe.experts
 
 
 def _held(model: HFConfig, tensor: int, settings: EngineSettings) -> Parameters:

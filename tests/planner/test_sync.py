@@ -102,6 +102,16 @@ def test_quantised_layers_are_kept_whole_until_they_are_complete() -> None:
         assert quantised.usual - plain.usual == 2 * experts * kept + 3 * experts // 8
 
 
+def test_a_model_without_experts_has_none_of_its_own() -> None:
+    model = resolve_hf_config(CONFIGS["OctoThinker-3B"])
+    layout = Layout(model, H100, 8, ParallelConfig())
+    settings = [EngineSettings(quantized=True, expert_parallel=own) for own in (False, True)]
+    whole, own = (sync_memory(layout, one, 4, colocated=False) for one in settings)
+    assert own == whole
+    whole, own = (plan_engine(model, H100, 4, WORKLOAD, dataclasses.replace(one, tensor=4)) for one in settings)
+    assert own == whole
+
+
 def test_experts_as_a_gpu_has_them() -> None:
     """An expert's 768 rows on eight GPUs are 96, which FP8 fills up to 128; of 128 experts one of three GPUs has 43."""
     model = resolve_hf_config(CONFIGS["Qwen3-30B-A3B"])
