@@ -29,7 +29,7 @@ rows that reach its experts, h hidden, q and k the query and key-value widths on
     combine           nothing
 
 Rows in the experts' order are one tensor on one rank, the input of fc1; where experts are divided, the forward holds
-them as sent, as received and as sorted until the layer returns (`tests/planner/test_experts_memory.py` counts them).
+them as sent, as received and as sorted until the layer returns (`tests/planner/test_experts_memory.py`: one rank).
 
 A layer that has a gated delta rule in place of attention (c: queries, keys and values, v: values, n heads of key size d
 on this rank), by flash-linear-attention's kernels; not yet measured:
