@@ -91,7 +91,7 @@ def counted(rank: int, cases: list[tuple[LoraConfig | None, Recompute]]) -> list
         layer: Any = chunks[0].decoder.layers[1].mlp
         layer.shared_experts.bfloat16()
         layer.router.weight.data = torch.randn(8, 2048, generator=torch.Generator().manual_seed(0)).bfloat16() / 64
-        layer.experts = TEGroupedMLP(8, config, GroupedMLPSubmodules(Grouped, Grouped), groups)  # type: ignore[arg-type]
+        layer.experts = TEGroupedMLP(8, config, GroupedMLPSubmodules(Grouped, Grouped), groups)
         take_over_experts(chunks)
         if recompute == "activation":
             recompute_cheap_parts([layer])
