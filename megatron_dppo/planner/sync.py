@@ -6,6 +6,7 @@
 - While it loads, vLLM keeps the whole matrices of a layer that it quantises, makes that layer anew and quantises it;
   of others nothing but a tensor of all experts, put together from their blocks.
 - In its first sync an engine makes a layer anew beside the dense tensors of a bucket, random numbers all.
+- All of this is given back when the sync ends, but for the two buckets of an engine with GPUs of its own.
 """
 
 from __future__ import annotations

@@ -187,9 +187,10 @@ class RolloutEngine(Protocol):
         """Receive every bucket from the communicator; returns when all are loaded."""
         ...
 
-    def end_update(self, version: int, checksums: Mapping[int, int] | None = None) -> list[WorkerReport]:
-        """Check that every tensor came, and that each bucket's checksum (`weight_transfer.manifest`) is the sender's;
-        empty the prefix cache; generate again, from `version`. Raises `IncompleteSync`, `ChecksumMismatch`."""
+    def end_update(self, version: int, checksums: Mapping[int, int]) -> list[WorkerReport]:
+        """Check that every tensor came, and of buckets of layouts that each worker's checksums are `checksums`, the
+        sender's, by number (`weight_transfer.manifest`); empty the prefix cache; generate again, from `version`. Raises
+        `IncompleteSync`, `ChecksumMismatch`."""
         ...
 
     def abandon_update(self, version: int, reason: str) -> None:
@@ -347,7 +348,7 @@ def update_weights(
     try:
         for bucket in pack(named_tensors, bucket_mib << 20):
             engine.receive_bucket(version, bucket)
-        engine.end_update(version)
+        engine.end_update(version, {})
     except BaseException as error:
         engine.abandon_update(version, f"{type(error).__name__}: {error}")
         raise

@@ -5,7 +5,7 @@ What asks for `served` or `served_mixed` is the contract that every engine passe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -84,8 +84,8 @@ class Asked:
     def receive_bucket(self, version: int, bucket: Bucket) -> None:
         self.client.ask(lambda engine: engine.receive_bucket(version, bucket), "weights").result()
 
-    def end_update(self, version: int) -> None:
-        self.client.ask(lambda engine: engine.end_update(version), "weights").result()
+    def end_update(self, version: int, checksums: Mapping[int, int]) -> None:
+        self.client.ask(lambda engine: engine.end_update(version, checksums), "weights").result()
 
     def abandon_update(self, version: int, reason: str) -> None:
         self.client.ask(lambda engine: engine.abandon_update(version, reason), "control").result()

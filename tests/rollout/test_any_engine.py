@@ -61,7 +61,7 @@ def sync(fleet: EngineFleet, version: int) -> None:
     to.wait(to.ask(lambda engine: engine.begin_update(version)))
     for bucket in pack(tensors(), 1 << 10):
         to.wait(to.ask(lambda engine: engine.receive_bucket(version, bucket)))  # noqa: B023
-    to.wait(to.ask(lambda engine: engine.end_update(version)))
+    to.wait(to.ask(lambda engine: engine.end_update(version, {})))
     fleet.synced(version, members, to.errors)
     assert not to.errors
 

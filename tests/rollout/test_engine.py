@@ -151,7 +151,7 @@ def load_buckets(engine: ServedEngine[Any], version: int, buckets: Sequence[Buck
     engine.begin_update(version)
     for bucket in buckets:
         engine.receive_bucket(version, bucket)
-    engine.end_update(version)
+    engine.end_update(version, {})
 
 
 def test_an_error_inside_the_core_shuts_the_gate_too(served_mixed: Served, tmp_path: Path) -> None:

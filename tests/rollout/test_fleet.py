@@ -63,7 +63,7 @@ def send(engines: Sequence[RemoteEngine], version: int, weights: dict[str, torch
     to.wait(to.ask(lambda engine: engine.begin_update(version)))
     for bucket in pack(weights.items(), 1 << 20):
         to.wait(to.ask(lambda engine: engine.receive_bucket(version, bucket)))  # noqa: B023
-    to.wait(to.ask(lambda engine: engine.end_update(version)))
+    to.wait(to.ask(lambda engine: engine.end_update(version, {})))
     assert not to.errors
 
 

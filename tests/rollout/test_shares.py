@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,12 +16,15 @@ import torch.distributed as dist
 
 from megatron_dppo.checkpoint.weight_buckets import Source, WeightBuckets, by_matrix
 from megatron_dppo.checkpoint.weight_layout import unpack
-from megatron_dppo.rollout.engine import TransferTerms
+from megatron_dppo.rollout.engine import TransferTerms, WorkerReport
+from megatron_dppo.rollout.event_loop import EventLoop
+from megatron_dppo.rollout.serving.core import WorkerSync
+from megatron_dppo.rollout.serving.weight_updates import Gate, WeightUpdates
 from megatron_dppo.rollout.weight_transfer.broadcast import BroadcastSender
 from megatron_dppo.rollout.weight_transfer.group import Meeting, WeightGroup
 from megatron_dppo.rollout.weight_transfer.incoming import Incoming
 from megatron_dppo.rollout.weight_transfer.ipc import IpcSender
-from megatron_dppo.rollout.weight_transfer.manifest import IncompleteSync, Manifest, gathered
+from megatron_dppo.rollout.weight_transfer.manifest import ChecksumMismatch, IncompleteSync, Manifest, gathered
 from megatron_dppo.rollout.weight_transfer.recipients import Recipients
 from megatron_dppo.rollout.weight_transfer.turns import Emptying, Filling
 from tests.distributed import PATIENCE_S, run_ranks
@@ -62,6 +66,54 @@ def test_what_goes_to_several_workers_has_to_be_all_of_it(sliced: bool) -> None:
         manifest.check_layouts(layouts[:last] + layouts[last + 1 :])
     with pytest.raises(IncompleteSync, match="came twice"):
         manifest.check_layouts([*layouts, layouts[last]])
+
+
+class Summed:
+    """A core whose two workers loaded everything, and say which sums they have."""
+
+    def __init__(self, *sums: dict[int, int]) -> None:
+        self._sums = sums
+
+    async def nothing(self, *_: Any, **__: Any) -> None: ...
+
+    agree = hold = start_update = load = abandon_update = resume = nothing
+
+    async def finish_update(self, version: int) -> list[WorkerSync]:
+        return [WorkerSync(sums, WorkerReport(load_s=0.0, finish_s=0.0)) for sums in self._sums]
+
+
+def test_a_bucket_without_a_checksum_is_named() -> None:
+    """And no other fault is."""
+    layouts = buckets_on(0, 2).layouts
+    packed = {number: 10 + number for number in range(len(layouts))}
+    theirs = [{i: packed[i] for i in packed if layouts[i].goes_to(worker)} for worker in (0, 1)]
+    last = max(theirs[1])
+    faults = [
+        (packed, theirs[1], None, ""),
+        ({}, theirs[1], IncompleteSync, f"the trainer sent no checksum of buckets .0, 1.*{len(packed)} of"),
+        (packed | {last: 5}, theirs[1], ChecksumMismatch, rf"worker 1 loaded other bytes .* in buckets .{last}., 1 of"),
+        (packed, {i: theirs[1][i] for i in theirs[1] if i != last}, IncompleteSync, rf"worker 1 has no .*.{last}., 1"),
+        (
+            {i: packed[i] for i in packed if i != last},
+            theirs[1],
+            IncompleteSync,
+            rf"no checksum of buckets .{last}., 1",
+        ),
+    ]
+    loop = EventLoop("sums")
+    try:
+        for sent, second, kind, message in faults:
+            core: Any = Summed(theirs[0], second)
+            gate = Gate("no weights yet")
+            engine = WeightUpdates(core, loop, gate, Manifest(None), cut=False, timeout_s=PATIENCE_S)
+            engine.agree(TransferTerms(layouts=layouts))
+            engine.begin_update(1)
+            engine.receive_group(1)
+            with nullcontext() if kind is None else pytest.raises(kind, match=message):
+                engine.end_update(1, sent)
+            assert (gate.shut is None) == (kind is None)
+    finally:
+        loop.stop()
 
 
 class Collected(Incoming):
@@ -174,12 +226,14 @@ def broadcast(rank: int, gone: bool) -> tuple[dict[str, list[list[str]]], list[s
     sender = BroadcastSender(buckets, CPU, workers_per_engine=2, timeout_s=timeout_s, control=control)
     engines = [Engine("a"), Engine("b")]
     clients: Any = engines
+    room: list[list[list[int]]] = []
     for version in (1, 2):
         to = Recipients(clients, timeout_s=60.0) if rank == 0 else None
         if to is not None:
             engines[1].gone = gone and version == 2
             to.wait(to.ask(lambda engine: engine.begin_update(version)))  # noqa: B023
         packed = sender.send(version, to)
+        room.append([[part.data_ptr() for part in one._room] for engine in engines for one in engine.workers])
     sender.close()
     if to is None:
         return {}, []
@@ -190,6 +244,11 @@ def broadcast(rank: int, gone: bool) -> tuple[dict[str, list[list[str]]], list[s
         for worker, one in enumerate(mine.workers):
             due = {i: v for i, v in packed.items() if buckets.layouts[i].goes_to(worker)}
             assert one.checksums() == due
+    assert gone or (room[0] == room[1] and all(len(set(parts)) == 2 for parts in room[0])), "made anew in each sync"
+    for engine in engines:
+        for one in engine.workers:
+            one.leave()
+            assert not one._room
     return wrong, sorted(to.errors)
 
 

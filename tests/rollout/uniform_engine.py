@@ -85,7 +85,7 @@ class UniformEngine:
     def receive_group(self, version: int) -> None:
         raise NotImplementedError
 
-    def end_update(self, version: int, checksums: Mapping[int, int] | None = None) -> list[WorkerReport]:
+    def end_update(self, version: int, checksums: Mapping[int, int]) -> list[WorkerReport]:
         self._manifest.end()
         self.weight_version, self._refused = version, ""
         return [WorkerReport(load_s=0.0, finish_s=0.0)]

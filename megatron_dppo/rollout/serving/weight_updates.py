@@ -129,10 +129,10 @@ class WeightUpdates[C: Core]:
         """Let the core receive every bucket of the layouts from the communicator."""
         self._receive(version, "group")
 
-    def end_update(self, version: int, checksums: Mapping[int, int] | None = None) -> list[WorkerReport]:
+    def end_update(self, version: int, checksums: Mapping[int, int]) -> list[WorkerReport]:
         """Check that every tensor came, let the core finish, compare checksums and open the gate.
 
-        checksums  by bucket, which every worker's must equal
+        checksums  the trainer's, of every bucket of the layouts where these came, which every worker's must equal
         """
         with self._failure(version):
             if not self._came:
@@ -141,10 +141,19 @@ class WeightUpdates[C: Core]:
             shares = {layout.share for layout in self._layouts} - {None}
             if self._came and len(shares) > len(synced):
                 raise IncompleteSync(f"{len(shares)} workers were sent weights of their own, {len(synced)} answer")
+            if self._came and (without := sorted(set(range(len(self._layouts))) - checksums.keys())):
+                raise IncompleteSync(
+                    f"weight version {version}: the trainer sent no checksum of buckets {without[:8]}, {len(without)} "
+                    f"of {len(self._layouts)}"
+                )
             for worker, one in enumerate(synced):
                 due = [i for i, layout in enumerate(self._layouts) if self._came and layout.goes_to(worker)]
-                wrong = [i for i in due if (checksums or {}).get(i, -1) != one.checksums.get(i)]
-                if wrong:
+                if unread := [i for i in due if i not in one.checksums]:
+                    raise IncompleteSync(
+                        f"weight version {version}: worker {worker} has no checksum of buckets {unread[:8]}, "
+                        f"{len(unread)} of {len(due)}: it did not load them"
+                    )
+                if wrong := [i for i in due if checksums[i] != one.checksums[i]]:
                     raise ChecksumMismatch(
                         f"weight version {version}: worker {worker} loaded other bytes than the trainer packed in "
                         f"buckets {wrong[:8]}, {len(wrong)} of {len(due)}"

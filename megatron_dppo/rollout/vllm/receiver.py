@@ -204,9 +204,13 @@ class BucketUpdate(WeightTransferUpdateInfo):
     """True drops what came since `start_weight_update`; the model is then a mixture and must not be used."""
 
 
+_KEPT = 256 << 20
+"""Bytes beside its buckets that a fleet's worker may have more of in torch's cache after a sync than before."""
+
+
 class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
     """Loads buckets by Hugging Face name. Memory: one bucket (two from a communicator), plus the tensors of layers that
-    are not complete yet."""
+    are not complete yet. Between syncs the two buckets of a communicator alone."""
 
     init_info_cls = TransferInit
     update_info_cls = BucketUpdate
@@ -224,6 +228,8 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
         """Of the last sync: see `incomplete_layers`."""
         self._way = ""
         """In which the buckets of the last sync came."""
+        self._unused = 0
+        """Bytes in torch's cache before the sync."""
         self._kernels: KeptKernels | None = None
         self._views: ViewLoader | None = None
         """For buckets of the layouts that were agreed on."""
@@ -255,6 +261,7 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
     def start_weight_update(self) -> None:
         self._abandon()  # of a sync that died in this process
         self.version = None
+        self._unused = _unused(self.device)
         self._buckets.begin()
         self.checksums, self.measured = {}, {}
         self._loader.views = self._views
@@ -263,6 +270,7 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
     def receive_weights(self, update_info: BucketUpdate) -> None:
         if update_info.abandon:
             self._abandon()
+            let_go(self.device)
             return
         self._incoming, self._way = update_info.version, update_info.way
         start = time.perf_counter()
@@ -285,7 +293,8 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
         self._close()
         self.checksums = self._buckets.checksums()
         self.version, self._incoming = None if self.incomplete else self._incoming, None
-        if self._way != "group":  # a fleet's GPU is the engine's alone, and the next sync needs its buffers again
+        # A fleet's GPU is the engine's alone, but not all that needs memory there asks torch's allocator for it.
+        if self._way != "group" or _unused(self.device) > self._unused + _KEPT:
             let_go(self.device)
         self.measured["finish_s"] = time.perf_counter() - start
         if self.device.type == "cuda":
@@ -353,6 +362,12 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
         if open_layers:
             finalize_layerwise_reload(self.model, self.model_config)
         self._incoming = None
+
+
+def _unused(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 class ReportsWeights:

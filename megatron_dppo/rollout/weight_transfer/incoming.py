@@ -21,13 +21,15 @@ asynchronously, in the current stream's order."""
 
 
 class Incoming:
-    """One worker of an engine. Memory: two buckets while they come from a communicator."""
+    """One worker of an engine. Memory: two buckets as long as it is in a communicator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._layouts: dict[int, BucketLayout] = {}
         """Of the buckets that this worker needs, by number."""
         self._group: WeightGroup | None = None
+        self._room: list[torch.Tensor] = []
+        """For buckets of the communicator. Held between syncs: they would have to find it again beside an engine."""
         self._source_rank: dict[int, int] = {}
         self._buffers: list[torch.Tensor] = []
         self._turns: Emptying | None = None
@@ -39,6 +41,7 @@ class Incoming:
             self._layouts = {index: one for index, one in enumerate(terms.layouts) if one.goes_to(worker)}
         if terms.group is not None:
             self.leave()
+            let_go(self._device)  # communicators need memory that torch's allocator does not have
             self._source_rank = dict(terms.source_rank)
             self._group = WeightGroup(terms.group, terms.first_rank + worker, self._device)
         if terms.buffers:
@@ -76,7 +79,10 @@ class Incoming:
         if group is None:
             raise RuntimeError("this worker is in no communicator; `agree` names one")
         size = max(layout.size for layout in self._layouts.values())
-        buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        if not self._room or len(self._room[0]) < size:
+            self._room = []
+            self._room = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        buffers = self._room
         numbers = list(self._layouts)
 
         def start(turn: int) -> list[Any]:
@@ -100,6 +106,7 @@ class Incoming:
 
     def leave(self) -> None:
         """Leave the communicator."""
+        self._room = []
         if self._group is not None:
             self._group.abort()  # not shutdown: a peer may be gone
             self._group = None
