@@ -31,6 +31,7 @@ _TEXT = re.compile(
 _FONT = re.compile(r"\\(?:math(?:bf|rm|it|sf)|boldsymbol|bm|underline|text(?:bf|it|rm|normal)?)\s*(?=\{)")
 _ASIDE = re.compile(r"(?<=\S)\s*\([A-Za-z]{3}[A-Za-z ,.-]*\)$")
 """`9 (nine)`"""
+_INDEX = r"(?:\{ ?([^\W_]{1,4}) ?\}|(\d{1,4}(?!\d)|[a-zA-Z]))"
 _SUBSTITUTIONS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -74,17 +75,22 @@ _SUBSTITUTIONS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str
         (r"\^ ?(?:\{ ?)?((?:\\prime ?)+)\}?", lambda found: "'" * found[1].count("prime")),
         (r"''", '"'),
         (r"(?<=\d)'(?=\d{3}(?!\d))", ","),
-        (r"(?<=\d) ?(?:\^ ?\{ ?(?:st|nd|rd|th) ?\}|\^? ?(?:st|nd|rd|th)(?![a-zA-Z]))", ""),
+        (
+            r"^ ?((?:[a-zA-Z]{3,9} ){0,3}\d{0,9}?"
+            r"(?:(?<!1)(?:1(?=\W*st)|2(?=\W*nd)|3(?=\W*rd))|(?:1[1-3]|[04-9])(?=\W*th)))"
+            r"(?: ?\^ ?\{? ?| ?)(?:st|nd|rd|th)(?: ?\}|(?= [a-zA-Z]|\.? ?$))",
+            r"\1",
+        ),
         (r"(?<=\\mathbb\{R\}) ?(?:-|\\backslash(?![a-z])) ?(?=\\\{)", r"\\setminus "),
         (r"\\bmod(?![a-z])", r"\\mod"),
-        (r"^([^cC]*\+ ?)c ?$", r"\1C"),  # of an integral
         (r"(?<![a-zA-Z])(?:Rs\.?|INR)(?= ?\d)", "₹"),
         (r"(?<![a-zA-Z])US(?:D|¤)(?= ?\d)", "¤"),
         (r"\\pounds(?![a-z])", "£"),
         (
-            r"(?<![\w\\}^])C ?\( ?([^\W_]{1,9}) ?, ?([^\W_]{1,9}) ?\)|"
-            r"(?<![\w\\}^])C ?_ ?\{? ?([^\W_]{1,9}) ?\}? ?\^ ?\{? ?([^\W_]{1,9})\}?|"
-            r"(?:\{ ?\})?[_^] ?\{? ?([^\W_]{1,9}) ?\}? ?C ?_ ?\{? ?([^\W_]{1,9})\}?",
+            rf"(?<![\w\\}}^])C ?\( ?([^\W_]{{1,4}}) ?, ?([^\W_]{{1,4}}) ?\)(?! ?=)|"
+            rf"(?<![\w\\}}^])C ?_ ?{_INDEX} ?\^ ?{_INDEX}|"
+            rf"(?:\{{ ?\}}|^ ?|(?<=[-+*/=(\[{{,<>])|(?<=[-+*/=(\[{{,<>] )|(?<=\\cdot )|(?<=\\times ))"
+            rf"[_^] ?{_INDEX} ?C ?_ ?{_INDEX}",
             lambda found: _combinations(found),
         ),
         (
@@ -148,7 +154,7 @@ def _binomial(braced: re.Match[str]) -> str:
 
 
 def _combinations(found: re.Match[str]) -> str:
-    """`C(5, 2)`, `C_5^2` and `{}_5C_2` as `\\binom{5}{2}`; a constant C_1^2 stays."""
+    """`C(5, 2)`, `C_5^2` and `{}_5C_2` as `\\binom{5}{2}`; a constant C_1^2 stays, and so does x^2C_1."""
     above, below = (one for one in found.groups() if one)
     impossible = above.isdecimal() and below.isdecimal() and int(above) < int(below)
     return found[0] if impossible else f"\\binom{{{above}}}{{{below}}}"

@@ -13,9 +13,20 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from megatron_dppo.tasks.rewards.canonical import canonical, depth, matching, split_top, trimmed
-from megatron_dppo.tasks.rewards.expressions import same_equation, same_expression
+from megatron_dppo.tasks.rewards.expressions import rounded, same_equation, same_expression
 from megatron_dppo.tasks.rewards.final_answer import boxed_answer
-from megatron_dppo.tasks.rewards.notations import complements, dates, residues, several_options, times, whole, yes_or_no
+from megatron_dppo.tasks.rewards.notations import (
+    complements,
+    dates,
+    families,
+    feet_or_minutes,
+    residues,
+    same_constant,
+    several_options,
+    times,
+    whole,
+    yes_or_no,
+)
 from megatron_dppo.tasks.rewards.quantity import based, number, quantity, same_number
 from megatron_dppo.tasks.rewards.structure import (
     MATRIX,
@@ -30,6 +41,7 @@ from megatron_dppo.tasks.rewards.structure import (
     sides_of,
     solutions,
 )
+from megatron_dppo.tasks.rewards.words import angles, is_words, words
 
 LONGEST = 4000
 """Characters of an answer; what is longer is none."""
@@ -45,16 +57,17 @@ _SEPARATORS = re.compile(rf"(?!(?<=\d),\d{{3}}(?!\d))(?:{_COMMAS.pattern})")
 _SPACE = re.compile(r"(?<![0-9a-zA-Z])\s+|\s+(?![0-9a-zA-Z])|(?<=\d)\s+(?=[a-zA-Z])")
 """Blanks that say nothing."""
 _CONSTANT = re.compile(r"\\(?:frac|sqrt|cdot|times|pi|binom)(?![a-zA-Z])")
+_UNKNOWN = re.compile(r"[^a-zA-Z\\_'°%¤€£]*([kntuxyz])(?:[^a-zA-Z\\_'°%¤€£]|\1)*")
+"""One unknown among signs and digits. `m + n`, `\\sin x`, `AB^2` or `\\pi r^2` is what a question asks for, `2x` is not
+(or seldom, then 0 is on the safe side)."""
 _CUPS = re.compile(r"\\cup(?![a-zA-Z])")
 _COLONS = re.compile(r"\s*:\s*")
 _MEMBER = re.compile(r"^[^\\{}()\[\]<>=;]{1,12}\\in(?![a-zA-Z])\s*(.+)$", re.DOTALL)
 _CHOICE = re.compile(r"\(?([A-J])\)?[.:)]?")
 _CHOSEN = re.compile(r"(?:\(([A-J])\)|([A-J])[.:)]|([A-Ja-j])$)\s*(?P<rest>.*)", re.DOTALL)
+_PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,} [a-zA-Z]{2,}")
 _OPTION_AND_VALUE = re.compile(r"\(([A-J])\)\s*(.+)", re.DOTALL)
 _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
-_ANGLE = re.compile(r"(?:m\s*)?\\(?:angle|widehat)\s*\{?\s*([A-Z]{3})\s*\}?")
-_OPERATORS = frozenset("+*/^_=<>|!\\{}()[]")
-_FUNCTIONS = re.compile(r"\b(?:sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|mod|det|lim|arc\w+)\b")
 
 
 def equal(reference: str, answer: str, *, precision: int = 6) -> bool:
@@ -63,7 +76,8 @@ def equal(reference: str, answer: str, *, precision: int = 6) -> bool:
     expected = readable(reference)
     if expected is None or len(answer) > LONGEST or depth(answer) > _DEEPEST:
         return False
-    return _same(expected, whole(canonical(answer)), precision)
+    expected, given = families(expected, whole(canonical(answer)))
+    return _same(expected, same_constant(expected, given), precision)
 
 
 def readable(reference: str) -> str | None:
@@ -82,16 +96,6 @@ def reference_text(reference: str) -> str:
     return reference.rsplit("####", 1)[-1].strip()
 
 
-def is_words(text: str) -> bool:
-    """Whether a canonical answer is to be read as words: letters are no variables that are multiplied."""
-    if not re.search(r"[a-zA-Z]{2}", text) or _FUNCTIONS.search(text):
-        return False
-    letters = re.fullmatch(r"[a-zA-Z]+", text)
-    if letters:
-        return len(text) >= 3
-    return not (_OPERATORS & set(re.sub(r"\([^()]*\)", "", text))) and bool(re.search(r"[a-zA-Z]{3}|^[a-zA-Z]+ ", text))
-
-
 def _same(reference: str, answer: str, precision: int) -> bool:
     if not reference or not answer:
         return False
@@ -108,15 +112,16 @@ Rule = Callable[[str, str, int], bool | None]
 
 
 def _choice(reference: str, answer: str, precision: int) -> bool | None:
-    """C, (C) and `(C) 24` choose C; a second option beside it, or another number than the option's, chooses nothing."""
+    """C, (C) and `(C) 24` choose C; a second option beside it, or another value than the option's, chooses none."""
     both = _OPTION_AND_VALUE.fullmatch(reference)
     letter = _CHOICE.fullmatch(reference) or both
     if letter is None:
         return None
     chosen = _CHOSEN.fullmatch(answer)
     if chosen is not None and not (chosen["rest"] and (re.search(r"\([A-J]\)|\b[A-J][.:)]", chosen["rest"]))):
-        values = number(trimmed(both[2])) if both else None, number(trimmed(chosen["rest"]))
-        another = values[0] and values[1] and values[0].value != values[1].value
+        value, rest = trimmed(both[2]) if both else "", trimmed(chosen["rest"])
+        reason = any(map(_PROSE.search, (value, rest))) or is_words(value) != is_words(rest)
+        another = value and rest and not reason and not _same(value, rest, precision)
         return (chosen[1] or chosen[2] or chosen[3]).upper() == letter[1] and not another
     return _same(trimmed(both[2]), answer, precision) if both else None
 
@@ -272,8 +277,7 @@ def _relations(reference: str, answer: str, precision: int) -> bool | None:
         if len(one) == 1:
             if NAME.fullmatch(other[-1]) and not NAME.fullmatch(reference):  # 5 = x
                 other = other[::-1]
-            constant = [side for side in other[:-1:2] if side and not re.search("[a-zA-Z]", _CONSTANT.sub("", side))]
-            true = all(_same(side, other[-1], precision) for side in constant)  # not 5 + 5 = 12
+            true = all(_true(side, other[-1], precision, first=not at) for at, side in enumerate(other[:-1:2]))
             return true and _same(reference, other[-1], precision)
         if len(other) == 1:
             return named and _same(one[-1], answer, precision)
@@ -299,6 +303,21 @@ def _relations(reference: str, answer: str, precision: int) -> bool | None:
         and one[1::2] == other[1::2]
         and all(_same(x, y, precision) for x, y in zip(one[::2], other[::2], strict=True))
     )
+
+
+def _true(side: str, value: str, precision: int, *, first: bool) -> bool:
+    """False for what no value follows from: a constant of another value (5 + 5 = 12), an equation that is not solved
+    (2x = 10). A decimal may be the constant rounded; an integer not, for 1/2 = 1 and 1/3 = 0 are false."""
+    bare = _CONSTANT.sub("", side)
+    unknown = first and not NAME.fullmatch(side) and side != "|z|" and _UNKNOWN.fullmatch(bare)
+    if not side or (not unknown and re.search("[a-zA-Z]", bare)) or _same(side, value, precision):
+        return True
+    unit = quantity(value)
+    decimal = number(unit.value if unit else value)
+    if unknown or decimal is None or decimal.digits is None:
+        return False
+    percent = unit is not None and unit.dimension == "%"
+    return rounded(side, decimal) or (percent and rounded(side, decimal.times(Fraction(1, 100))))
 
 
 def _exact(sides: list[str]) -> list[str]:
@@ -368,31 +387,14 @@ def _quantities(reference: str, answer: str, precision: int) -> bool | None:
     return alike()
 
 
-def _words(reference: str, answer: str, precision: int) -> bool | None:
-    """Without regard to case and punctuation; never as products of letters."""
-    if not is_words(reference) and not is_words(answer):
-        return None
-    return _plain(reference) == _plain(answer) != ""
-
-
-def _plain(text: str) -> str:
-    text = re.sub(r"(?<=\w)\.(?=\w|$|\s)|(?<=[a-z])'(?=[a-z])|^(?:[Aa]n?|[Tt]he) (?=\w\w)", "", text)
-    return " ".join(re.sub(r"[^\w']+", " ", text.casefold()).split())
-
-
-def _angles(reference: str, answer: str, precision: int) -> bool | None:
-    """Named from either side; the vertex stays in the middle."""
-    one, other = _ANGLE.fullmatch(reference), _ANGLE.fullmatch(answer)
-    return None if one is None or other is None else other[1] in (one[1], one[1][::-1])
-
-
 def _expressions(reference: str, answer: str, precision: int) -> bool | None:
     return same_expression(reference, answer, precision)
 
 
 # fmt: off
 _RULES: tuple[Rule, ...] = (
-    _choice, several_options, _numbers, dates, times, residues, _digits, _piecewise, yes_or_no, complements, _matrices,
-    _membership, _intervals_and_tuples, _lists, _relations, _ratios, _quantities, _words, _angles, _expressions,
+    _choice, several_options, _numbers, dates, times, feet_or_minutes, residues, _digits, _piecewise, yes_or_no,
+    complements, _matrices, _membership, _intervals_and_tuples, _lists, _relations, _ratios, _quantities, words,
+    angles, _expressions,
 )
 # fmt: on

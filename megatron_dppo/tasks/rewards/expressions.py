@@ -12,7 +12,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from megatron_dppo.tasks.rewards.quantity import number
+from megatron_dppo.tasks.rewards.quantity import Number, number
 
 _DIGITS = 50
 _AGREE = Fraction(1, 10**38)
@@ -25,6 +25,10 @@ _WHOLE_POINTS = (3, 4, 7, 10, 21)
 
 _UNREAD = re.compile(r"(?<![\w\\])\d+\s+\d|\.\.\.|[?'\"]|!!|_\s*$|\^\s*$")
 """What the parser would read as something else: it drops 5' to 5."""
+
+
+_DERIVATIVE = re.compile(r"(\\[a-zA-Z]+)|([a-zA-Z])('|\")(?! ?[(_^\d'\"])")
+"""Of a name: `y'` is one name, of its own; what `f'(x)` is the parser cannot say."""
 
 
 class Unreadable(Exception):
@@ -65,6 +69,7 @@ def _parsed(text: str) -> Any:
     literal = number(text)
     if literal is not None:
         return sympy.Rational(literal.value.numerator, literal.value.denominator)
+    text = _DERIVATIVE.sub(lambda found: found[0] if found[1] else f"{found[2]}_{{9{ord(found[3])}}}", text)
     if len(text) > 1000 or not _balanced(text) or _UNREAD.search(text):
         raise Unreadable(text)
     text = re.sub(r"\^\s*\{?\s*T\s*\}?(?![a-zA-Z])", r"^{\\tau}", text)  # the parser drops a transposition
@@ -113,6 +118,18 @@ def _equal(one: Any, other: Any) -> bool:
         return False
     pairs = list(_values(one, other))
     return len(pairs) > 0 and all(_close(a, b) for a, b in pairs)
+
+
+def rounded(exact: str, decimal: Number) -> bool:
+    """Whether the constant `exact` is `decimal` when it is rounded to its last digit or cut off after it."""
+    try:
+        value = _number(_parsed(exact))
+    except (Unreadable, AttributeError):  # a tuple has no value
+        return False
+    if value is None or not value.is_real or value * decimal.value.numerator < 0:
+        return False
+    over = (abs(value) - abs(_parsed(str(decimal.value)))) / _parsed(str(decimal.place))
+    return bool(-0.5 <= over < 1)
 
 
 def _rounds(one: str, other: str, precision: int) -> bool:

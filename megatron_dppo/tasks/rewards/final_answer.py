@@ -160,4 +160,5 @@ def _sentence(text: str) -> str | None:
     """The first sentence of the first line."""
     line = text.split("\n", 1)[0]
     end = _SENTENCE_END.search(line) or _PROSE_AFTER_FORMULA.match(line)
-    return (line if end is None else line[: end.start(end.lastindex or 0)]).strip(" *\t").rstrip(" *.\t") or None
+    sentence = (line if end is None else line[: end.start(end.lastindex or 0)]).strip(" *\t").rstrip(" *.\t")
+    return (sentence if re.match(r"\.\d", sentence) else sentence.lstrip(" *.\t")) or None

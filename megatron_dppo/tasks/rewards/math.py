@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_dppo.tasks.rewards.canonical import canonical
-from megatron_dppo.tasks.rewards.equality import LONGEST, equal, is_words, readable, reference_text
+from megatron_dppo.tasks.rewards.equality import LONGEST, equal, readable, reference_text
 from megatron_dppo.tasks.rewards.final_answer import final_answer
 from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
+from megatron_dppo.tasks.rewards.words import is_words
 
 
 @dataclass(frozen=True)

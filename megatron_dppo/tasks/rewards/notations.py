@@ -26,15 +26,23 @@ _DATE = re.compile(r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}/\d{1,2}/\d{2,4}|\d{1,
 _TIME = re.compile(r"(\d{1,2}) ?: ?([0-5]\d)(?: ?: ?([0-5]\d))?(?: ?([ap])\.? ?m\.?)?", re.IGNORECASE)
 _RESIDUE = re.compile(r"(?:[a-zA-Z] ?\\equiv ?)?([-+]?\d+) ?[({]? ?\\?[pb]?mod(?![a-z]) ?\{? ?(\d+)[\s})]*")
 _CLASS = re.compile(r"(?:[a-zA-Z] ?= ?)?(?:(?P<r>\d+) ?\+ ?)?(?P<n>\d+) ?[a-z] ?(?P<s>[-+] ?\d+)?")
+_MARKED = re.compile(r"(\d+(?:\.\d+)?) ?(['\"])")
 _OPTIONS = re.compile(r"[A-J]{2,10}")
-_VERDICTS = frozenset({"yes", "no", "true", "false"})
+_POSITIVE = {"yes": True, "no": False, "true": True, "false": False}
+_VERDICTS = frozenset(_POSITIVE)
+_CLAUSES = re.compile(r"\s*(?:[,.;:()]|\b(?:or|but)\b)\s*")
+_ABOUT = re.compile(
+    r"(?:(?:and|also|maybe|perhaps|actually|it|that|this|the|statement|claim|final|answer|is|rather)\b\s*)*"
+)
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_FREE = re.compile(r"[cC](?= ?_ ?\{? ?\d)|[cC](?= ?e ?\^)|(?:^|=) ?[cC](?= ?[-+])|[-+] ?[cC](?= ?$)")
+"""Where a constant stands: `c_1`, `c e^x`, `c - x`, `x + c`."""
 _BETWEEN_OPTIONS = re.compile(r"(?:[\s,;&()]|\band\b)+")
 
 
 def whole(text: str) -> str:
-    """`8 ft 6 in` as `17/2 ft`, `x > 1, x < 3` as `1 < x < 3`, and `n \\pi, n \\in \\mathbb{Z}` without its condition,
-    with k for n; any other text as it is."""
-    return _any_integer(_joined_bounds(_one_unit(text)))
+    """`8 ft 6 in` as `17/2 ft`, and `x > 1, x < 3` as `1 < x < 3`; any other text as it is."""
+    return _joined_bounds(_one_unit(text))
 
 
 def _one_unit(text: str) -> str:
@@ -69,13 +77,50 @@ def _joined_bounds(text: str) -> str:
     return f"{lower[1][0]} {signs[0]} {names.pop()} {signs[1]} {upper[1][1]}"
 
 
-def _any_integer(text: str) -> str:
+def families(reference: str, answer: str) -> tuple[str, str]:
+    """`n\\pi, n \\in \\mathbb{Z}` without its condition, and one name for its integer in both. An answer that leaves
+    the condition out has one of k, l, m, n for it; where the reference has none, the name says something."""
+    (values, name), (answered, other) = _family(reference), _family(answer)
+    free = set(re.findall("[k-n]", _COMMAND.sub("", answer)))
+    other = other or (free.pop() if name and len(free) == 1 else "")
+    if not name or not other:
+        return values, answered
+    return _renamed(values, name), _renamed(answered, other)
+
+
+def _family(text: str) -> tuple[str, str]:
     found = _INTEGERS.search(text)
     if found is None or not found.start() or _INEQUALITY.search(text):
-        return text
-    values = text[: found.start()]
-    named, times = re.subn(rf"(?<![\\a-zA-Z]){found['name']}(?![a-zA-Z])", "k", values)
-    return named if times and not re.match(rf"{found['name']}\s*=", values) else text
+        return text, ""
+    values, name = text[: found.start()], found["name"]
+    return (values, name) if _renamed(values, name) != values and not re.match(rf"{name}\s*=", values) else (text, "")
+
+
+def _renamed(text: str, name: str) -> str:
+    """With a name that nobody writes."""
+    return re.sub(rf"(?<![\\a-zA-Z]){name}(?![a-zA-Z])", r"\\varsigma ", text)
+
+
+def same_constant(reference: str, answer: str) -> str:
+    """`answer` with `x^2 + C` for `x^2 + c` where the reference has it: the constant of an integral or of a
+    differential equation. Beside a b it may be the third of a, b, c: then C is 0, to be on the safe side."""
+    one, other = (
+        _COMMAND.sub(lambda found: " " * len(found[0]) if found[0] != r"\theta" else "t".ljust(6), text)
+        for text in (reference, answer)
+    )
+    kinds = [set(re.findall("[cC]", text)) for text in (one, other)]
+    constants = [list(_FREE.finditer(text)) for text in (one, other)]
+    if len(kinds[0]) != 1 or len(kinds[1]) != 1 or kinds[0] == kinds[1] or re.search("[bB]", one + other):
+        return answer
+    if any(
+        len(re.findall("[cC]", t)) != len(c) or not re.search("[t-z]", t)
+        for t, c in zip((one, other), constants, strict=True)
+    ):
+        return answer
+    letter = kinds[0].pop()
+    for found in constants[1]:
+        answer = answer[: found.end() - 1] + letter + answer[found.end() :]
+    return answer
 
 
 def dates(reference: str, answer: str, precision: int) -> bool | None:
@@ -101,6 +146,19 @@ def times(reference: str, answer: str, precision: int) -> bool | None:
     return bool(half) != bool(other_half) and not 1 <= of_day <= 12 and _of_day(one) == _of_day(other)
 
 
+def feet_or_minutes(reference: str, answer: str, precision: int) -> bool | None:
+    """`6'` is 6 ft beside a length and 6 minutes of arc beside an angle, and never 6; `"` accordingly."""
+    for marked, plain in ((reference, answer), (answer, reference)):
+        found, other = _MARKED.fullmatch(marked), quantity(plain)
+        factors = (
+            {"m": ("381/1250", "127/5000"), "angle": ("1/60", "1/3600")}.get(other.dimension or "") if other else None
+        )
+        value = number(other.value) if other else None
+        if found and other and factors and value:
+            return Fraction(found[1]) * Fraction(factors[found[2] == '"']) == value.value * other.factor
+    return None
+
+
 def _clock(found: re.Match[str]) -> tuple[int, int, int, str]:
     return int(found[1]), int(found[2]), int(found[3] or 0), (found[4] or "").lower()
 
@@ -118,9 +176,12 @@ def residues(reference: str, answer: str, precision: int) -> bool | None:
         if other is None or not plain.fullmatch(reference) or int(other[2]) == 0:
             return None
         reduced = 0 if re.search(r"pmod|\(", other[0]) else int(other[2])
-        return int(reference) == (int(other[1]) % reduced if reduced else int(other[1]))
-    if plain.fullmatch(answer):
-        return int(answer) == int(one[1])
+        if reduced:
+            return int(reference) == int(other[1]) % reduced
+        return int(reference) == int(other[1]) and abs(int(reference)) < int(other[2])
+    if plain.fullmatch(answer):  # reduced, or the negative of the class
+        same = abs(int(answer)) < int(one[2]) and (int(answer) - int(one[1])) % int(one[2]) == 0
+        return same or int(answer) == int(one[1])
     if other is None and (found := _CLASS.fullmatch(answer)):
         value, modulus = re.sub(r"\s", "", found["r"] or found["s"] or "0"), found["n"]
     elif other is not None:
@@ -159,7 +220,8 @@ def yes_or_no(reference: str, answer: str, precision: int) -> bool | None:
         return None
     if answer.casefold() in _VERDICTS:
         return reference.casefold() == answer.casefold()
-    found = re.match(r"([a-z]+)\s*[,.;:]\s*(.*)", answer.casefold(), re.DOTALL)
-    if found is None or _VERDICTS & set(re.findall(r"[a-z]+", found[2])) - ({"no"} if found[1] == "no" else set()):
+    first, *reasons = _CLAUSES.split(answer.casefold())
+    if not reasons or first not in _VERDICTS:
         return None
-    return found[1] == reference.casefold()
+    positive = {_POSITIVE[verdict] for reason in reasons if (verdict := _ABOUT.sub("", reason, 1).strip()) in _VERDICTS}
+    return first == reference.casefold() and positive <= {_POSITIVE[first]}  # not "Yes, no"
