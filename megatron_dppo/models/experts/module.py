@@ -86,8 +86,8 @@ def _line_up(linear: Any) -> None:
 
 class OneLaunchExperts(TEGroupedMLP):
     """`TEGroupedMLP` whose products take all experts in one launch (`GroupedLinear`), activation and probabilities in
-    another, biases behind the second matrix in a third. Where the tensors do not allow that
-    (`why_not`), it is the stock class."""
+    another, biases behind the second matrix in a third. Where the tensors do not allow that (`why_not`), it is the
+    stock class."""
 
     def why_not(self, hidden: Tensor) -> str | None:
         """Why TransformerEngine's loop over the experts computes this, or None."""
@@ -122,14 +122,14 @@ class OneLaunchExperts(TEGroupedMLP):
             return super().forward(hidden, tokens_per_expert, permuted_probs, output_buffer, grad_input_buffer)
         ends = tokens_per_expert.to(hidden.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         gate_up, _ = self.linear_fc1(hidden, ends)
-        inputs: tuple[Any, ...] = gate_up.detach(), permuted_probs.detach()
         again: Any = weighted_swiglu
+        others: tuple[Any, ...] = ()
         if self.config.add_bias_linear:
             limit = self.config.activation_func_clamp_value
             clamp = (math.inf if limit is None else limit), self.config.glu_linear_offset
             bias, add, biases = _biases(self.linear_fc1)
             weighted = ClampedSwiGLU.apply(gate_up, permuted_probs, ends, bias, *clamp, add, *biases)
-            inputs, again = (*inputs, ends, bias, *clamp), clamped_swiglu
+            again, others = clamped_swiglu, (ends, bias, *clamp)
         else:
             weighted = WeightedSwiGLU.apply(gate_up, permuted_probs)
         output, _ = self.linear_fc2(weighted, ends)
@@ -137,7 +137,8 @@ class OneLaunchExperts(TEGroupedMLP):
             bias, add, biases = _biases(self.linear_fc2)
             output = AddBias.apply(output, permuted_probs, ends, bias, add, *biases)
         if self.activation_recompute and output.requires_grad:
-            recompute_for_backward(output, weighted, lambda out: again(*inputs, out))
+            inner, outer = gate_up.detach(), permuted_probs.detach()
+            recompute_for_backward(output, weighted, lambda out: again(inner, outer, *others, out))
         return output, None
 
 

@@ -106,18 +106,18 @@ class VllmCore:
     async def finish_update(self, version: int) -> list[WorkerSync]:
         reports = await self.engine.collective_rpc("end_weight_sync")
         self._receiving = False
-        for worker, (_, layers, _, _) in enumerate(reports):
+        versions, incomplete, sums, measured = zip(*reports, strict=True)
+        for worker, layers in enumerate(incomplete):
             if layers:
                 raise IncompleteSync(
                     f"weight version {version}: worker {worker} has {len(layers)} layers without all of their weights; "
                     + "; ".join(layers[:4])
                 )
-        held = [one for one, _, _, _ in reports]
-        if set(held) != {version}:
-            raise RuntimeError(f"after the sync to weight version {version} the engine's workers hold {held}")
+        if set(versions) != {version}:
+            raise RuntimeError(f"after the sync to weight version {version} the engine's workers hold {list(versions)}")
         if not await self.engine.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be emptied after a weight sync")
-        return [WorkerSync(dict(sums), WorkerReport(**dict(measured))) for _, _, sums, measured in reports]
+        return [WorkerSync(dict(one), WorkerReport(**dict(of))) for one, of in zip(sums, measured, strict=True)]
 
     async def abandon_update(self, version: int) -> None:
         if not self._receiving:  # vLLM closes a session in which a bucket failed; the next sync clears up after it

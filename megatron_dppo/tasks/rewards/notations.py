@@ -24,12 +24,12 @@ _INTEGERS = re.compile(
 _INEQUALITY = re.compile(r"[<>]|\\[lg]e(?![a-z])")
 _DATE = re.compile(r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}/\d{1,2}/\d{2,4}|\d{1,2}[-.]\d{1,2}[-.]\d{4}")
 _TIME = re.compile(r"(\d{1,2}) ?: ?([0-5]\d)(?: ?: ?([0-5]\d))?(?: ?([ap])\.? ?m\.?)?", re.IGNORECASE)
+_INTEGER = re.compile(r"[-+]?\d+")
 _RESIDUE = re.compile(r"(?:[a-zA-Z] ?\\equiv ?)?([-+]?\d+) ?[({]? ?\\?[pb]?mod(?![a-z]) ?\{? ?(\d+)[\s})]*")
 _CLASS = re.compile(r"(?:[a-zA-Z] ?= ?)?(?:(?P<r>\d+) ?\+ ?)?(?P<n>\d+) ?[a-z] ?(?P<s>[-+] ?\d+)?")
 _MARKED = re.compile(r"(\d+(?:\.\d+)?) ?(['\"])")
 _OPTIONS = re.compile(r"[A-J]{2,10}")
-_POSITIVE = {"yes": True, "no": False, "true": True, "false": False}
-_VERDICTS = frozenset(_POSITIVE)
+_VERDICTS = {"yes": True, "no": False, "true": True, "false": False}
 _CLAUSES = re.compile(r"\s*(?:[,.;:()]|\b(?:or|but)\b)\s*")
 _ABOUT = re.compile(
     r"(?:(?:and|also|maybe|perhaps|actually|it|that|this|the|statement|claim|final|answer|is|rather)\b\s*)*"
@@ -171,15 +171,13 @@ def _of_day(found: re.Match[str]) -> int:
 def residues(reference: str, answer: str, precision: int) -> bool | None:
     """`3 \\pmod 7` is 3, `10 \\pmod 7` and `7k + 3`."""
     one, other = _RESIDUE.fullmatch(reference), _RESIDUE.fullmatch(answer)
-    plain = re.compile(r"[-+]?\d+")
     if one is None:
-        if other is None or not plain.fullmatch(reference) or int(other[2]) == 0:
+        if other is None or not _INTEGER.fullmatch(reference) or int(other[2]) == 0:
             return None
-        reduced = 0 if re.search(r"pmod|\(", other[0]) else int(other[2])
-        if reduced:
-            return int(reference) == int(other[1]) % reduced
-        return int(reference) == int(other[1]) and abs(int(reference)) < int(other[2])
-    if plain.fullmatch(answer):  # reduced, or the negative of the class
+        if re.search(r"pmod|\(", other[0]):  # a class, else the operation
+            return int(reference) == int(other[1]) and abs(int(reference)) < int(other[2])
+        return int(reference) == int(other[1]) % int(other[2])
+    if _INTEGER.fullmatch(answer):  # reduced, or the negative of the class
         same = abs(int(answer)) < int(one[2]) and (int(answer) - int(one[1])) % int(one[2]) == 0
         return same or int(answer) == int(one[1])
     if other is None and (found := _CLASS.fullmatch(answer)):
@@ -223,5 +221,5 @@ def yes_or_no(reference: str, answer: str, precision: int) -> bool | None:
     first, *reasons = _CLAUSES.split(answer.casefold())
     if not reasons or first not in _VERDICTS:
         return None
-    positive = {_POSITIVE[verdict] for reason in reasons if (verdict := _ABOUT.sub("", reason, 1).strip()) in _VERDICTS}
-    return first == reference.casefold() and positive <= {_POSITIVE[first]}  # not "Yes, no"
+    positive = {_VERDICTS[verdict] for reason in reasons if (verdict := _ABOUT.sub("", reason, 1).strip()) in _VERDICTS}
+    return first == reference.casefold() and positive <= {_VERDICTS[first]}  # not "Yes, no"
