@@ -156,7 +156,7 @@ class RayNode:
             # A file: Ray's core says a lot of a head that does not answer, and a full pipe would hold the waiter.
             said = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
             waiter = subprocess.Popen(wait, stderr=said, preexec_fn=_die_with_parent)
-            stack.callback(_end, waiter)
+            stack.callback(_kill, waiter)
             end = time.monotonic() + self._patience + _LATE_S
             while waiter.poll() is None:
                 meanwhile()
@@ -249,18 +249,19 @@ while (alive := sum(node["Alive"] for node in ray.nodes())) < int(sys.argv[1]):
 """
 
 
-def _end(process: subprocess.Popen[Any]) -> None:
-    process.terminate()
-    try:
-        process.wait(timeout=30)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def _kill(process: subprocess.Popen[Any]) -> None:
+    """A process that has nothing to put in order. One that connects to Ray hears SIGTERM when Ray's core returns."""
+    process.kill()
+    process.wait()
 
 
 def _end_session(leader: subprocess.Popen[Any]) -> None:
     """End a process and what is left of the session that it leads."""
-    _end(leader)
+    leader.terminate()
+    try:
+        leader.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        _kill(leader)
     if psutil.pid_exists(leader.pid):  # another's: no number is given again while its session has a process
         return
     left = []

@@ -383,7 +383,7 @@ def ray_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RayNode:
 def test_a_ray_that_does_not_start_is_not_waited_for(
     ray_node: RayNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is one whose other nodes are lost."""
+    """Nor is one whose other nodes are lost; and the process that waited for it ends, whatever Ray's core does."""
     monkeypatch.setattr("megatron_dppo.launch.node._RAY", "import sys; sys.exit('no such option')")
     monkeypatch.setattr("megatron_dppo.launch.node._PAUSE_S", 0.1)
     log = tmp_path / "ray-node-0.log"
@@ -398,7 +398,7 @@ def test_a_ray_that_does_not_start_is_not_waited_for(
 
     with pytest.raises(NodeLost, match="another node failed"):
         ray_node.running(lost).__enter__()
-    assert time.monotonic() - start < PATIENCE_S / 2
+    assert time.monotonic() - start < 30
 
 
 SLEEPS = "import time; time.sleep(600)"
