@@ -134,6 +134,11 @@ def open_rollout(handle: RolloutHandle) -> RolloutSource:
 class WeightSender(Protocol):
     """Brings every bucket to every engine; every rank has one."""
 
+    def begin(self, version: int, to: Recipients | None) -> None:
+        """Have the engines open an update (`RolloutEngine.begin_update`), and wait for it; what can be prepared here is
+        meanwhile. On every rank, before `send`; the weights stay as they are from here on."""
+        ...
+
     def send(self, version: int, to: Recipients | None) -> dict[int, int]:
         """Collective over the trainer; `to` on the controller, rank 0, alone. Returns checksums by bucket, on every
         rank, which every worker's must equal."""

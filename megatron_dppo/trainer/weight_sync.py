@@ -138,8 +138,7 @@ class WeightSync:
             control = self._runtime.control
             self._sender = weight_sender(self._rollout, buckets, self._runtime.device, change, control)
         with clock("begin"):
-            if to is not None:
-                to.wait(to.ask(lambda engine: engine.begin_update(version)))
+            self._sender.begin(version, to)
         with clock("transfer"):
             packed = self._sender.send(version, to)
         with clock("end"):

@@ -60,7 +60,7 @@ def sync(
         to = None
         if rank == 0:
             to = Recipients([Client(name) for name in names if name not in failed], timeout_s=60)
-            to.wait(to.ask(lambda engine: engine.begin_update(version)))  # noqa: B023
+        senders[way].begin(version, to)
         packed = senders[way].send(version, to)
         if to is not None:
             assert way == "object_store" or sorted(packed) == list(range(len(buckets.layouts))), to.errors

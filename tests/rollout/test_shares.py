@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -178,19 +179,29 @@ def test_colocated_workers_get_their_share(gone: int) -> None:
 
 
 class Engine:
-    """An engine of two workers, threads of this process, as far as a sync sees it; its own client. `gone`: its second
-    worker ends at its second bucket."""
+    """An engine of two workers, threads of this process, as far as a sync sees it; its own client. `fault`: its second
+    worker ends at its second bucket ("gone"), or it cannot open an update ("refuses")."""
 
-    def __init__(self, name: str, gone: bool = False) -> None:
-        self.name, self.gone = name, gone
+    def __init__(self, name: str) -> None:
+        self.name, self.fault, self.asked = name, "", 0
+        self.version = 0
         self.workers = [Collected(worker, TransferTerms()) for worker in (0, 1)]
         self._calls = ThreadPoolExecutor(1)
         self._threads = ThreadPoolExecutor(2)
 
     def ask(self, call: Callable[[Any], Any], lane: str) -> Future[Any]:
+        self.asked += 1
         return self._calls.submit(call, self)
 
     def begin_update(self, version: int) -> None:
+        self.version = 0
+        if self.fault == "refuses":
+            raise RuntimeError("refuses")
+        deadline = time.monotonic() + 20.0
+        while version == 2 and self.asked < 5:  # in the first sync three, of which one is to agree
+            assert time.monotonic() < deadline, "an engine is asked to receive when others have answered"
+            time.sleep(0.01)
+        self.version = version
         for worker in self.workers:
             worker.begin()
             worker.came = {}
@@ -199,6 +210,7 @@ class Engine:
         self._both(lambda number: self.workers[number].agree(terms, number))
 
     def receive_group(self, version: int) -> None:
+        assert version == self.version
         self._both(self._receive)
 
     def _receive(self, number: int) -> None:
@@ -206,7 +218,7 @@ class Engine:
 
         def load(slots: Any, payload: torch.Tensor) -> None:
             seen.append(slots)
-            if self.gone and number == 1 and len(seen) == 2:
+            if self.fault == "gone" and number == 1 and len(seen) == 2:
                 worker.leave()
                 raise RuntimeError("gone")
             worker.keep(slots, payload)
@@ -218,20 +230,19 @@ class Engine:
             done.result(PATIENCE_S)
 
 
-def broadcast(rank: int, gone: bool) -> tuple[dict[str, list[list[str]]], list[str]]:
+def broadcast(rank: int, fault: str, timeout_s: float) -> tuple[dict[str, list[list[str]]], list[str]]:
     """Two syncs to a fleet: what is wrong with each worker of each engine after the second, and which engines failed
     in it."""
     buckets = buckets_on(rank, 2)
-    timeout_s, control = 20.0 if gone else 60.0, dist.new_group()
+    control = dist.new_group()
     sender = BroadcastSender(buckets, CPU, workers_per_engine=2, timeout_s=timeout_s, control=control)
     engines = [Engine("a"), Engine("b")]
     clients: Any = engines
     room: list[list[list[int]]] = []
     for version in (1, 2):
         to = Recipients(clients, timeout_s=60.0) if rank == 0 else None
-        if to is not None:
-            engines[1].gone = gone and version == 2
-            to.wait(to.ask(lambda engine: engine.begin_update(version)))  # noqa: B023
+        engines[1].fault = fault if version == 2 else ""
+        sender.begin(version, to)
         packed = sender.send(version, to)
         room.append([[part.data_ptr() for part in one._room] for engine in engines for one in engine.workers])
     sender.close()
@@ -244,7 +255,7 @@ def broadcast(rank: int, gone: bool) -> tuple[dict[str, list[list[str]]], list[s
         for worker, one in enumerate(mine.workers):
             due = {i: v for i, v in packed.items() if buckets.layouts[i].goes_to(worker)}
             assert one.checksums() == due
-    assert gone or (room[0] == room[1] and all(len(set(parts)) == 2 for parts in room[0])), "made anew in each sync"
+    assert fault or (room[0] == room[1] and all(len(set(parts)) == 2 for parts in room[0])), "made anew in each sync"
     for engine in engines:
         for one in engine.workers:
             one.leave()
@@ -252,23 +263,28 @@ def broadcast(rank: int, gone: bool) -> tuple[dict[str, list[list[str]]], list[s
     return wrong, sorted(to.errors)
 
 
-@pytest.mark.parametrize("gone", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_workers_of_a_fleet_get_their_share(gone: bool) -> None:
-    """An engine whose worker ends in the middle of the second sync breaks all communicators; the other one gets its
-    weights in new ones. gloo's communicators of threads notice after their time limit, three times."""
-    (wrong, failed), _ = run_ranks(broadcast, 2, gone)
-    assert wrong == ({"a": [[], []]} if gone else {"a": [[], []], "b": [[], []]})
-    assert failed == (["b"] if gone else [])
+@pytest.mark.parametrize(
+    ("fault", "timeout_s"), [("", 60.0), ("refuses", 6.0), pytest.param("gone", 20.0, marks=pytest.mark.full)]
+)
+def test_workers_of_a_fleet_get_their_share(fault: str, timeout_s: float) -> None:
+    """An engine whose worker ends in the middle of the second sync, or that does not begin it, breaks all
+    communicators; the other one gets its weights in new ones. gloo's communicators of threads notice after their time
+    limit, once or three times."""
+    (wrong, failed), _ = run_ranks(broadcast, 2, fault, timeout_s)
+    assert wrong == ({"a": [[], []]} if fault else {"a": [[], []], "b": [[], []]})
+    assert failed == (["b"] if fault else [])
 
 
 def test_members_of_a_share_alone_get_what_is_sent_to_it() -> None:
     meeting = Meeting("127.0.0.1")
-    where = meeting.next(3, 20.0, shares=((0, 1), (2, 0)))
+    shares = ((0, 1), (2, 0))
+    where = meeting.next(3, 20.0, shares=shares)
     came: dict[int, list[int]] = {}
 
     def member(rank: int) -> None:
         group = WeightGroup(where, rank, CPU)
-        parts = {share: torch.full((8,), rank, dtype=torch.uint8) for share in (None, 0, 1) if group.takes(share)}
+        mine = [None, *(share for share, members in enumerate(shares) if rank in members)]
+        parts = {share: torch.full((8,), rank, dtype=torch.uint8) for share in mine}
         source = {None: 1, 0: 1, 1: 2}
         group.wait([group.broadcast(part, source[share], share) for share, part in parts.items()])
         group.abort()

@@ -24,6 +24,11 @@ class ObjectStoreSender:
     def __init__(self, buckets: WeightBuckets, device: torch.device, change: Change | None = None) -> None:
         self._buckets, self._device, self._change = buckets, device, change
 
+    def begin(self, version: int, to: Recipients | None) -> None:
+        """See `WeightSender.begin`."""
+        if to is not None:
+            to.begin(version)
+
     def send(self, version: int, to: Recipients | None) -> dict[int, int]:
         """See `WeightSender.send`. No checksums: a bucket in the store is whole or it is not there."""
         payload = torch.empty(self._buckets.largest, dtype=torch.uint8, device=self._device)

@@ -174,6 +174,8 @@ class WeightUpdates[C: Core]:
 
     def _receive(self, version: int, way: Literal["shared", "group"]) -> None:
         with self._failure(version):
+            if not self._gate.syncing:  # who asks does not wait for the answer to `begin_update`
+                raise IncompleteSync(f"no update to weight version {version} is under way; `begin_update` opens one")
             self._loop.run(self._core.load(version, way), timeout=2 * self._timeout)
             self._came = True
 

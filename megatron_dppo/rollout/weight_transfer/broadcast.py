@@ -1,16 +1,22 @@
 """Weights to engines on GPUs of their own: each owner broadcasts what it has to all workers that need it.
 
 ```
-rank 0        agree ──► engines: workers join ┐                receive_group ──► engines: workers load bucket i
-every owner   joins ──────────────────────────┴─ one group ──  writes bucket i + 1 while bucket i is on its way
-              all ranks settle: did everybody join?            all ranks settle: did all arrive? else once more without
-                                                               the engines that failed, in a new group
+rank 0        begin_update, receive_group ──► engines: workers wait at the communicator, then load bucket i
+every owner   writes buckets 0 and 1 ───────  sends bucket i, writes bucket i + 2 when bucket i has left
+                                              all ranks settle: did all arrive? else once more without the
+                                              engines that failed, in a new communicator
+
+where the engines are others, between the two:
+rank 0        agree ──► engines: workers join ┐
+every owner   joins ──────────────────────────┴─ all ranks settle: did everybody join? then receive_group
 ```
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,9 +65,35 @@ class BroadcastSender:
         """Whom the communicator has."""
         self._told: set[str] = set()
         """Engines that know the layouts."""
+        senders = {share: buckets.owners_of(share) for share in buckets.shares} | {None: buckets.owners}
+        self._mine = [one for one in enumerate(buckets.layouts) if self._rank in senders[one[1].share]]
+        """Number and layout of each bucket on whose way this rank is."""
+        self._room: list[torch.Tensor] = []
+        """The first of them."""
+        self._fell: list[str] = []
+        """Engines whose call failed, in that order."""
+        self._failed: Exception | None = None
+        """What writing them failed with."""
+        self._receiving: Pending[None] | None = None
+        """Calls of engines that wait at the communicator."""
         self._packed = Packed()
         self._sums: dict[int, int] = {}
         """What `send` returns."""
+
+    def begin(self, version: int, to: Recipients | None) -> None:
+        """See `WeightSender.begin`. Engines that are in the communicator go on to it without another call."""
+        begun = to.ask(lambda engine: engine.begin_update(version)) if to is not None else None
+        self._receiving = self._receive(version, to) if to is not None and self._stands(to) else None
+        self._failed = None
+        try:
+            size = self._buckets.largest
+            self._room = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in self._mine[:2]]
+            for (index, _), payload in zip(self._mine, self._room, strict=False):
+                self._buckets.write(index, payload)
+        except Exception as failure:  # the other ranks hear of it in `send`
+            self._failed = failure
+        if to is not None:
+            to.wait(begun)
 
     def send(self, version: int, to: Recipients | None) -> dict[int, int]:
         """See `WeightSender.send`. Raises what a rank failed with where it was not the communicator that broke."""
@@ -71,12 +103,15 @@ class BroadcastSender:
             if self._settled(error):
                 break
             self._leave()
-            if to is not None and left:
-                # All that took part failed; only those that do not answer now are to blame.
-                to.forgive(to.errors.keys() - before)
-                to.wait(to.ask(lambda engine: engine.begin_update(version)))
+            if left:
+                if to is not None:
+                    # All that took part failed; only those that do not answer now are to blame, and when all did and it
+                    # broke again, who was the first to fail.
+                    to.forgive(to.errors.keys() - before - set(self._fell[:1] if left == 1 else ()))
+                self.begin(version, to)
             if not left or not self._from_controller(bool(to and to.engines)):
                 break
+        self._room = []
         return self._sums
 
     def close(self) -> None:
@@ -85,9 +120,7 @@ class BroadcastSender:
 
     def _attempt(self, version: int, to: Recipients | None) -> Exception | None:
         """One try; what this rank, or on the controller an engine, failed with."""
-        own = self._terms(to) if to is not None else None
-        receiving = self._receiving(to, version) if own is None else None  # the call is on its way meanwhile
-        terms = self._from_controller(own)
+        terms = self._from_controller(self._terms(to) if to is not None and self._receiving is None else None)
         error: Exception | None = None
         if terms is not None:
             pending = self._invite(to, terms) if to is not None else None
@@ -98,27 +131,36 @@ class BroadcastSender:
             error = _first(error, to, pending)
             if not self._settled(error):
                 return error or GroupClosed("others did not join")
-            receiving = self._receiving(to, version)
+            self._receiving = self._receive(version, to) if to is not None else None
         mine: dict[int, int] = {}
         try:
+            if self._failed is not None:
+                raise self._failed
             if self._group is not None:
-                self._broadcast(self._group, to, receiving)
+                self._broadcast(self._group, to)
                 mine = self._packed.take()
         except Exception as failure:
             error = failure
             if self._group is not None:
                 self._group.abort()
         self._sums = gathered(mine, self._control)  # while the engines' answers are on their way
-        return _first(error, to, receiving, 2 * self._timeout)
+        return _first(error, to, self._receiving, 2 * self._timeout)
 
-    def _receiving(self, to: Recipients | None, version: int) -> Pending[None] | None:
-        return to.ask(lambda engine: engine.receive_group(version)) if to is not None else None
+    def _receive(self, version: int, to: Recipients) -> Pending[None]:
+        pending = to.ask(lambda engine: engine.receive_group(version))
+        self._fell = []
+        for name, future in pending.items():
+            future.add_done_callback(partial(_note, self._fell, name))
+        return pending
 
-    def _terms(self, to: Recipients) -> tuple[Rendezvous, tuple[str, ...]] | None:
-        """Of a new communicator; None where there is one with the same members."""
+    def _stands(self, to: Recipients) -> bool:
+        """Whether there is a communicator with these engines."""
         members = tuple(engine.name for engine in to.engines)
-        if self._group is not None and not self._group.closed and members == self._members:
-            return None
+        return self._group is not None and not self._group.closed and members == self._members
+
+    def _terms(self, to: Recipients) -> tuple[Rendezvous, tuple[str, ...]]:
+        """Of a new communicator."""
+        members = tuple(engine.name for engine in to.engines)
         self._meeting = self._meeting or Meeting(own_address())
         owners, workers = self._owners, range(len(self._owners), len(self._owners) + self._workers * len(members))
         shares = tuple(
@@ -149,22 +191,21 @@ class BroadcastSender:
         if self._rank in self._owners:
             self._group = WeightGroup(where, self._owners[self._rank], self._device)
 
-    def _broadcast(self, group: WeightGroup, to: Recipients | None, receiving: Pending[None] | None) -> None:
+    def _broadcast(self, group: WeightGroup, to: Recipients | None) -> None:
         """Send every bucket: one is being written while the one before it is on its way."""
-        buckets = self._buckets
-        buffers = [torch.empty(buckets.largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
         under_way: list[list[Any]] = [[], []]
-        mine = [(index, layout) for index, layout in enumerate(buckets.layouts) if group.takes(layout.share)]
-        for turn, (index, layout) in enumerate(mine):
-            payload = buffers[turn % 2]
-            group.wait(under_way[turn % 2])
-            buckets.write(index, payload)
-            self._packed.note(index, layout, payload)
+        for turn, (index, layout) in enumerate(self._mine):
+            payload = self._room[turn % 2]
+            if turn >= len(self._room):  # `begin` wrote the first
+                group.wait(under_way[turn % 2])
+                self._buckets.write(index, payload)
             under_way[turn % 2] = [
                 group.broadcast(payload[part.start : part.stop], self._owners[part.source], layout.share)
                 for part in layout.segments
             ]
+            self._packed.note(index, layout, payload)  # behind, or the bucket would wait for its checksum
         group.wait([*under_way[0], *under_way[1]])
+        receiving = self._receiving
         group.finish(lambda: to is not None and receiving is not None and to.broken(receiving))
 
     def _leave(self) -> None:
@@ -187,6 +228,11 @@ class BroadcastSender:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self._control)
         return box[0]
+
+
+def _note(fell: list[str], name: str, done: Future[None]) -> None:
+    if done.exception() is not None:
+        fell.append(name)
 
 
 def _first(

@@ -106,10 +106,6 @@ class WeightGroup:
 
         within(self._left().total_seconds(), speak)
 
-    def takes(self, share: int | None) -> bool:
-        """Whether this member takes part in broadcasts of a share."""
-        return share in self._members
-
     def broadcast(self, part: torch.Tensor, source: int, share: int | None = None) -> Any:
         """Start sending `part` (uint8) from member `source` to all, or to all of a share; hand what this returns to
         `wait`."""

@@ -12,7 +12,7 @@ from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.rollout.engine import EngineClient, RolloutEngine, TransferTerms
 from megatron_dppo.rollout.weight_transfer.cuda_ipc import gpu_uuid, share, take_back
 from megatron_dppo.rollout.weight_transfer.manifest import Packed, gathered
-from megatron_dppo.rollout.weight_transfer.recipients import Recipients
+from megatron_dppo.rollout.weight_transfer.recipients import Pending, Recipients
 from megatron_dppo.rollout.weight_transfer.turns import Filling, TurnsBroken
 
 
@@ -60,6 +60,11 @@ class IpcSender:
             if rank in members:
                 self._groups[number] = group
 
+    def begin(self, version: int, to: Recipients | None) -> None:
+        """See `WeightSender.begin`."""
+        if to is not None:
+            to.begin(version)
+
     def send(self, version: int, to: Recipients | None) -> dict[int, int]:
         """See `WeightSender.send`."""
         device = self._device
@@ -68,11 +73,12 @@ class IpcSender:
         shared = share(buffers, turns.path, self._timeout)
         handles: list[tuple[str, bytes]] = [("", b"")] * dist.get_world_size()
         dist.all_gather_object(handles, (gpu_uuid(device), pickle.dumps(shared)), group=self._control)
+        loading: Pending[None] | None = None
         if to is not None:
-            told = to.wait(to.ask_each(lambda engine: self._terms(engine, dict(handles))))
-            self._told |= told.keys()
+            agreed = to.ask_each(lambda engine: self._terms(engine, dict(handles)))
+            loading = to.ask(lambda engine: engine.receive_shared(version))  # behind it, without an answer in between
+            self._told |= to.wait(agreed).keys()
         dist.barrier(self._control)  # engines that take part have their ends of the turns
-        loading = to.ask(lambda engine: engine.receive_shared(version)) if to is not None else None
         try:
             self._fill(buffers, turns)
         except BaseException:

@@ -34,6 +34,10 @@ class Recipients:
         """A call of its own to every engine."""
         return {engine.name: engine.ask(call_for(engine), "weights") for engine in self.engines}
 
+    def begin(self, version: int) -> None:
+        """Have every engine open an update, and wait for it."""
+        self.wait(self.ask(lambda engine: engine.begin_update(version)))
+
     def wait[T](self, pending: Pending[T] | None, *, timeout_s: float | None = None) -> dict[str, T]:
         """Results by engine, of those that did not fail."""
         results = {}
@@ -47,10 +51,9 @@ class Recipients:
         return results
 
     def broken[T](self, pending: Pending[T]) -> bool:
-        """Whether one of these calls has failed; does not wait."""
-        before = len(self.errors)
+        """Whether one of these engines has failed, by this call or before; does not wait."""
         self.wait({name: future for name, future in pending.items() if future.done()})
-        return len(self.errors) > before
+        return not self.errors.keys().isdisjoint(pending)
 
     def fail(self, name: str, error: Exception) -> None:
         """Leave an engine out from here on."""
