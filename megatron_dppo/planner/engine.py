@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.planner.gpus import GIB, Gpu, efficiency_of
@@ -135,14 +136,22 @@ def own_experts(model: HFConfig, tensor: int, settings: EngineSettings) -> float
     return -(-model.moe.experts // tensor) / model.moe.experts
 
 
+def filled(model: HFConfig, tensor: int, settings: EngineSettings) -> float:
+    """How many times an expert's numbers a GPU has: vLLM fills both sides of those that it quantises up to blocks of
+    scales."""
+    if model.moe is None or not settings.quantized:
+        return 1.0
+    width = model.moe.intermediate_size // (1 if settings.expert_parallel else tensor)
+    return prod(-(-side // BLOCK) * BLOCK / side for side in (width, model.hidden_size))
+
+
 def _held(model: HFConfig, tensor: int, settings: EngineSettings) -> Parameters:
-    """On `tensor` GPUs, each as full as the fullest. vLLM fills experts that it quantises up to blocks of scales."""
+    """On `tensor` GPUs, each as full as the fullest."""
     held = whole_model(model)
     if model.moe is None:
         return held
-    width = model.moe.intermediate_size // (1 if settings.expert_parallel else tensor)
-    filled = -(-width // BLOCK) * BLOCK / width if settings.quantized else 1.0
-    return replace(held, experts=round(held.experts * filled * tensor * own_experts(model, tensor, settings)))
+    own = tensor * own_experts(model, tensor, settings) * filled(model, tensor, settings)
+    return replace(held, experts=round(held.experts * own))
 
 
 def _state(model: HFConfig, settings: EngineSettings) -> int:

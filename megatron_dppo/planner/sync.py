@@ -3,20 +3,20 @@
 - Two buckets are under way, each of `rollout.weight_sync_bucket_mib` or of the largest tensor that goes whole; a third
   on the trainer's GPUs where ranks own experts that the worker on their GPU does not need, and with adapters what is
   merged of one, in float32.
-- While it loads, vLLM keeps the whole matrices of a layer that it quantises, makes that layer anew and quantises it;
-  of others nothing but a tensor of all experts, put together from their blocks.
+- While it loads, vLLM keeps the whole matrices of a layer that it quantises, makes that layer anew, with its padding,
+  and quantises it; of others nothing but a tensor of all experts, put together from their blocks.
 - In its first sync an engine makes a layer anew beside the dense tensors of a bucket, random numbers all.
 - All of this is given back when the sync ends, but for the two buckets of an engine with GPUs of its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.models.stacked import OfAll
-from megatron_dppo.planner.engine import EngineSettings, own_experts
+from megatron_dppo.planner.engine import EngineSettings, filled, own_experts
 from megatron_dppo.planner.parameters import layer_parameters, stage_layers
 from megatron_dppo.planner.workload import Layout
 
@@ -48,12 +48,13 @@ def sync_memory(layout: Layout, settings: EngineSettings, tensor: int, *, coloca
         buckets += others * bucket + (2 * settings.bucket if layout.lora else 0)
 
     layers = [layer_parameters(model, one, layer) for layer in kinds]
-    anew = settings.element * max(largest // 2, *(parameters.total for parameters in layers)) // tensor
+    padded = [replace(p, experts=int(p.experts * filled(model, tensor, settings))) for p in layers]
+    anew = settings.element * max(largest // 2, *(parameters.total for parameters in padded)) // tensor
     loading = of_all
     if settings.quantized:
         own = own_experts(model, tensor, settings) if settings.expert_parallel else 1.0
         whole = max(max(own * p.experts, p.mlp, p.attention) for p in layers)
-        loading = int(2 * whole) + 3 * max(max(p.experts, p.mlp, p.attention) for p in layers) // tensor
+        loading = int(2 * whole) + 3 * max(max(p.experts, p.mlp, p.attention) for p in padded) // tensor
         anew += anew // 2
     return SyncMemory(
         usual=buckets + loading,

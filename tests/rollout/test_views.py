@@ -46,7 +46,7 @@ def one_worker(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     path = tmp_path_factory.mktemp("one")
     models = [folders_of(path / str(i), family, **overrides) for i, (family, overrides) in enumerate(MODELS)]
     first, tied = models[0], models[1]
-    calls = [(synced, (models, 1, False)), (synced, ([first], 1, False, True)), (packed, tied[:2])]
+    calls = [(synced, (models, 1, False)), (synced, ([first], 1, False, "swapped")), (packed, tied[:2])]
     (found,) = run_ranks(in_turn, 1, calls)
     return found
 
@@ -73,10 +73,12 @@ def test_so_it_is_on_two_workers_that_get_slices_of_experts_or_their_own(tmp_pat
     with_experts, dense = [*range(len(MODELS) - 1), len(MODELS)], len(MODELS) - 1
     assert models[dense][0] == "qwen2"
     calls: list[Any] = [(synced, (folders[:-1], 2, False)), (synced, ([folders[n] for n in with_experts], 2, True))]
-    calls.append((synced, (folders[:1], 2, False, True)))
-    for rank, (whole, divided, swapped) in enumerate(run_ranks(in_turn, 2, calls)):
+    calls += [(synced, (folders[:1], 2, False, way)) for way in ("swapped", "padded")]
+    for rank, (whole, divided, swapped, padded) in enumerate(run_ranks(in_turn, 2, calls)):
         assert swapped[0].wrong == [], "slices that vLLM's loaders took"
         assert swapped[0].reloaded == {"model.layers.1.mlp.experts.routed_experts"}
+        assert len(padded[0].reloaded) > 1
+        assert (padded[0].wrong, padded[0].held) == ([], set()), "with padding a layer is whole before the sync ends"
         check(MODELS, whole, rank=rank, workers=2, divided=False)
         check([models[n] for n in with_experts], divided, rank=rank, workers=2, divided=True)
 

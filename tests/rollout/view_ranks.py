@@ -8,9 +8,9 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -77,8 +77,12 @@ class Worker:
     """Whether that is a slice of each."""
     taken: float = 0.0
     """Fraction of the last sync's buckets that came here."""
+    held: set[str] = field(default_factory=set)
+    """Layers whose weights vLLM still held as they came when all had come."""
 
     def sync(self, folder: Path, *, agree: bool = False) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
         from megatron_dppo.rollout.vllm.receiver import TransferInit
 
         buckets = list(buckets_of(folder, BUCKET_BYTES, self.shares, self.sliced))
@@ -92,6 +96,7 @@ class Worker:
         for index, layout in mine.items():
             receiver._load(layout.slots, buckets[index][1])
             buckets[index][1].fill_(77)  # the sender uses it again
+        self.held = {name for name, m in self.model.named_modules() if get_layerwise_info(m).loaded_weights}
         receiver.finish_weight_update()
         assert receiver.incomplete == []
 
@@ -115,6 +120,24 @@ def on_a_gpu(process: Callable[..., None] = lambda method, layer: None) -> Itera
         patch.object(utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: None),
         patch.object(UnquantizedFusedMoEMethod, "process_weights_after_loading", process),
     ):
+        yield
+
+
+@contextmanager
+def padded() -> Iterator[None]:
+    """vLLM fills experts up to blocks of 128 and keeps them in another form than the checkpoint's, as those that it
+    quantises."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineMoEMethod
+
+    def process(method: Any, layer: Any) -> None:
+        Fp8PerBlockOnlineMoEMethod._zero_padding(method, layer)
+        layer.w13_weight.data.neg_()
+
+    def rounded(method: Any, hidden_size: int, intermediate_size_per_partition: int, *_: Any, **__: Any) -> Any:
+        return tuple(-(-side // 128) * 128 for side in (hidden_size, intermediate_size_per_partition))
+
+    with on_a_gpu(process), patch.object(UnquantizedFusedMoEMethod, "maybe_roundup_sizes", rounded):
         yield
 
 
@@ -172,15 +195,20 @@ class Outcome:
     wrong: list[str]
     """Parameters that after a sync are not those of a fresh load, to the bit."""
     taken: float = 1.0
+    held: frozenset[str] = frozenset()
     """See `Worker`."""
 
 
 def synced(
-    rank: int, folders: list[tuple[Path, Path, Path]], workers: int, expert_parallel: bool, swap: bool = False
+    rank: int,
+    folders: list[tuple[Path, Path, Path]],
+    workers: int,
+    expert_parallel: bool,
+    way: Literal["", "swapped", "padded"] = "",
 ) -> list[Outcome]:
     """Three syncs to each model. `folders`: weights to start from, of the second sync, and of the first and third."""
     found = []
-    with on_a_gpu(swap_gate_and_up) if swap else on_a_gpu():
+    with padded() if way == "padded" else on_a_gpu(swap_gate_and_up) if way else on_a_gpu():
         for start, second, third in folders:
             held = worker(start, workers, expert_parallel)
             fresh = {folder: worker(folder, workers, expert_parallel).numbers() for folder in (third, second)}
@@ -190,7 +218,7 @@ def synced(
                 now, numbers = held.numbers(), fresh[folder]
                 assert now.keys() == numbers.keys()
                 wrong += [name for name in now if not torch.equal(now[name], numbers[name])]
-            found.append(Outcome(held.reloaded(), wrong, held.taken))
+            found.append(Outcome(held.reloaded(), wrong, held.taken, frozenset(held.held)))
     return found
 
 

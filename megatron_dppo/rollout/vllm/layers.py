@@ -10,7 +10,7 @@ import torch
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import LOADING_LAYERS, _layerwise_process, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
 LATENT_NORM_EPS = "megatron_dppo_latent_norm_eps"
@@ -44,6 +44,15 @@ def incomplete_layers(model: torch.nn.Module) -> list[str]:
         for name, (got, wanted, places) in missing.items()
         if got or not places or not places <= came
     ]
+
+
+def process_if_padded(layer: RoutedExperts) -> None:
+    """Let vLLM process a layer of which every number came. It waits for those of padding too, which never come: the
+    weights as they came would be held until the end of the sync, of every layer."""
+    info = get_layerwise_info(layer)
+    if info.can_load() and info.load_numel >= _own_numbers(layer, int(info.load_numel_total or 0)):
+        _layerwise_process(layer, info)
+        LOADING_LAYERS.discard(layer)
 
 
 def _own_numbers(layer: torch.nn.Module, padded: int) -> int:
