@@ -75,6 +75,8 @@ def test_random_weights_arrive(tmp_path: Path, gpus: int, placement: str, ranks:
     assert (steps[0]["sync/worker_bytes"] < steps[0]["sync/bytes"]) == ("rollout.expert_parallel=true" in engine)
     first, second = (step["memory/rank_allocated_gib"] for step in steps)
     assert second - first < 0.1, "a sync leaves its buffers behind"
+    first, second = (step["sync/worker_gpu_used_gib"] for step in steps)
+    assert abs(second - first) < 0.1, "an engine keeps what its first sync needed"
 
 
 LATENT = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "q_lora_rank": 128} | {

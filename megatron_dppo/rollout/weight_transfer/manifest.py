@@ -113,8 +113,23 @@ def checksum(payload: torch.Tensor, part: Segment) -> torch.Tensor:
 
 
 def values_of(sums: Mapping[int, torch.Tensor]) -> dict[int, int]:
-    """Checksums as numbers. Waits for the device, once."""
-    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
+    """Checksums as numbers. Waits for the device, once, and on a GPU not for copies to the host that other streams and
+    processes have under way: the engine that copies would take theirs first, gigabytes of optimizer state."""
+    if not sums:
+        return {}
+    values = torch.stack(list(sums.values()))
+    if values.is_cuda:
+        host = torch.empty_like(values, device="cpu", pin_memory=True)
+        torch.add(values, 0, out=_as_seen_by_kernels(host, values.device))  # a kernel's store, where `copy_` is a copy
+        torch.cuda.current_stream(values.device).synchronize()
+        values = host
+    return dict(zip(sums, values.tolist(), strict=True))
+
+
+def _as_seen_by_kernels(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Page-locked memory of the host, which has one address for processor and GPU, as a tensor of the GPU."""
+    storage = torch._C._construct_storage_from_data_pointer(host.data_ptr(), device, host.nbytes)
+    return torch.empty(0, dtype=host.dtype, device=device).set_(storage, 0, host.shape, host.stride())
 
 
 class Packed:
