@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -20,6 +21,9 @@ _FREE: tuple[Part, ...] = ("gradients", "optimizer", "weights")
 """What is free first leaves first."""
 _LOCKING = 4
 """Threads that page-lock memory beside the first rollout."""
+_REGISTERED = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+"""torch then touches pages before CUDA locks them. CUDA's own memory is made, and zeroed, under a lock for which every
+other call waits: those of the first hand-over, beside `prepare`."""
 _BLOCK, _ROUNDED = 1 << 30, 512
 """Bytes of device memory that storages share, at least, and what torch's allocator rounds each of them up to."""
 _PIECE, _ALIGNMENT = 1 << 28, 256
@@ -172,6 +176,9 @@ class Offloader:
     def _named(self, parts: Iterable[Part]) -> list[_Storage]:
         """The storages of parts that are not away yet, which they are from here on, in the order in which they leave:
         gradients are not copied, so their memory is free at once."""
+        if self._stream is not None:  # what is not named goes back to its default
+            given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+            torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [given, _REGISTERED])))
         self._slabs += [slab.result() for slab in self._locking]
         self._locking = []
         leaving = {part: list(self._storages(part)) for part in PARTS if part in set(parts) - self.away}
@@ -250,8 +257,8 @@ class Offloader:
         if len(self._slab) < size and self._slabs:
             self._slab = self._slabs.pop()
         if len(self._slab) < size:
-            pinned = self._device.type == "cuda"
-            self._slab = torch.empty(max(size, _PIECE if pinned else size), dtype=torch.uint8, pin_memory=pinned)
+            on_gpu = self._device.type == "cuda"
+            self._slab = _page_locked(self._device) if on_gpu else torch.empty(size, dtype=torch.uint8)
         part, self._slab = self._slab[:size], self._slab[-(-size // _ALIGNMENT) * _ALIGNMENT :]
         return part
 
