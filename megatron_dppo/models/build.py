@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pkgutil
 
 import torch
@@ -38,8 +39,12 @@ def build_model(
     """
     length = max_sequence_length or model.max_position_embeddings
     frequencies, rope_factor = rope_frequencies(model.config)
-    if rope_factor != 1.0:
-        config.apply_rope_fusion = False  # the fused kernel for packed sequences knows no such factor
+    if rope_factor != 1.0 and not model.latent:  # the fused kernel for packed sequences knows no such factor
+        if 2 * len(frequencies) == model.head_dim:
+            # of queries and keys as a whole, thus twice of scores
+            config.softmax_scale, rope_factor = rope_factor**2 / math.sqrt(model.head_dim), 1.0
+        else:
+            config.apply_rope_fusion = False
     chunks = config.virtual_pipeline_model_parallel_size or 1
     stage, last = groups.pp.rank(), (groups.pp.size() - 1, chunks - 1)
     built = []

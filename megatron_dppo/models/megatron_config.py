@@ -75,7 +75,7 @@ def transformer_config(
         "bias_dropout_fusion": False,
         "persist_layer_norm": False,
         "gradient_accumulation_fusion": gpu and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
-        "apply_rope_fusion": gpu,
+        "apply_rope_fusion": gpu and model.latent is None,  # latent attention rotates by itself
         # Pipeline messages.
         "overlap_p2p_comm": parallel.chunks > 1,
         "batch_p2p_comm": parallel.chunks == 1,
@@ -97,8 +97,6 @@ def transformer_config(
             "moe_grouped_gemm": gpu,
             "moe_permute_fusion": gpu,
         }
-    if model.latent:
-        fields["apply_rope_fusion"] = False  # its tables of cosines are not those of `models.rope`
     config = (MLATransformerConfig if model.latent else TransformerConfig)(**(fields | overrides))
     if model.moe:
         config.moe_router_pre_softmax = bool(pre_softmax)

@@ -45,7 +45,7 @@ Latent attention (width a of queries and keys, v of values, c of the latent vect
 QKV to rotary
 
     down projections  input, normalised input, latents, normalised latents        4 S h + 4 S c
-    up projections    nothing: what is rotated is joined anew with the rest
+    up projections    nothing: queries are rotated in place, the key's part is joined with that of every head
     attention         q, k, values padded to a key's width, output as wide        8 T a
                       and, where v is less than a, the output cut to v            2 T v
 
@@ -240,7 +240,7 @@ def _latent_attention(layout: Layout) -> Sequence[Operator]:
         core = Operator("attention", 2 * query + value + value, 2 * padded, backward + padded + statistics)
     else:
         core = Operator("attention", 2 * query + 2 * padded + cut + statistics, value + ring, backward)
-    projected = query + plain + value  # before what is rotated is joined with the rest
+    projected = query + plain + value
     return (
         Operator(
             "norm and down projections",
@@ -248,7 +248,7 @@ def _latent_attention(layout: Layout) -> Sequence[Operator]:
             gathered + latents,
             2 * residual + 2 * latents + gathered + _HALF * tokens * hidden,
         ),
-        Operator("up projections, rotary", 0, projected + 2 * query + value, projected + 2 * query + value),
+        Operator("up projections, rotary", 0, projected + query + value, projected + query + value),
         core,
         Operator(
             "output projection",

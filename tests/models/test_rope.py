@@ -19,6 +19,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
     "yarn": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32},
     "llama3": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3},
+    "yarn of half a head": {
+        **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32},
+        "partial_rotary_factor": 0.5,
+    },
 }
 LENGTHS = [90, 7, 33]
 
@@ -29,7 +33,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], t
     paths = {}
     for kind, parameters in KINDS.items():
         path = tmp_path_factory.mktemp("rope") / kind
-        model = tiny_model("qwen3", path, rope_parameters=parameters, num_hidden_layers=2, max_position_embeddings=128)
+        family = "glm4_moe" if "partial_rotary_factor" in parameters else "qwen3"
+        model = tiny_model(family, path, rope_parameters=parameters, num_hidden_layers=2, max_position_embeddings=128)
         with torch.no_grad():
             logits = torch.cat([model(part[None]).logits[0] for part in ids.split(LENGTHS)])
         torch.save({"ids": ids, "logits": logits}, path / "reference.pt")
