@@ -51,6 +51,7 @@ def test_tables_are_made_once_a_pack() -> None:
     assert not torch.equal(other[0], first[0])
     assert torch.equal(shared(len(POSITIONS), pack, CPU)[0], first[0])
     batched = shared(5, None, CPU)
+    assert torch.equal(shared(5, pack_params([5], CPU), CPU)[0], batched[0])
     assert torch.equal(
         batched[0],
         first[0].new_tensor(FACTOR) * torch.outer(torch.arange(5.0), FREQUENCIES).cos().repeat(1, 2)[:, None, None],

@@ -112,7 +112,7 @@ class SharedRotary(torch.nn.Module):
             return row
         assert pack.cu_seqlens_q is not None
         ends = pack.cu_seqlens_q.long() // ranks
-        sequence = torch.searchsorted(ends[1:-1], row, right=True)
+        sequence = torch.searchsorted(ends[1:], row, right=True).clamp(max=len(ends) - 2)
         place, part = row - ends[sequence], (ends[1:] - ends[:-1])[sequence] // 2
         if ranks == 1:
             return place
