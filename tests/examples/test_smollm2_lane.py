@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = (
     *("trainer.steps=2", "trainer.prompts_per_step=4", "trainer.samples_per_prompt=4", "trainer.checkpoint_every=0"),
     *("trainer.prompts_per_mini_batch=2", "trainer.parity_check=false", "trainer.export_hugging_face=false"),
-    *("evaluation.every=0", "rollout.cpu_threads=1", "rollout.max_response_tokens=8"),
+    *("evaluation.every=0", "rollout.cpu_threads=1", "rollout.max_response_tokens=8", "rollout.enforce_eager=true"),
     *("rollout.max_prompt_tokens=256", "task.train_size=16", "task.held_out_size=4", "tracking.samples_every=0"),
     "task.rewards=[{kind: python, path: 'megatron_dppo.launch.example:coin'}]",
 )

@@ -76,7 +76,7 @@ def test_random_weights_arrive(tmp_path: Path, gpus: int, placement: str, ranks:
     first, second = (step["memory/rank_allocated_gib"] for step in steps)
     assert second - first < 0.1, "a sync leaves its buffers behind"
     first, second = (step["sync/worker_gpu_used_gib"] for step in steps)
-    assert abs(second - first) < 0.1, "an engine keeps what its first sync needed"
+    assert placement == "colocated" or abs(second - first) < 0.1, "an engine keeps what a sync needed"
 
 
 LATENT = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "q_lora_rank": 128} | {
