@@ -6,13 +6,17 @@ more, and without a word sends each test to whichever worker is free: every work
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
+from collections.abc import Generator
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadFileScheduling
+
+from megatron_dppo.launch.imports import uncollected
 
 ENGINES = (
     *("test_engine", "test_engine_log", "test_lora_sync", "test_parity", "test_partial", "test_placement"),
@@ -75,6 +79,15 @@ def pytest_configure() -> None:
         from absl import logging
 
         logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collecting imports everything, which stays: Python's garbage collector need not look through it, now or later."""
+    with uncollected():
+        collected = yield
+        gc.freeze()
+    return collected
 
 
 @pytest.hookimpl(optionalhook=True)
