@@ -231,7 +231,8 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _plot(arguments: argparse.Namespace) -> int:
     from megatron_dppo.trainer.history import History
-    from megatron_dppo.trainer.mismatch import Mismatch, plot_mismatch
+    from megatron_dppo.trainer.mismatch import Mismatch
+    from megatron_dppo.trainer.mismatch_plot import plot_mismatch
     from megatron_dppo.trainer.plots import MASKED_PANELS, plot_objectives, plot_runs
 
     runs, output, title = arguments.runs, arguments.output, arguments.title

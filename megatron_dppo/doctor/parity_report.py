@@ -17,7 +17,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.doctor.parity import Comparison, Precision, measure, spell
 from megatron_dppo.preflight.finding import Finding, error
 from megatron_dppo.tasks.tokenizer import load_tokenizer
-from megatron_dppo.trainer.mismatch import plot_mismatch
+from megatron_dppo.trainer.mismatch_plot import plot_mismatch
 
 FLOAT32_LIMIT = {"cpu": 1e-2, "cuda": 0.2}
 """Nats. Two right float32 forwards of the same experts are 1e-5 to 1e-3 apart on a CPU; what is more is another model.

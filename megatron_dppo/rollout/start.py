@@ -24,7 +24,6 @@ from megatron_dppo.rollout.fleet.object_store import Change, ObjectStoreSender
 from megatron_dppo.rollout.fleet.placement import find_places
 from megatron_dppo.rollout.fleet.store import RolloutSource
 from megatron_dppo.rollout.ray_session import RaySession
-from megatron_dppo.rollout.reference.core import ReferenceEngine
 from megatron_dppo.rollout.stored import RolloutHandle
 from megatron_dppo.rollout.weight_transfer.broadcast import BroadcastSender
 from megatron_dppo.rollout.weight_transfer.ipc import IpcSender
@@ -46,6 +45,8 @@ def transformers_opinion(
 ) -> RolloutBatch:
     """`batch` with what transformers says in float32 of the same tokens: log-probabilities and routes. `prepare` gets
     the engine before it is asked."""
+    from megatron_dppo.rollout.reference.core import ReferenceEngine  # with transformers' models: not for every rank
+
     options: dict[str, Any] = {
         "engine": "reference",
         "dtype": "float32",

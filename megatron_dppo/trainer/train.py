@@ -44,7 +44,6 @@ from megatron_dppo.trainer.checkpoints import Checkpoints, checkpoint_root
 from megatron_dppo.trainer.evaluation import Evaluator
 from megatron_dppo.trainer.history import ADAPTER_FOLDER, MODEL_FOLDER, History
 from megatron_dppo.trainer.loop import Controller, Trainer
-from megatron_dppo.trainer.plots import plot_runs
 from megatron_dppo.trainer.progress import Progress
 from megatron_dppo.trainer.resume import facts, weights_fingerprint
 from megatron_dppo.trainer.sinks import open_sinks, require_services
@@ -254,6 +253,8 @@ def _make_run_folder(config: Config) -> None:
 
 def _report(config: Config, wall_seconds: float) -> None:
     """The closing table and the curves."""
+    from megatron_dppo.trainer.plots import plot_runs  # with matplotlib, for one rank at its end
+
     folder = config.run.dir
     history = History.read(folder)
     picture = folder / "curves.png"

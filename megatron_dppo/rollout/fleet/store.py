@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 
 from megatron_dppo.batch import AlignedBatch, Columns
-from megatron_dppo.rollout.engine import GenerationRequest, RolloutEngine, SamplingConfig
 from megatron_dppo.rollout.stored import LayerGroups, Part, RolloutHandle, columns_of
 from megatron_dppo.router_replay.routes import Routes
+
+if TYPE_CHECKING:  # with torch, which the store's own process has no use for
+    from megatron_dppo.rollout.engine import GenerationRequest, RolloutEngine, SamplingConfig
 
 
 class RolloutStore:
