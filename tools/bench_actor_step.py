@@ -28,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from actor_step.cases import CASES, Case
 
+from megatron_dppo.launch.arguments import out_folder, real
+
 
 @dataclass
 class Job:
@@ -42,12 +44,23 @@ class Job:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results; made when absent")
-    parser.add_argument("--only", nargs="*", metavar="CASE", help=f"of {', '.join(c.name for c in CASES)}")
+    parser.add_argument(
+        "--out",
+        type=Path if "--case" in sys.argv else out_folder,
+        required=True,
+        help="folder of the results; made when absent",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        choices=[c.name for c in CASES],
+        metavar="CASE",
+        help=f"of {', '.join(c.name for c in CASES)}",
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny model and sequences, for a CPU")
-    parser.add_argument("--seconds", type=float, default=6.0, help="time to spend on each group of arms")
-    parser.add_argument("--timeout", type=float, default=150.0, help="seconds after which a case is ended")
-    parser.add_argument("--total", type=float, default=480.0, help="seconds after which no case starts")
+    parser.add_argument("--seconds", type=real(), default=6.0, help="time to spend on each group of arms")
+    parser.add_argument("--timeout", type=real(), default=150.0, help="seconds after which a case is ended")
+    parser.add_argument("--total", type=real(), default=480.0, help="seconds after which no case starts")
     parser.add_argument("--no-wgrad-fusion", action="store_true", help="weight gradients added up after the product")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -68,7 +81,6 @@ def drive(arguments: argparse.Namespace) -> int:
     waiting = [c for c in CASES if not arguments.only or c.name in arguments.only]
     too_large = [c.name for c in waiting if c.gpus > len(free)]
     waiting = [c for c in waiting if c.gpus <= len(free)]
-    arguments.out.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp())
     start, running, failures = time.monotonic(), [], dict.fromkeys(too_large, "needs more GPUs than there are")
     at_once = 1 if arguments.tiny else len(free)

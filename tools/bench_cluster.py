@@ -38,6 +38,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.launch.arguments import out_folder, real
+
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM, LEARNING = ROOT / "examples/run_qwen3_moe_dppo.sh", ROOT / "examples/run_tiny_moe_dppo.sh"
 TRIAL = (
@@ -105,7 +107,7 @@ def parts(gpus: int, out: Path, *, tiny: bool, settings: Sequence[str] = ()) -> 
         command += settings
         folder = out / "work" / name
         environment = {"NPROC": str(ranks), "RUN_DIR": str(folder / "run")}
-        environment["MODEL_DIR"] = str(tiny_model(folder) if tiny else out / "work" / f"shapes-{layers or 48}")
+        environment["MODEL_DIR"] = str(folder / "model" if tiny else out / "work" / f"shapes-{layers or 48}")
         return Part(name, command, seconds, environment)
 
     def steps(name: str, seconds: float, *cases: str) -> Part:
@@ -162,23 +164,22 @@ def _alone(out: Path, program: Callable[..., Part], *, tiny: bool) -> list[Part]
     return found
 
 
-def tiny_model(folder: Path) -> Path:
-    """Where the dry run has its model: made here, so that the program finds it and writes no large shapes."""
-    model = folder / "model"
-    if not model.exists():
+def make_tiny_model(part: Part) -> None:
+    """Where the part of a dry run has its model, so that the program finds it and writes no large shapes."""
+    model = Path(part.environment.get("MODEL_DIR", ""))
+    if "MODEL_DIR" in part.environment and not part.needs and not model.exists():
         maker = [sys.executable, str(ROOT / "examples/tiny_moe_dppo/make_model.py"), str(model), "--random"]
         subprocess.run(maker, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    return model
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results; made when absent")
+    parser.add_argument("--out", type=out_folder, required=True, help="folder of the results; made when absent")
     parser.add_argument("--only", nargs="*", metavar="PART", help="of the table above")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, on a CPU")
     parser.add_argument("--gpus", type=int, default=4, help="of a machine that --dry-run makes believe (default 4)")
     parser.add_argument("--set", nargs="*", default=[], metavar="A.B=C", help="overrides of the program's parts")
-    parser.add_argument("--total", type=float, default=560.0, help="seconds after which no part starts or goes on")
+    parser.add_argument("--total", type=real(), default=560.0, help="seconds after which no part starts or goes on")
     arguments = parser.parse_args()
     from torch.cuda import device_count
 
@@ -186,12 +187,16 @@ def main() -> int:
     if gpus not in (1, 2, 4, 8):
         print(f"bench_cluster: {gpus} GPUs here; it is for 1, 2, 4 or 8 (--dry-run needs none)", file=sys.stderr)
         return 2
-    arguments.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
     end = time.monotonic() + arguments.total
     failed = False
     every = parts(gpus, arguments.out.resolve(), tiny=arguments.dry_run, settings=arguments.set)
+    if unknown := set(arguments.only or ()) - {part.name for part in every}:
+        names = ", ".join(part.name for part in every)
+        parser.error(f"argument --only: {', '.join(sorted(unknown))}: with {gpus} GPUs the parts are {names}")
     for part in chosen(every, arguments.only or ()):
+        if arguments.dry_run:
+            make_tiny_model(part)
         limit = end - time.monotonic() if arguments.dry_run else min(part.seconds, end - time.monotonic())
         if limit < 20:
             found[part.name] = {"failure": "not started: no time left"}

@@ -11,32 +11,44 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
 from megatron_dppo.config.load import build_config
+from megatron_dppo.launch import exit_status
+from megatron_dppo.launch.arguments import model_folder, whole
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import GenerationRequest, RolloutEngine, SamplingConfig
 from megatron_dppo.rollout.start import open_engine
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=model_folder)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")
     parser.add_argument("--engines", nargs="+", default=["vllm", "reference"])
-    parser.add_argument("--prompts", type=int, default=256)
-    parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--prompts", type=whole(), default=256)
+    parser.add_argument("--prompt-tokens", type=whole(), default=32)
+    parser.add_argument("--tokens", type=whole(), default=64)
+    parser.add_argument("--repeats", type=whole(), default=5)
     arguments = parser.parse_args()
+    return exit_status(lambda: compare(arguments))
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    """The engines' rates on standard output."""
     lengths = {"max_prompt_tokens": arguments.prompt_tokens, "max_response_tokens": arguments.tokens}
-    config = build_config(RolloutConfig, lengths, arguments.overrides, where="the command")
-    engines = {n: open_engine(arguments.model, config.model_copy(update={"engine": n})) for n in arguments.engines}
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    configs = {
+        name: build_config(RolloutConfig, lengths | {"engine": name}, arguments.overrides, where="the command")
+        for name in arguments.engines
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in configs}
+    engines: dict[str, RolloutEngine] = {}
     try:
+        for name, config in configs.items():
+            engines[name] = open_engine(arguments.model, config)
         for repeat in range(arguments.repeats + 1):
             for name, engine in engines.items():
                 spent, tokens = turn(engine, repeat, arguments)
@@ -67,4 +79,4 @@ def turn(engine: RolloutEngine, repeat: int, arguments: argparse.Namespace) -> t
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -39,6 +39,7 @@ from examples.paper.make_shapes import write_folder
 from examples.tiny_moe_dppo.model import byte_tokenizer
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
+from megatron_dppo.launch.arguments import whole
 from megatron_dppo.models.family import text_fields
 from megatron_dppo.models.flops import peak_flops, training_flops
 from megatron_dppo.models.hf_config import HFConfig, resolve_hf_config
@@ -96,13 +97,16 @@ def read_arguments(words: list[str]) -> tuple[str, list[int], list[str]]:
     """The model's name, the depths and the run's overrides, which may stand anywhere."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=sorted(CONFIGS))
-    parser.add_argument("--moe-layers", type=int, nargs="+", default=[2], metavar="N")
+    parser.add_argument("--moe-layers", type=whole(), nargs="+", default=[2], metavar="N")
     arguments = parser.parse_args([word for word in words if "=" not in word])
     return arguments.name, arguments.moe_layers, [word for word in words if "=" in word]
 
 
 def main() -> int:
     name, moe_layers, overrides = read_arguments(sys.argv[1:])
+    if not torch.cuda.is_available():
+        print("bench_family: it measures GPUs and found none", file=sys.stderr)
+        return 2
     peak = peak_flops(torch.cuda.get_device_name()) or float("nan")
     gpus = int(os.environ.get("NPROC", "1"))
     depths: list[tuple[int, float]] = []

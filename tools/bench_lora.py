@@ -19,6 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.launch.arguments import out_folder, real, whole
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 ROUNDS = 2
@@ -27,17 +29,22 @@ ROUNDS = 2
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results; made when absent")
+    parser.add_argument(
+        "--out",
+        type=Path if "--trial" in sys.argv else out_folder,
+        required=True,
+        help="folder of the results; made when absent",
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny model and sequences, for a CPU")
-    parser.add_argument("--layers", type=int, default=4, help="layers of the comparison at the same size")
-    parser.add_argument("--most-full", type=int, nargs="*", default=[6, 5, 4], help="layers to try, most first")
-    parser.add_argument("--most-lora", type=int, nargs="*", default=[38, 36, 33, 30, 26], help="the same for LoRA")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of a trial")
-    parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--timeout", type=float, default=150.0, help="seconds after which a trial is ended")
+    parser.add_argument("--layers", type=whole(), default=4, help="layers of the comparison at the same size")
+    parser.add_argument("--most-full", type=whole(), nargs="*", default=[6, 5, 4], help="layers to try, most first")
+    parser.add_argument("--most-lora", type=whole(), nargs="*", default=[38, 36, 33, 30, 26], help="the same for LoRA")
+    parser.add_argument("--steps", type=whole(), default=5, help="timed steps of a trial")
+    parser.add_argument("--rank", type=whole(), default=32)
+    parser.add_argument("--timeout", type=real(), default=150.0, help="seconds after which a trial is ended")
     parser.add_argument("--trial", choices=["agreement", "full", "lora"], help=argparse.SUPPRESS)
     parser.add_argument(
-        "--recompute-layers", type=int, metavar="N", help="of the most layers of LoRA, the first N alone"
+        "--recompute-layers", type=whole(), metavar="N", help="of the most layers of LoRA, the first N alone"
     )
     parser.add_argument("--recompute", default="none", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -49,7 +56,6 @@ def main() -> int:
 
 def drive(arguments: argparse.Namespace) -> int:
     """All trials, one after another, and the report."""
-    arguments.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"agreement": _trial(arguments, "agreement", 2, "none")}
     same: dict[str, list[dict[str, Any]]] = {}
     for recompute in ("none", "full"):

@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rollout_host_costs import host_costs
 
 from examples.paper.make_shapes import SHAPES
+from megatron_dppo.launch.arguments import out_folder, real, whole
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.vllm.record_frame import HOLD, ResponseRecord
 from megatron_dppo.rollout.vllm.start import engine_environment, engine_options, quantization_options
@@ -220,7 +221,7 @@ def consume(completion: Any, variant: Variant, load: Load, layers: int) -> int:
 async def measure(options: argparse.Namespace, load: Load, layers: int) -> dict[str, Any]:
     """Every variant, on engines that live together; with `--fp8` those with R3 follow those without."""
     deadline = time.perf_counter() + options.seconds
-    model = write_model(Path(options.out) / "bench_rollout_model", layers=layers, tiny=options.tiny)
+    model = write_model(options.out / "bench_rollout_model", layers=layers, tiny=options.tiny)
     turns = [((one, FP8[one]), ()) for one in FP8] if options.fp8 else [(MAIN, EXTRA)]
     runs: dict[str, list[dict[str, float]]] = {v.name: [] for main, extra in turns for v in (*main, *extra)}
     for number, (main, extra) in enumerate(turns):
@@ -305,7 +306,7 @@ def save(
             if got
         ],
     }
-    (Path(options.out) / "bench_rollout.json").write_text(json.dumps(result, indent=1))
+    (options.out / "bench_rollout.json").write_text(json.dumps(result, indent=1))
     return result
 
 
@@ -335,19 +336,24 @@ def table(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--out", default=os.environ.get("OUT", "."), help="folder of the results (default: $OUT or here)"
+        "--out",
+        type=out_folder,
+        default=os.environ.get("OUT", "."),
+        help="folder of the results (default: $OUT or here)",
     )
     parser.add_argument("--tiny", action="store_true", help="a toy on a CPU: the whole path, no figures worth keeping")
     parser.add_argument("--fp8", action="store_true", help="bf16 and FP8, with R3 off and on, and no others")
     parser.add_argument("--quick", action="store_true", help="engines that compile nothing and have one CUDA graph")
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--sequences", type=int, default=256)
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=480.0, help="no second run is begun that would end after this")
-    parser.add_argument("--gpu-share", type=float, default=0.42, help="memory of each engine")
-    parser.add_argument("--kv-gib", type=float, help="keys and values of each engine; engines then start side by side")
+    parser.add_argument("--layers", type=whole(), default=16)
+    parser.add_argument("--sequences", type=whole(), default=256)
+    parser.add_argument("--prompt-tokens", type=whole(), default=128)
+    parser.add_argument("--new-tokens", type=whole(), default=512)
+    parser.add_argument("--repeats", type=whole(), default=5)
+    parser.add_argument(
+        "--seconds", type=real(), default=480.0, help="no second run is begun that would end after this"
+    )
+    parser.add_argument("--gpu-share", type=real(below=1), default=0.42, help="memory of each engine")
+    parser.add_argument("--kv-gib", type=real(), help="keys and values of each engine; engines then start side by side")
     options = parser.parse_args()
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -355,12 +361,11 @@ def main() -> None:
     layers = options.layers
     if options.tiny:
         load, layers, options.repeats = Load(12, 10, 24), 2, 2
-    Path(options.out).mkdir(parents=True, exist_ok=True)
     costs = {} if options.fp8 else host_costs(Load(256, 128, 512), recorded=K, layers=layers, topk=8)
     result = asyncio.run(measure(options, load, layers)) | {"host_step_ms": costs}
-    (Path(options.out) / "bench_rollout.json").write_text(json.dumps(result, indent=1))
+    (options.out / "bench_rollout.json").write_text(json.dumps(result, indent=1))
     text = table(result)
-    (Path(options.out) / "bench_rollout.txt").write_text(text + "\n")
+    (options.out / "bench_rollout.txt").write_text(text + "\n")
     print(text)
 
 

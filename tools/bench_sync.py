@@ -17,14 +17,20 @@ import time
 import torch
 import torch.distributed as dist
 
+from megatron_dppo.launch.arguments import real, whole
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, required=True, help="bytes in all")
-    parser.add_argument("--roots", type=int, default=1, help="ranks that send (default 1)")
-    parser.add_argument("--piece-mib", type=int, default=256, help="bytes of one broadcast (default 256)")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--gib", type=real(), required=True, help="bytes in all")
+    parser.add_argument("--roots", type=whole(), default=1, help="ranks that send (default 1)")
+    parser.add_argument("--piece-mib", type=whole(), default=256, help="bytes of one broadcast (default 256)")
+    parser.add_argument("--repeats", type=whole(), default=5)
     arguments = parser.parse_args()
+    if "LOCAL_RANK" not in os.environ or not torch.cuda.is_available():
+        parser.error("it measures NCCL: start it with torchrun on a machine with GPUs")
+    if arguments.roots > int(os.environ["WORLD_SIZE"]):
+        parser.error(f"argument --roots: {arguments.roots} of {os.environ['WORLD_SIZE']} ranks")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dppo.launch.arguments import whole
 from megatron_dppo.vocab_parallel import VocabShard, token_stats
 
 # Per-token outputs whose first is log pi of the token (None: the contender has no per-token result).
@@ -260,15 +261,15 @@ def table(problem: Problem, only: str | None, repeats: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--vocab", type=int, default=151936)
-    parser.add_argument("--topk", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--tokens", type=whole(), default=16384)
+    parser.add_argument("--hidden", type=whole(), default=2048)
+    parser.add_argument("--vocab", type=whole(), default=151936)
+    parser.add_argument("--topk", type=whole(), default=20)
+    parser.add_argument("--repeats", type=whole(), default=9)
     parser.add_argument("--only", choices=["ours", "chunked"], help="this op alone")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("bench_token_stats measures CUDA kernels and found no CUDA device")
+        parser.error("it measures CUDA kernels and found no CUDA device")
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)

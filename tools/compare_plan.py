@@ -17,13 +17,19 @@ import json
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
+
+import pydantic.dataclasses
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from actor_step.cases import CASES as MEASURED
 from actor_step.cases import Case
 
+from megatron_dppo.errors import UserError
+from megatron_dppo.json_object import read_json_object
+from megatron_dppo.launch import exit_status
 from megatron_dppo.models.hf_config import resolve_hf_config
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
@@ -32,6 +38,57 @@ from megatron_dppo.planner.memory import stage_memory
 from megatron_dppo.planner.report import layout_name, memory_parts
 from megatron_dppo.planner.step_time import step_time
 from megatron_dppo.planner.workload import Layout
+
+
+class Measured(TypedDict, total=False):
+    """Of a case, what tools/bench_actor_step.py wrote."""
+
+    peak_gib: float | None
+    with_replay: dict[str, list[float]]
+    """Seconds of a step, by arm."""
+
+
+class Bench(TypedDict):
+    """bench.json, as far as it is read."""
+
+    cases: dict[str, Measured]
+
+
+class Prediction(TypedDict):
+    """Of a case, as far as a table shows it."""
+
+    layout: str
+    layers: int
+    gpus: int
+    pack: NotRequired[int]
+    recompute: str
+    microbatches: int
+    peak_gib: float
+    parts_gib: dict[str, float]
+    step_s: float
+
+
+def read[T](file: Path, kind: type[T], *, option: str, writer: str) -> T:
+    """What a JSON file holds. `UserError` names the argument, the file and what is wrong with it."""
+    try:
+        return TypeAdapter(kind).validate_python(read_json_object(file))
+    except (UserError, ValidationError) as error:
+        problem = f"{file}: {first_problem(error)}" if isinstance(error, ValidationError) else str(error)
+        raise UserError(f"{option}: {problem}; give a file that {writer} wrote") from None
+
+
+def first_problem(error: ValidationError) -> str:
+    found = error.errors()[0]
+    return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"
+
+
+def save(file: Path, what: object) -> None:
+    """As JSON."""
+    try:
+        file.write_text(json.dumps(what, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"--save: {file} cannot be written: {error.strerror}; name another file") from None
+
 
 FIRST = ("a1", "b2", "c2", "d2", "e4", "f4", "g4")
 """Those of tools/bench_actor_step.py that were predicted before they were measured on H100s."""
@@ -76,15 +133,15 @@ def predict(
     }
 
 
-def measured(bench: dict[str, Any], name: str) -> tuple[float | None, float | None]:
+def measured(bench: Bench, name: str) -> tuple[float | None, float | None]:
     """(peak GiB, median seconds of a step with replay and top-K) of a case, None where it was not measured."""
-    found = bench.get("cases", {}).get(name, {})
+    found = bench["cases"].get(name, {})
     steps = found.get("with_replay", {})
     arm = next((arm for arm in ("dppo-topk-tv, replay", *steps) if steps.get(arm)), None)
     return found.get("peak_gib"), statistics.median(steps[arm]) if arm else None
 
 
-def table(predictions: dict[str, Any], bench: dict[str, Any] | None) -> str:
+def table(predictions: dict[str, Any], bench: Bench | None) -> str:
     head = [
         "case",
         "GPUs",
@@ -124,21 +181,37 @@ def main() -> int:
     parser.add_argument("bench", type=Path, nargs="?", help="bench.json of tools/bench_actor_step.py")
     parser.add_argument("--fixed", type=Path, help="predictions saved earlier")
     parser.add_argument("--save", type=Path, help="write today's predictions there")
-    parser.add_argument("--gpu", default="h100-80g", help=f"of {', '.join(GPUS)}")
-    parser.add_argument("--only", nargs="*", metavar="CASE", default=FIRST, help="cases of tools/bench_actor_step.py")
+    parser.add_argument("--gpu", default="h100-80g", choices=GPUS)
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        choices=[case.name for case in MEASURED],
+        metavar="CASE",
+        default=FIRST,
+        help="cases of tools/bench_actor_step.py",
+    )
     parser.add_argument("--efficiency", type=Path, help="what tools/fit_planner.py wrote")
     arguments = parser.parse_args()
+    return exit_status(lambda: compare(arguments))
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    """The table on standard output."""
+    bench, efficiency = None, None
+    if arguments.bench:
+        bench = read(arguments.bench, Bench, option="bench", writer="tools/bench_actor_step.py")
+    if arguments.efficiency:
+        kind = pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid"))(Efficiency)
+        efficiency = read(arguments.efficiency, kind, option="--efficiency", writer="tools/fit_planner.py --save")
     if arguments.fixed:
-        predictions = json.loads(arguments.fixed.read_text())
+        predictions = read(arguments.fixed, dict[str, Prediction], option="--fixed", writer="this tool with --save")
     else:
-        efficiency = Efficiency(**json.loads(arguments.efficiency.read_text())) if arguments.efficiency else None
         cases = {case.name: case for case in MEASURED}
         gpu = find_gpu(arguments.gpu)
         predictions = {name: predict(cases[name], gpu, efficiency) for name in arguments.only}
     if arguments.save:
-        arguments.save.write_text(json.dumps(predictions, indent=1) + "\n")
-    print(table(predictions, json.loads(arguments.bench.read_text()) if arguments.bench else None))
-    return 0
+        save(arguments.save, predictions)
+    print(table(predictions, bench))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -24,8 +22,10 @@ from scipy.optimize import least_squares
 sys.path.insert(0, str(Path(__file__).parent))
 
 from actor_step.cases import CASES, Case
-from compare_plan import measured, plan
+from compare_plan import Bench, Measured, measured, plan, read, save
 
+from megatron_dppo.errors import UserError
+from megatron_dppo.launch import exit_status
 from megatron_dppo.planner.gpus import GPUS, Efficiency, Gpu, efficiency_of, find_gpu
 from megatron_dppo.planner.step_time import step_time
 
@@ -64,16 +64,26 @@ def _with(start: Efficiency, x: np.ndarray) -> Efficiency:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("bench", type=Path, nargs="+", help="bench.json of tools/bench_actor_step.py")
-    parser.add_argument("--gpu", default="h100-80g", help=f"of {', '.join(GPUS)}")
-    parser.add_argument("--only", nargs="*", metavar="CASE", help="fit to these alone")
+    parser.add_argument("--gpu", default="h100-80g", choices=GPUS)
+    parser.add_argument(
+        "--only", nargs="+", choices=[case.name for case in CASES], metavar="CASE", help="fit to these alone"
+    )
     parser.add_argument("--save", type=Path, help="write the efficiencies there")
     arguments = parser.parse_args()
+    return exit_status(lambda: fit_files(arguments))
+
+
+def fit_files(arguments: argparse.Namespace) -> None:
+    """The efficiencies and what they foretell on standard output."""
     gpu = find_gpu(arguments.gpu)
-    found: dict[str, Any] = {}
+    found: dict[str, Measured] = {}
     for file in arguments.bench:
-        found |= json.loads(file.read_text())["cases"]
+        found |= read(file, Bench, option="bench", writer="tools/bench_actor_step.py")["cases"]
     names = arguments.only or found
     steps = {name: step for name in names if (step := measured({"cases": found}, name)[1])}
+    if not steps.keys() & {case.name for case in CASES}:
+        files = " ".join(map(str, arguments.bench))
+        raise UserError(f"bench: {files}: no step of {' '.join(names) or 'any case'} was measured; measure one")
     before, after = efficiency_of(gpu.name), fit(steps, gpu)
     for name in FITTED:
         print(f"{name:18} {getattr(before, name):.3g} -> {getattr(after, name):.3g}")
@@ -82,8 +92,7 @@ def main() -> int:
         was, now = (predicted(case, gpu, e) / seen - 1 for e in (before, after))
         print(f"{case.name:10} measured {seen:.3f} s, before {was:+.1%}, now {now:+.1%}")
     if arguments.save:
-        arguments.save.write_text(json.dumps(dataclasses.asdict(after), indent=1) + "\n")
-    return 0
+        save(arguments.save, dataclasses.asdict(after))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.arguments import model_folder, whole
 from megatron_dppo.router_replay.routes import Routes
 
 
@@ -195,10 +196,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("routes", nargs="?", type=Path, help="routes of a rollout")
     parser.add_argument("--train", type=Path, help="routes of the same tokens in training")
-    parser.add_argument("--model", type=Path, help="a Hugging Face folder to record both from")
+    parser.add_argument("--model", type=model_folder, help="a Hugging Face folder to record both from")
     parser.add_argument("--record", type=Path, default=Path("routes"), help="where --model writes its two files")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=32, help="sampled per prompt")
+    parser.add_argument("--prompts", type=whole(), default=64)
+    parser.add_argument("--tokens", type=whole(), default=32, help="sampled per prompt")
     parser.add_argument("--rollout-dtype", default="bfloat16", choices=["bfloat16", "float32", "float16"])
     parser.add_argument("-o", "--output", type=Path, default=Path("routes.png"))
     options = parser.parse_args(arguments)

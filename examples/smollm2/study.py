@@ -25,7 +25,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -35,6 +35,7 @@ from examples.smollm2.settings import model
 from examples.smollm2.share import GpuShare
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import exit_status
+from megatron_dppo.launch.arguments import SEEDS, model_folder, real, several, whole
 
 LOST = 2
 """How often, for each lane, one that was killed starts again."""
@@ -98,34 +99,25 @@ def run_one_lane(chosen: argparse.Namespace) -> int:
     return run_lane(jobs(chosen), chosen.out, chosen.until, share)
 
 
-def _several[T](kind: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """Of a word that holds several, such as "0 1 2"."""
-
-    def values(text: str) -> list[T]:
-        return [kind(word) for word in text.split()]
-
-    return values
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument(
         "words", nargs="+", metavar="EXPERIMENT", help=f"{', '.join(EXPERIMENTS)}, or report; a.b=c overrides"
     )
-    parser.add_argument("--seeds", type=_several(int), default=[0, 1, 2])
-    parser.add_argument("--algorithms", type=_several(str), default=ALGORITHMS)
-    parser.add_argument("--rates", type=_several(float), default=[1e-5, 2e-5, 4e-5, 8e-5])
-    parser.add_argument("--staleness", type=_several(int), default=[0, 4, 8])
-    parser.add_argument("--noise", type=_several(float), default=[0.0, 0.01, 0.03])
-    parser.add_argument("--rate", type=float, default=2e-5, help="of staleness and noise")
-    parser.add_argument("--parted", type=Path, help="of replay: a mixture whose experts differ")
-    parser.add_argument("--lanes", type=int, default=8, help="runs that share the GPU and the cores")
+    parser.add_argument("--seeds", type=several(whole(0, SEEDS)), default=[0, 1, 2])
+    parser.add_argument("--algorithms", type=several(str), default=ALGORITHMS)
+    parser.add_argument("--rates", type=several(real()), default=[1e-5, 2e-5, 4e-5, 8e-5])
+    parser.add_argument("--staleness", type=several(whole(0)), default=[0, 4, 8])
+    parser.add_argument("--noise", type=several(real()), default=[0.0, 0.01, 0.03])
+    parser.add_argument("--rate", type=real(), default=2e-5, help="of staleness and noise")
+    parser.add_argument("--parted", type=model_folder, help="of replay: a mixture whose experts differ")
+    parser.add_argument("--lanes", type=whole(), default=8, help="runs that share the GPU and the cores")
     parser.add_argument("--lane", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--gib", type=int, default=125, help="of the GPU, for all of them")
-    parser.add_argument("--seconds", type=float, default=1e9, help="after which nothing is started")
-    parser.add_argument("--stagger", type=float, default=1.0, help="seconds between two starts")
+    parser.add_argument("--gib", type=whole(), default=125, help="of the GPU, for all of them")
+    parser.add_argument("--seconds", type=real(), default=1e9, help="after which nothing is started")
+    parser.add_argument("--stagger", type=real(), default=1.0, help="seconds between two starts")
     chosen = parser.parse_intermixed_args(arguments)
 
     def go() -> int | None:

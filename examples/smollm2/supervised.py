@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron_dppo.config.load import load_config
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import exit_status
+from megatron_dppo.launch.arguments import SEEDS, model_folder, new_folder, real, whole
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.task import Prompt
 
@@ -119,8 +120,6 @@ def route_gaps(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 def make(chosen: argparse.Namespace) -> None:
     out: Path = chosen.out
-    if out.exists():
-        raise UserError(f"{out} exists already; name another folder or remove it")
     transformers_logging.disable_progress_bar()
     torch.manual_seed(chosen.seed)
     torch.set_float32_matmul_precision("high")
@@ -159,12 +158,12 @@ def make(chosen: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, metavar="MODEL")
-    parser.add_argument("out", type=Path, metavar="OUT")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--lr", type=float, default=2e-4)
-    parser.add_argument("--slip", type=float, default=0.2, help="probability that a step of the working is wrong")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("model", type=model_folder, metavar="MODEL")
+    parser.add_argument("out", type=new_folder, metavar="OUT")
+    parser.add_argument("--steps", type=whole(), default=200)
+    parser.add_argument("--lr", type=real(), default=2e-4)
+    parser.add_argument("--slip", type=real(), default=0.2, help="probability that a step of the working is wrong")
+    parser.add_argument("--seed", type=whole(0, SEEDS), default=0)
     chosen = parser.parse_args(arguments)
     return exit_status(lambda: make(chosen))
 

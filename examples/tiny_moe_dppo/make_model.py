@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.tiny_moe_dppo.model import FAMILIES, byte_tokenizer, random_tiny_model, write_checkpoint
 from examples.tiny_moe_dppo.warm_up import warm_up
 from megatron_dppo.config.load import load_config
-from megatron_dppo.errors import UserError
 from megatron_dppo.launch import exit_status
+from megatron_dppo.launch.arguments import SEEDS, new_folder, whole
 from megatron_dppo.tasks.build import build_task
 
 DEMO = Path(__file__).with_name("tiny_moe_dppo.yaml")
@@ -33,8 +33,8 @@ THREADS = 1
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist or be empty")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the warm-up (default 0)")
+    parser.add_argument("out", type=new_folder, metavar="OUT", help="folder to write; must not exist or be empty")
+    parser.add_argument("--seed", type=whole(0, SEEDS), default=0, help="of the weights and of the warm-up (default 0)")
     parser.add_argument(
         "--family", choices=FAMILIES, default="qwen3_moe", help="model type of transformers (default qwen3_moe)"
     )
@@ -57,10 +57,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def make(out: Path, seed: int, family: str, config_file: Path | None, width: int = 1) -> None:
     """Write the model of `seed` to `out`, warmed up on the task of `config_file` (None: not at all)."""
-    if width < 1:
-        raise UserError(f"--width {width} is not a positive number")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists already; name another folder or remove it")
     torch.set_num_threads(THREADS)
     transformers_logging.disable_progress_bar()
     started = time.monotonic()

@@ -1,0 +1,75 @@
+"""Kinds of arguments (`type=` of argparse) of tools and examples: a wrong one is refused by its name, with exit status
+2, before anything is begun."""
+
+from __future__ import annotations
+
+import math
+import os
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from pathlib import Path
+
+SEEDS = 2**32
+"""Seeds are below it: as the generators of all libraries take them."""
+
+
+def whole(least: int = 1, below: float = math.inf) -> Callable[[str], int]:
+    """A whole number from `least` on and less than `below`."""
+    return _number(int, least, below)
+
+
+def real(least: float = 0.0, below: float = math.inf) -> Callable[[str], float]:
+    """The same of any finite number."""
+    return _number(float, least, below)
+
+
+def _number[N: (int, float)](kind: Callable[[str], N], least: float, below: float) -> Callable[[str], N]:
+    def value(text: str) -> N:
+        try:
+            found = kind(text)
+        except ValueError:
+            raise ArgumentTypeError(f"{text!r} is no {'whole ' if kind is int else ''}number") from None
+        if not least <= found < below:
+            end = "" if below == math.inf else f" and less than {below:g}"
+            raise ArgumentTypeError(f"{text} must be {least:g} or more{end}")
+        return found
+
+    return value
+
+
+def several[T](kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Of a word that holds several, such as "0 1 2"."""
+
+    def values(text: str) -> list[T]:
+        if not text.split():
+            raise ArgumentTypeError("it is empty; name at least one")
+        return [kind(word) for word in text.split()]
+
+    return values
+
+
+def new_folder(text: str) -> Path:
+    """One that is not there yet, or empty, and can be made: what takes minutes is not lost at its end."""
+    path = Path(text)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ArgumentTypeError(f"{text} exists already; name another folder or remove it")
+    above = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ArgumentTypeError(f"{text} cannot be made in {above}; name another folder")
+    return path
+
+
+def out_folder(text: str) -> Path:
+    """Made when absent."""
+    try:
+        Path(text).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentTypeError(f"{text} cannot be made: {error.strerror}; name another folder") from None
+    return Path(text)
+
+
+def model_folder(text: str) -> Path:
+    """That of a Hugging Face checkpoint."""
+    if not (Path(text) / "config.json").is_file():
+        raise ArgumentTypeError(f"{text} is no folder of a Hugging Face model: it has no config.json")
+    return Path(text)

@@ -1,0 +1,118 @@
+"""Every tool and example refuses a wrong argument by its name, with exit status 2, before it begins anything."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.launch.arguments import model_folder, new_folder, out_folder, real, several, whole
+
+ROOT = Path(__file__).parents[2]
+PREDICTION = {
+    "layout": "x",
+    "layers": 1,
+    "gpus": 1,
+    "recompute": "none",
+    "microbatches": 1,
+    "peak_gib": 1,
+    "step_s": 1,
+    "parts_gib": {},
+}
+FILES = {
+    "cut.json": '{"cases": {"a1": ',
+    "list.json": "[]",
+    "other.json": '{"steps": 3}',
+    "wrong.json": '{"cases": {"a1": {"with_replay": {"dppo-topk-tv, replay": ["fast"]}}}}',
+    "empty.json": '{"cases": {}}',
+    "prediction.json": json.dumps({"a1": PREDICTION}),
+    "half.json": json.dumps({"a1": {"layout": "x"}}),
+    "efficiency.json": '{"speed": 2}',
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("tools/compare_plan.py absent.json", "bench: absent.json cannot be read: No such file or directory"),
+        ("tools/compare_plan.py .", "bench: . cannot be read: Is a directory"),
+        ("tools/compare_plan.py cut.json", "bench: cut.json is not valid JSON"),
+        ("tools/compare_plan.py list.json", "bench: list.json must hold a JSON object, found a list; give a file that"),
+        ("tools/compare_plan.py other.json", "bench: other.json: cases: Field required; give a file that tools/bench_"),
+        ("tools/compare_plan.py --fixed half.json", "--fixed: half.json: a1.layers: Field required"),
+        (
+            "tools/compare_plan.py --efficiency efficiency.json",
+            "--efficiency: efficiency.json: speed: Unexpected",
+        ),
+        ("tools/compare_plan.py --gpu tpu", "argument --gpu: invalid choice: 'tpu'"),
+        ("tools/compare_plan.py --only zz", "argument --only: invalid choice: 'zz'"),
+        ("tools/compare_plan.py --only a1 --save no/such/p.json", "--save: no/such/p.json cannot be written: No such"),
+        ("tools/fit_planner.py wrong.json", "bench: wrong.json: cases.a1.with_replay.dppo-topk-tv, replay.0: Input"),
+        ("tools/fit_planner.py empty.json", "bench: empty.json: no step of any case was measured"),
+        ("tools/fit_planner.py empty.json --only a1", "bench: empty.json: no step of a1 was measured"),
+        ("tools/bench_engines.py absent", "argument model: absent is no folder of a Hugging Face model"),
+        ("tools/bench_engines.py model --repeats 0", "argument --repeats: 0 must be 1 or more"),
+        ("tools/bench_engines.py model --engines no", "config key engine='no': String should match pattern"),
+        ("tools/bench_engines.py model temprature=1", "unknown config key temprature; did you mean temperature?"),
+        ("tools/bench_sync.py --gib x", "argument --gib: 'x' is no number"),
+        ("tools/bench_sync.py --gib 1", "start it with torchrun on a machine with GPUs"),
+        ("tools/bench_cluster.py --out model/config.json", "argument --out: model/config.json cannot be made: File ex"),
+        ("tools/bench_cluster.py --out o --dry-run --only no", "argument --only: no: with 4 GPUs the parts are "),
+        ("tools/bench_actor_step.py --out o --only no", "argument --only: invalid choice: 'no'"),
+        ("tools/bench_lora.py --out o --steps 0", "argument --steps: 0 must be 1 or more"),
+        ("tools/inspect_routes.py --model absent", "argument --model: absent is no folder of a Hugging Face model"),
+        ("examples/tiny_moe_dppo/make_model.py model", "argument OUT: model exists already"),
+        (
+            "examples/tiny_moe_dppo/make_model.py o --seed -1",
+            "argument --seed: -1 must be 0 or more and less",
+        ),
+        ("examples/paper/make_shapes.py o --layers 49", "argument --layers: 49 must be 1 or more and less than 49"),
+        ("examples/agent/make_model.py model/config.json/o", "argument OUT: model/config.json/o cannot be made in"),
+        ("examples/smollm2/study.py o rates --seeds 0.5", "argument --seeds: '0.5' is no whole number"),
+        ("examples/smollm2/supervised.py absent o", "argument MODEL: absent is no folder of a Hugging Face model"),
+    ],
+)
+def test_a_wrong_argument_is_named(
+    command: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    script, *words = command.split()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    monkeypatch.setattr(sys, "path", [str((ROOT / script).parent), str(ROOT), *sys.path])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    said = capsys.readouterr().err
+    assert ended.value.code == 2, said
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_kinds_of_arguments(tmp_path: Path) -> None:
+    assert (whole()("3"), whole(0)("0"), real()("0.5"), real(below=1)("0"), several(whole())("1 2")) == (
+        *(3, 0, 0.5, 0.0),
+        [1, 2],
+    )
+    assert new_folder(str(tmp_path / "a/b")) == out_folder(str(tmp_path / "a/b")) == new_folder(str(tmp_path / "a/b"))
+    for kind, text in (
+        (whole(), "0"),
+        (whole(), "1.0"),
+        (whole(below=2), "2"),
+        (real(), "nan"),
+        (real(), "inf"),
+        (real(), "-1e-9"),
+        (several(whole()), " "),
+        (several(whole()), "1 x"),
+        (new_folder, str(tmp_path)),
+        (out_folder, "/proc/none"),
+        (model_folder, str(tmp_path)),
+    ):
+        with pytest.raises(ArgumentTypeError):
+            kind(text)
