@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Self, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
@@ -24,21 +25,37 @@ class ConfigModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_meant(cls, given: Any) -> Any:
-        """No shell expands the `~` of `run.dir=~/runs`, and a folder of that name is nobody's wish; Python takes true
-        for the number 1."""
+        """No shell expands the `~` of `run.dir=~/runs`, and a folder of that name is nobody's wish, nor is the one that
+        one stands in of `run.dir=$UNSET`; Python takes true for the number 1."""
         values = dict(given) if isinstance(given, Mapping) else {}
         for name, value in values.items():
             if name in cls.model_fields:
                 values[name] = _meant(name, cls.model_fields[name].annotation, value)
         return values or given
 
+    @model_validator(mode="after")
+    def _in_64_bits(self) -> Self:
+        """What libraries hold; Python's own whole numbers have no end."""
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            for one in value if isinstance(value, tuple) else (value,):
+                if isinstance(one, int) and not -(2**63) <= one < 2**63:
+                    raise ValueError(f"{name}={str(one)[:20]}... is beyond what 64 bits hold")
+        return self
+
 
 def _meant(name: str, kind: Any, value: Any) -> Any:
     kinds = _alternatives(kind)
     if isinstance(value, str | Path) and Path in kinds:
+        if value == "":
+            raise ValueError(f"{name} is empty; name a file or folder")
         return at_home(value)
     if isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds):
         raise ValueError(f"{name} is a number, not {str(value).lower()}")
+    if isinstance(value, float) and bool in kinds and float not in kinds:
+        raise ValueError(f"{name} is true or false, not {value}")
+    if isinstance(value, int | float) and datetime.date in kinds:
+        raise ValueError(f"{name} is a date, not {value}")
     parts = next((get_args(one) for one in kinds if get_origin(one) in (list, tuple)), ())
     if parts and isinstance(value, list | tuple):
         entries = parts[:1] if parts[-1] is Ellipsis else parts

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config_base import ConfigModel
-from megatron_dppo.errors import UserError, did_you_mean, first_line
+from megatron_dppo.errors import UserError, did_you_mean, first_line, of_file
 from megatron_dppo.launch.secrets import confide, redact, secret_variables
 
 
@@ -39,8 +39,8 @@ def read_tree(path: Path) -> dict[str, Any]:
         tree = OmegaConf.load(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"config file {path} cannot be read: {reason}") from error
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise of_file(error, f"config file {path} cannot be read: {reason}") from error
+    except (yaml.YAMLError, ValueError, OmegaConfBaseException) as error:
         raise UserError(f"config file {path} is not valid YAML: {_reason(error)}") from error
     if not OmegaConf.is_dict(tree):
         raise UserError(f"config file {path} must hold sections (run:, model:, ...), found a {type(tree).__name__}")
@@ -49,28 +49,29 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides: Sequence[str], *, where: str) -> C:
     """A `kind` of the sections in `tree` with `overrides` applied. `where` names the tree in errors, UserErrors all."""
+    merged: Any = OmegaConf.create(tree)
     for override in overrides:
-        if "=" not in override or override.startswith(("=", "-")):
+        key, equals, value = override.partition("=")
+        if not equals or override.startswith(("=", "-")):
             raise UserError(f"override {override!r} must look like section.key=value")
-    try:
-        merged: Any = OmegaConf.create(tree)
-        for override in overrides:
+        if value.strip() == "???":  # merged, it would change nothing
+            raise UserError(f"override {override}: ??? is what a config file has to be filled in; give a value")
+        try:
             given = OmegaConf.from_dotlist([override])
-            key, _, value = override.partition("=")
             if value.lstrip().startswith("{"):
                 _put(merged, kind, key, OmegaConf.to_container(OmegaConf.select(given, key)))
             else:
-                merged = OmegaConf.merge(merged, given)
-    except TypeError as error:  # a list in place of a section, or the other way round
-        raise UserError(
-            f"override {override}: a list and a section do not merge; give a section as {{...}}, a list as [...]"
-        ) from error
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"overrides {' '.join(overrides)} cannot be applied to {where}: {_reason(error)}") from error
+                merged = _merged(merged, given, override)
+        except (yaml.YAMLError, ValueError, OmegaConfBaseException) as error:  # `!!int x` is a ValueError
+            raise UserError(f"override {_short(override)} cannot be applied to {where}: {_reason(error)}") from error
     try:
         plain = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
         with _environment_as_written():
             written = OmegaConf.to_container(merged, resolve=True)
+    except RecursionError:
+        places = [place for place, _ in _holding(OmegaConf.to_container(merged), re.compile(r"\$\{"))]
+        keys = ", ".join(".".join(map(str, place)) for place in places)
+        raise UserError(f"config key {keys}: its ${{...}} stands for what holds it; write the value there") from None
     except MissingMandatoryValue as error:
         raise UserError(f"config key {error.full_key} is ???, to be filled in; set {error.full_key}=...") from error
     except OmegaConfBaseException as error:
@@ -80,7 +81,9 @@ def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides:
         raise UserError(
             f"config key {key}: {_reason(error)} (${{...}} stands for another key; as text write \\${{...}})"
         ) from error
-    marked = dict(_marked(written))
+    for place, _ in _holding(plain, re.compile(f"[{_OPEN}{_CLOSE}]")):
+        raise UserError(f"config key {'.'.join(map(str, place))}: holds a control character; remove it")
+    marked = dict(_holding(written, re.compile(_OPEN)))
     confide(name for place, text in marked.items() if place not in _SHOWN for name in _ENV.findall(text))
     try:
         config = kind.model_validate(plain)
@@ -88,6 +91,15 @@ def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides:
         raise UserError("; ".join(_explain(kind, item) for item in error.errors())) from error
     config._from_environment.update(marked)
     return config
+
+
+def _merged(tree: Any, given: Any, override: str) -> Any:
+    try:
+        return OmegaConf.merge(tree, given)
+    except TypeError as error:  # what OmegaConf raises for a list in place of a section, or the other way round
+        raise UserError(
+            f"override {override}: a list and a section do not merge; give a section as {{...}}, a list as [...]"
+        ) from error
 
 
 def _put(tree: Any, kind: type[BaseModel], key: str, value: Any) -> None:
@@ -107,7 +119,8 @@ def _put(tree: Any, kind: type[BaseModel], key: str, value: Any) -> None:
 
 def save_config(config: Config, path: Path) -> None:
     """Write the configuration, readable by `load_config`, without secrets: see `recorded`."""
-    path.write_text(yaml.safe_dump(recorded(config), sort_keys=False), encoding="utf-8")
+    # Not PyYAML's own: what OmegaConf reads as a number, '1e-6', that one writes without quotes.
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(recorded(config))), encoding="utf-8")
 
 
 def recorded(config: ConfigModel) -> dict[str, Any]:
@@ -162,30 +175,37 @@ def _environment_as_written() -> Iterator[None]:
         OmegaConf.register_resolver("oc.decode", oc.decode, replace=True)
 
 
-def _marked(tree: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Each marked text of a tree, with its place."""
-    if isinstance(tree, str) and _OPEN in tree:
+def _holding(
+    tree: Any, what: re.Pattern[str], place: tuple[str | int, ...] = ()
+) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Each text of a tree that holds `what`, with its place."""
+    if isinstance(tree, str) and what.search(tree):
         yield place, tree
     pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, item in pairs:
-        yield from _marked(item, (*place, key))
+        yield from _holding(item, what, (*place, key))
 
 
 def _explain(kind: type[BaseModel], error: Any) -> str:
     key, sections = _place(kind, error["loc"])
+    given = _short(repr(error["input"]))
     if error["type"] == "extra_forbidden":
         return f"unknown config key {key}{_nearest(key, sections)}"
     if error["type"] == "missing":
         return f"config key {key} is required; set {key}=... or put it in the config file"
     if error["type"] == "model_type":
-        return f"config key {key}={error['input']!r}: is a section; give it settings, or leave it out"
+        return f"config key {key}={given}: is a section; give it settings, or leave it out"
     if error["type"] == "union_tag_not_found":
         kinds = ", ".join(map(str, map(_tag, sections)))
-        return f"config key {key}={error['input']!r}: has no kind; set kind to one of {kinds}"
+        return f"config key {key}={given}: has no kind; set kind to one of {kinds}"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error" and isinstance(error["input"], dict):  # a section's own check, which names keys
         return f"config section {key}: {message}" if key else message
-    return f"config key {key}={error['input']!r}: {message}" if key else message
+    return f"config key {key}={given}: {message}" if key else message
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _nearest(key: str, sections: list[type[BaseModel]]) -> str:

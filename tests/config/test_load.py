@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from megatron_dppo.config import load
 from megatron_dppo.config.load import load_config, save_config
 from megatron_dppo.config_base import Bounds, ConfigModel, Seed
 from megatron_dppo.errors import UserError
@@ -105,9 +106,23 @@ def test_own_code_that_is_a_program(config_file, tmp_path, monkeypatch):
 
 
 def test_a_saved_config_loads_again(config_file, tmp_path):
-    config = load_config(config_file, ["parallel.tensor=2", "algorithm.overrides.threshold_negative=0.3"])
-    save_config(config, tmp_path / "saved.yaml")
-    assert load_config(tmp_path / "saved.yaml") == config
+    names = ["run.name='1e-6'", "run.dir='5e3'", "task.parameters={a: '1_0', '12': 'null'}"]
+    for settings in (["parallel.tensor=2", "algorithm.overrides.threshold_negative=0.3"], names):
+        config = load_config(config_file, settings)
+        save_config(config, tmp_path / "saved.yaml")
+        assert load_config(tmp_path / "saved.yaml") == config
+    assert config.run.name == "1e-6"
+
+
+def test_a_fault_of_ours_is_not_told_as_the_users(config_file, monkeypatch):
+    """A TypeError of OmegaConf's merge is of a list in place of a section; any other is no UserError."""
+
+    def broken(*_: object) -> None:
+        raise TypeError("ours")
+
+    monkeypatch.setattr(load, "_put", broken)
+    with pytest.raises(TypeError):
+        load_config(config_file, ["evaluation={every: 3}"])
 
 
 @pytest.mark.parametrize(
@@ -154,6 +169,19 @@ def test_a_saved_config_loads_again(config_file, tmp_path):
         ("task.seed=4294967296", "config key task.seed=4294967296: Input should be less than 4294967296"),
         ("run=[]", "override run=[]: a list and a section do not merge"),
         ("run.seed", "override 'run.seed' must look like section.key=value"),
+        ("run.dir=???", "override run.dir=???: ??? is what a config file has to be filled in; give a value"),
+        ("model.path=''", "config section model: path is empty; name a file or folder"),
+        ("run.seed=!!int x", "override run.seed=!!int x cannot be applied to "),
+        ("run.name=\udcff", "cannot be applied to "),
+        ("run.name=${oc.select:run}", "config key run.name: its ${...} stands for what holds it"),
+        (r'run.dir="a\0b"', "config key run.dir: holds a control character; remove it"),
+        ("trainer.resume=1.0", "config section trainer: resume is true or false, not 1.0"),
+        ("task.date=0", "config section task: date is a date, not 0"),
+        (
+            "trainer.prompts_per_step=" + "9" * 400,
+            "trainer: prompts_per_step=99999999999999999999... is beyond what 64",
+        ),
+        ("trainer.steps=" + "x" * 5000, "xxx...: Input should be a valid integer"),
     ],
 )
 def test_errors_name_the_key(config_file, override, message):
