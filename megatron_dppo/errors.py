@@ -4,6 +4,7 @@ traceback. And what such a line quotes: the errors of others, the name that was 
 from __future__ import annotations
 
 import difflib
+import errno
 import re
 from collections.abc import Iterable
 from typing import NoReturn
@@ -17,6 +18,25 @@ class UserError(Exception):
     def __init__(self, message: str) -> None:
         joined = re.sub(r"\s*[\n\r]\s*", " ", message)
         super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in joined))
+
+
+_USERS = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EINVAL, errno.EXDEV),
+}
+"""Of an OSError: what a user puts right. A path, a permission, room on a disk."""
+
+
+def of_system(error: BaseException) -> bool:
+    """Whether it is a fault of the system (EIO, ESTALE, ETIMEDOUT and whatever else there is), which may have passed
+    when a run is started again. An OSError without a number is a library's, of what a file holds."""
+    return isinstance(error, OSError) and error.errno is not None and error.errno not in _USERS
+
+
+def of_file(error: BaseException, message: str) -> UserError | OSError:
+    """What to raise where a file could not be read or written: `OSError` for a fault of the system, after which a run
+    is started again, `UserError` for anything else."""
+    return OSError(message) if of_system(error) else UserError(message)
 
 
 def raise_cause(error: Exception) -> NoReturn:

@@ -35,7 +35,7 @@ from examples.smollm2.settings import model
 from examples.smollm2.share import GpuShare
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import exit_status
-from megatron_dppo.launch.arguments import SEEDS, model_folder, real, several, whole
+from megatron_dppo.launch.arguments import SEEDS, real, several, whole
 
 LOST = 2
 """How often, for each lane, one that was killed starts again."""
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--staleness", type=several(whole(0)), default=[0, 4, 8])
     parser.add_argument("--noise", type=several(real()), default=[0.0, 0.01, 0.03])
     parser.add_argument("--rate", type=real(), default=2e-5, help="of staleness and noise")
-    parser.add_argument("--parted", type=model_folder, help="of replay: a mixture whose experts differ")
+    parser.add_argument("--parted", type=Path, help="of replay: a mixture whose experts differ")
     parser.add_argument("--lanes", type=whole(), default=8, help="runs that share the GPU and the cores")
     parser.add_argument("--lane", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)

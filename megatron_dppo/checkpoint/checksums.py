@@ -13,8 +13,9 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -34,19 +35,32 @@ _THREADS = min(8, os.cpu_count() or 1)
 class ChecksummedFile(io.BufferedWriter):
     """A new binary file that digests what is written to it, from its start to its end, as it is written.
 
-    report  called with the path and the digest when the file is closed
+    report  called with the path, and the digest when all is on the disk, or the error of a file that cannot be written:
+            libraries that write to it tell of that only that there was one
     """
 
-    def __init__(self, path: Path | str, report: Callable[[tuple[str, str]], object] = lambda _: None) -> None:
-        super().__init__(io.FileIO(path, "wb"))
+    def __init__(
+        self, path: Path | str, report: Callable[[tuple[str, str | OSError]], object] = lambda _: None
+    ) -> None:
         self.path, self._report, self._hash = Path(path), report, xxhash.xxh3_128()
+        with self._reported():
+            super().__init__(io.FileIO(path, "wb"))
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._report((str(self.path), error))
+            raise
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), _CHUNK):
-            part = view[start : start + _CHUNK]
-            self._hash.update(part)
-            super().write(part)
+        with self._reported():
+            for start in range(0, len(view), _CHUNK):
+                part = view[start : start + _CHUNK]
+                self._hash.update(part)
+                super().write(part)
         return len(view)
 
     def seek(self, *_: Any) -> int:
@@ -57,9 +71,15 @@ class ChecksummedFile(io.BufferedWriter):
         return self._hash.hexdigest()
 
     def close(self) -> None:
-        if not self.closed:
-            super().close()
-            self._report((str(self.path), self.digest))
+        if self.closed:
+            return
+        with self._reported():
+            try:
+                self.flush()
+                os.fsync(self.fileno())
+            finally:
+                super().close()
+        self._report((str(self.path), self.digest))
 
 
 def write_checksums(folder: Path, *, mark: str, known: Mapping[str, str] | None = None) -> None:

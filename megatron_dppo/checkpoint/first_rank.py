@@ -11,16 +11,17 @@ from megatron_dppo.errors import UserError
 
 
 def on_first_rank[T](call: Callable[[], T]) -> T:
-    """`call` on rank 0 alone; on every rank its result, or the UserError that it raised. Collective: a broadcast."""
+    """`call` on rank 0 alone; on every rank its result, or the UserError or OSError that it raised. Collective: a
+    broadcast."""
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             outcome[0] = call()
-        except UserError as error:
-            outcome[1] = str(error)
+        except (UserError, OSError) as error:
+            outcome[1] = error
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
-        raise UserError(outcome[1])
+        raise outcome[1]
     result: T = outcome[0]
     return result
 
@@ -39,11 +40,11 @@ def raise_from_any(call: Callable[[], None]) -> None:
             raise UserError(one)
 
 
-def raise_everywhere(problem: str | None) -> None:
-    """UserError on every rank where rank 0, whose `problem` counts, has one. Collective: a broadcast."""
+def raise_everywhere(problem: UserError | OSError | None) -> None:
+    """On every rank the `problem` of rank 0. Collective: a broadcast."""
 
     def fail() -> None:
         if problem:
-            raise UserError(problem)
+            raise problem
 
     on_first_rank(fail)

@@ -20,7 +20,7 @@ from megatron_dppo.checkpoint.hf_export import BUCKET_BYTES, ExportedTensor, Wei
 from megatron_dppo.checkpoint.hf_files import INDEX, SINGLE, converted
 from megatron_dppo.checkpoint.hf_side_files import CONFIG, check_side_files, copy_side_files
 from megatron_dppo.checkpoint.safetensors_stream import SafetensorsStream
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, of_file
 from megatron_dppo.models.hf_config import HFConfig
 
 SHARD_BYTES = 5 * 10**9
@@ -62,7 +62,7 @@ def save_hf_checkpoint(
     more = on_first_rank(lambda: carried(model, beside or model.path).tensors)
     on_first_rank(lambda: _check_writable(target, [*stored, *more], model, overwrite))
 
-    problem: str | None = None
+    problem: UserError | OSError | None = None
     stream = exporter.stream(bucket_bytes=bucket_bytes)
     if not writer:
         for _ in stream:
@@ -78,7 +78,7 @@ def save_hf_checkpoint(
                 write_checksums(folder, mark=CONFIG, known=digests)
         except (OSError, UserError) as error:
             reason = error.strerror or error if isinstance(error, OSError) else error
-            problem = f"cannot write {target}: {reason}; nothing was left there"
+            problem = of_file(error, f"cannot write {target}: {reason}; nothing was left there")
             for _ in stream:  # the other ranks are still sending
                 pass
     raise_everywhere(problem)

@@ -19,7 +19,7 @@ from megatron_dppo.checkpoint.hf_export import ShardExporter
 from megatron_dppo.checkpoint.hf_files import require_unchanged
 from megatron_dppo.checkpoint.peft_stacked import StackedExperts
 from megatron_dppo.checkpoint.safetensors_stream import SafetensorsStream
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, of_file
 from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import Owned
@@ -79,7 +79,8 @@ def save_peft_adapter(
     A collective over all ranks; rank 0 writes. The folder appears whole or not at all; every rank then raises the same
     `UserError`.
     """
-    target, problem = Path(path), ""
+    target = Path(path)
+    problem: UserError | OSError | None = None
     exporter = AdapterExporter(models, model, groups, config)
     stream = exporter.stream()
     if dist.get_rank() == 0:
@@ -92,9 +93,9 @@ def save_peft_adapter(
                 write_synced(folder / CONFIG, json.dumps(_peft_config(model, config), indent=2) + "\n")
                 write_checksums(folder, mark=CONFIG, known={WEIGHTS: writer.digest})
         except OSError as error:
-            problem = f"cannot write {target}: {error.strerror or error}; nothing was left there"
+            problem = of_file(error, f"cannot write {target}: {error.strerror or error}; nothing was left there")
         except UserError as error:
-            problem = str(error)
+            problem = error
     for _ in stream:  # the other ranks send, also where rank 0 cannot write
         pass
     raise_everywhere(problem)

@@ -29,6 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
+from megatron_dppo.errors import of_system
+
 INDEX = ".metadata"
 _DESCRIPTIONS = (
     BytesStorageMetadata,
@@ -82,9 +84,11 @@ class _IndexUnpickler(_Unpickler):
 
 def read_index(folder: Path) -> Metadata:
     """A checkpoint's index, unpickled by allow-list. `pickle.UnpicklingError` names what has no place there: code,
-    other objects, files elsewhere than in the folder, or parts that lie outside of their files."""
+    other objects, files elsewhere than in the folder, or parts that lie outside of their files. `OSError` where a file
+    cannot be read."""
+    stored_index = (folder / INDEX).read_bytes()
     try:
-        found = _IndexUnpickler(io.BytesIO((folder / INDEX).read_bytes())).load()
+        found = _IndexUnpickler(io.BytesIO(stored_index)).load()
         if isinstance(found, MCoreMetadata):
             found = Metadata(**{name: value for name, value in vars(found).items() if name != "mcore_data"})
     except pickle.UnpicklingError:
@@ -106,6 +110,8 @@ def read_index(folder: Path) -> Metadata:
             if not 0 <= stored.offset <= stored.offset + stored.length <= sizes[name]:
                 raise pickle.UnpicklingError(f"its index {INDEX} places {index.fqn!r:.80} outside of {name}")
     except (AttributeError, TypeError, ValueError, OSError) as error:
+        if of_system(error):
+            raise
         raise pickle.UnpicklingError(f"its index {INDEX} is damaged ({error!r:.200})") from None
     assert isinstance(found, Metadata)
     return found

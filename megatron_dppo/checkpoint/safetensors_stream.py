@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -68,11 +67,6 @@ class SafetensorsStream:
     def __exit__(self, kind: object, *rest: object) -> None:
         assert self._file is not None
         complete = self._next == len(self._tensors)
-        try:
-            if kind is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
+        self._file.close()
         if kind is None and not complete:
             raise ValueError(f"{self._path}: {len(self._tensors) - self._next} tensors were never written")

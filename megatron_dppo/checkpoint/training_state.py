@@ -43,7 +43,7 @@ from megatron_dppo.checkpoint.state_parts import (
     sharded_adapters,
     sharded_optimizer_state,
 )
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, of_file
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import unwrap
 from megatron_dppo.models.lora.config import LoraConfig
@@ -101,13 +101,14 @@ class TrainingStates:
         # Where the writer reports what it wrote. The stock queue lives in a fresh Python process of every rank, which
         # imports torch for the first report: seconds and half a gigabyte each.
         self._reports: queue.Queue[Any] = queue.Queue()
-        self._digests: queue.Queue[tuple[str, str]] = queue.Queue()
+        self._digests: queue.Queue[tuple[str, str | OSError]] = queue.Queue()
 
     def save(self, step: int, progress: dict[str, Any]) -> None:
         """Write the state after optimizer step `step`. `progress` is JSON: data position, weight version, config, ...
 
         Master weights and moments of a data-parallel group are gathered bucket by bucket into host memory. A failing
-        rank (a full disk) fails every rank with the same `UserError`, and the states before it stay as they were.
+        rank (a full disk) fails every rank with the same error, and the states before it stay as they were: a
+        `UserError`, an `OSError` as in `errors.of_file`, or a RuntimeError for what is no fault of files.
         """
         self.trainee.require_present()
         check_side_files(self.trainee.model.path)
@@ -134,7 +135,8 @@ class TrainingStates:
 
         Refused with a `UserError`: an empty or incomplete folder, a file whose checksum is not that of the save (unless
         the caller has `checked` that by `require_whole`), another model, another parameter dtype, tensors that one side
-        lacks. Nothing in the folder is executed. `OSError` as in `state_folder.newest_whole`.
+        lacks. Nothing in the folder is executed. `OSError` as in `state_folder.newest_whole`, and `errors.of_file` for
+        what is read after it.
         """
         self.trainee.require_present()
         # A shared file system may show nodes different states of its folders.
@@ -159,8 +161,8 @@ class TrainingStates:
                 loaded = dist_checkpointing.load(state, str(source), strict=StrictHandling.RAISE_UNEXPECTED)
         except CheckpointingException as error:
             raise UserError(f"{source} does not fit this run: {error}") from None
-        except (pickle.UnpicklingError, CheckpointException) as error:
-            raise UserError(f"{source} cannot be read: {_reason(error)}") from None
+        except (pickle.UnpicklingError, CheckpointException, OSError) as error:
+            raise of_file(_reason(error), f"{source} cannot be read: {_reason(error)}") from None
         for number, chunk in enumerate(trainee.models):
             if trainee.lora:
                 load_adapters(chunk, loaded[f"model{number}"])
@@ -269,8 +271,8 @@ class TrainingStates:
                 partial.rmdir()
                 raise UserError(f"{self.root} needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; make room")
         except OSError as error:
-            raise UserError(
-                f"cannot create {partial.parent} for checkpoints: {error.strerror}; choose another output"
+            raise of_file(
+                error, f"cannot create {partial.parent} for checkpoints: {error.strerror}; choose another output"
             ) from None
         return partial
 
@@ -292,20 +294,22 @@ class TrainingStates:
                 keep_carried(self.trainee.model, self.trainee.model.path, hf)
             state_folder.finish_state(partial, self.root, step, described, self.keep, digests)
         except OSError as error:
-            raise UserError(f"cannot finish the checkpoint {partial}: {error.strerror}") from None
+            raise of_file(error, f"cannot finish the checkpoint {partial}: {error.strerror}") from None
 
-    def _cannot_save(self, error: CheckpointException) -> UserError:
-        """Every rank knows that one failed, only the coordinator why."""
-        reason = [str(_reason(error)) if error.failures else ""]
-        dist.broadcast_object_list(reason, src=0)
+    def _cannot_save(self, error: CheckpointException) -> Exception:
+        """Every rank knows that one failed, only the coordinator what a writer made of it, only the file the reason."""
+        found: list[Any] = [None] * dist.get_world_size()
+        fault = next((one for _, one in _drain(self._digests) if isinstance(one, OSError)), None)
+        dist.all_gather_object(found, fault or next((str(_reason(error)) for _ in error.failures), None))
         if dist.get_rank() == 0:
             state_folder.remove_leftovers(self.root)
         dist.barrier()
-        free = shutil.disk_usage(self.root).free
-        return UserError(
-            f"cannot write a checkpoint under {self.root} ({free / 1e9:.2f} GB free there): {reason[0]}; earlier ones "
-            "are untouched"
-        )
+        fault = next((one for one in found if isinstance(one, OSError)), None)
+        reason = fault.strerror or fault if fault else next((one for one in found if one), "")
+        free = shutil.disk_usage(self.root).free / 1e9
+        under = f"{self.root} ({free:.2f} GB free there)"
+        message = f"cannot write a checkpoint under {under}: {reason}; earlier ones are untouched"
+        return of_file(fault, message) if fault else RuntimeError(message)
 
 
 def lora_signature(lora: LoraConfig | None) -> dict[str, Any] | None:
@@ -313,7 +317,7 @@ def lora_signature(lora: LoraConfig | None) -> dict[str, Any] | None:
     return None if lora is None else lora.model_dump(mode="json", exclude={"adapter"})
 
 
-def _drain(reports: queue.Queue[tuple[str, str]]) -> list[tuple[str, str]]:
+def _drain[T](reports: queue.Queue[T]) -> list[T]:
     found = []
     with contextlib.suppress(queue.Empty):
         while True:

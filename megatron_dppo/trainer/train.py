@@ -23,7 +23,7 @@ from megatron_dppo.checkpoint.random_weights import fill_random
 from megatron_dppo.checkpoint.state_folder import latest_state
 from megatron_dppo.config.load import read_tree, recorded, save_config
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import of_file
 from megatron_dppo.launch.heartbeat import Heartbeat
 from megatron_dppo.launch.lease import FOLDER as LEASE
 from megatron_dppo.launch.lease import lease
@@ -248,7 +248,7 @@ def _make_run_folder(config: Config) -> None:
         probe.touch()
         probe.unlink(missing_ok=True)  # another job may be trying the same folder
     except OSError as error:
-        raise UserError(f"run.dir={folder} cannot be written: {error.strerror}; choose another folder") from error
+        raise of_file(error, f"run.dir={folder} cannot be written: {error.strerror}; choose another folder") from error
 
 
 def _report(config: Config, wall_seconds: float) -> None:

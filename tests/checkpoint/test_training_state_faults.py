@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import xxhash
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from megatron_dppo.checkpoint import checksums
@@ -88,8 +89,15 @@ def test_a_kill_before_publishing_leaves_the_previous_state(model: Path, tmp_pat
 def test_a_disk_that_fills_up_fails_every_rank_and_keeps_what_was_there(model: Path, tmp_path: Path) -> None:
     errors = run_ranks(save_into, 2, model, tmp_path / "states", 200_000)
     assert errors[0] == errors[1]
-    assert "cannot write a checkpoint" in errors[0]
-    assert "GB free there" in errors[0]
+    assert re.match(r"UserError: cannot write a checkpoint .* GB free there\): File too large; earlier ", errors[0])
+    assert list((tmp_path / "states").iterdir()) == []
+
+
+def test_a_device_that_fails_while_a_state_is_saved_is_no_fault_of_the_user(model: Path, tmp_path: Path) -> None:
+    """The launcher starts again after it."""
+    errors = run_ranks(save_into, 2, model, tmp_path / "states", None, True)
+    assert errors[0] == errors[1]
+    assert re.match(r"OSError: cannot write a checkpoint .* GB free there\): Input/output error; earlier ", errors[0])
     assert list((tmp_path / "states").iterdir()) == []
 
 
@@ -97,7 +105,7 @@ def test_an_output_that_cannot_be_created_fails_every_rank(model: Path, tmp_path
     (tmp_path / "file").write_text("")
     errors = run_ranks(save_into, 2, model, tmp_path / "file" / "states", None)
     assert errors[0] == errors[1]
-    assert "choose another output" in errors[0]
+    assert re.match("UserError: .*choose another output", errors[0])
 
 
 def test_nothing_to_resume_is_said_plainly(tmp_path: Path) -> None:
@@ -241,6 +249,35 @@ def load_with_trouble(rank: int, model: Path, states: Path, trouble: str, ranks:
         return str(load_only(rank, model, states, EP2, {}))
     except OSError as error:
         return f"OSError: {error}"
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.ESTALE, "OSError"), (errno.EIO, "OSError"), (errno.EACCES, "UserError")]
+)
+def test_tensors_that_cannot_be_read_are_the_users_fault_or_the_systems(
+    number: int, kind: str, model: Path, root: tuple[Path, dict[str, str]]
+) -> None:
+    first, second = run_ranks(load_with_unreadable_tensors, 2, model, root[0], number)
+    assert first == second == f"{kind}: {root[0]}/step_00000004 cannot be read: [Errno {number}] {os.strerror(number)}"
+
+
+def load_with_unreadable_tensors(rank: int, model: Path, states: Path, number: int) -> str:
+    """The error, where no rank can open what holds its tensors. The first that it opens has what all ranks have."""
+    opened, seen = FileSystem.create_stream, []
+
+    def create_stream(self: FileSystem, path: Path, mode: str) -> Any:
+        seen.append(path)
+        if len(seen) > 1:
+            raise OSError(number, os.strerror(number))
+        return opened(self, path, mode)
+
+    trainee = trainee_from(model, EP2, load=False)
+    FileSystem.create_stream = create_stream  # type: ignore[method-assign]
+    try:
+        TrainingStates(states, trainee).load()
+    except (UserError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def test_the_state_that_a_run_went_back_to_is_not_removed_for_a_damaged_one(

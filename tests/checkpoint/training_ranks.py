@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import io
 import os
 import random
 import resource
@@ -143,16 +145,25 @@ def save_and_list_flushed(rank: int, path: Path, root: Path) -> list[str]:
     return flushed
 
 
-def save_into(rank: int, path: Path, root: Path, limit: int | None) -> str:
-    """The refusal of a save into `root`, with files limited to `limit` bytes."""
+class UnwritableFile(io.FileIO):
+    """On a disk whose device has failed."""
+
+    def write(self, data: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def save_into(rank: int, path: Path, root: Path, limit: int | None, device_fails: bool = False) -> str:
+    """The refusal of a save into `root`, with files limited to `limit` bytes, or on rank 1 none that can be written."""
     trainee = trainee_from(path, {"expert": 2})
     if limit is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    if device_fails and rank == 1:
+        io.FileIO = UnwritableFile  # type: ignore[misc]
     try:
         TrainingStates(root, trainee).save(2, {})
-    except UserError as error:
-        return str(error)
+    except (UserError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
     finally:
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))

@@ -55,7 +55,9 @@ def test_a_seed_gives_the_same_files(tmp_path):
 
 def test_a_folder_that_exists_is_left_alone(tmp_path, capsys):
     (tmp_path / "mine").write_text("kept")
-    assert load_tool().main([str(tmp_path), "--random"]) == 2
+    with pytest.raises(SystemExit) as ended:
+        load_tool().main([str(tmp_path), "--random"])
+    assert ended.value.code == 2
     assert "exists already" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 

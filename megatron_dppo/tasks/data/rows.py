@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_dppo.config_base import at_home
-from megatron_dppo.errors import UserError, first_line
+from megatron_dppo.errors import UserError, first_line, of_file
 from megatron_dppo.tasks.data.config import DataConfig
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst", ".parquet")
@@ -110,7 +110,7 @@ def _file(path: Path) -> Iterator[Row]:
     try:
         yield from {".jsonl": _json_lines, ".json": _json, ".parquet": _parquet}[kind](path)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise of_file(error, f"{path}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: is not UTF-8 text: {error}") from error
 
