@@ -143,8 +143,9 @@ class Generates(Protocol):
 class RolloutEngine(Protocol):
     """One engine. Its methods block and may be called from several threads, as `Lane` says.
 
-    It samples from the weights of `weight_version` and from nothing else: from `begin_update` until `end_update`, and
-    when an update was abandoned, it refuses to generate. An error in any step of an update abandons it.
+    It samples from the weights of `weight_version` and from nothing else. What comes between `begin_update` and
+    `end_update` waits for the latter: a fleet that cuts responses may have sent it before. When an update was abandoned
+    it refuses to generate. An error in any step of an update abandons it.
     """
 
     @property

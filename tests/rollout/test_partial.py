@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from megatron_dppo.batch import RolloutBatch
+from megatron_dppo.checkpoint.weight_layout import pack
 from megatron_dppo.rollout.engine import GenerationRequest
 from megatron_dppo.rollout.serving.engine import ServedEngine
 from megatron_dppo.rollout.serving.sampler import join_parts
@@ -72,3 +74,18 @@ def test_a_cut_response_goes_on_under_the_new_weights(served_mixed: Served, tmp_
             for version, sent in zip((old, new), weights, strict=True)
         },
     )
+
+
+def test_work_that_comes_late_waits_for_the_sync_that_has_begun(served_mixed: Served, tmp_path: Path) -> None:
+    """A fleet that cuts responses sent it before; refused, it would cost the fleet this engine."""
+    engine, weights = served_mixed.engine, other_weights(served_mixed.model, seed=23)
+    engine.begin_update(version := served_mixed.next_version())
+    with ThreadPoolExecutor(1) as threads:
+        late = threads.submit(engine.generate, requests(8, "late"), LONG, training=True)
+        assert not wait([late], timeout=0.3).done
+        for bucket in pack(weights.items(), 1 << 20):
+            engine.receive_bucket(version, bucket)
+        engine.end_update(version, {})
+        batch = late.result(PATIENCE_S)
+    assert (batch.weight_versions == version).all()
+    check_tokens(batch, {version: model_with(served_mixed.model, weights, tmp_path / "late")})

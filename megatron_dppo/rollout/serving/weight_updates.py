@@ -33,8 +33,9 @@ class Gate:
         self._inside = 0
 
     def check(self) -> None:
-        """Raise `EngineClosed` where nothing may be sampled now."""
-        if self.shut is not None:
+        """Raise `EngineClosed` where nothing may be sampled, nor after the sync under way, for which `passable` waits:
+        work that a fleet gave out before it may come after its beginning."""
+        if self.shut is not None and not self.syncing:
             raise EngineClosed(f"the engine refuses to generate: {self.shut}")
         if self.asleep:
             raise EngineClosed(f"the engine refuses to generate: its {' and '.join(sorted(self.asleep))} are asleep")
