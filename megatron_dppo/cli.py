@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_dppo import __version__
 from megatron_dppo.checkpoint.convert_arguments import add_convert_arguments, run_convert
@@ -28,8 +29,20 @@ _OVERRIDE = re.compile(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code; what a user can act on is one line on stderr (`launch.exit_status`)."""
-    arguments = _parse(argv)
-    return exit_status(lambda: arguments.run(arguments))
+
+    def run() -> int:
+        arguments = _parse(argv)
+        return int(arguments.run(arguments) or 0)
+
+    return exit_status(run)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Its errors end a rank as others do, with the reason on the launcher's last line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        raise UserError(message)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -48,9 +61,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megatron-dppo", description="Reinforcement learning of MoE models with DPPO."
-    )
+    parser = _Parser(prog="megatron-dppo", description="Reinforcement learning of MoE models with DPPO.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

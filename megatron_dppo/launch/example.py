@@ -96,12 +96,15 @@ def run_example(
     A run that lost a rank is started again from its newest state, MAX_RESTARTS times without a new one in between.
     """
     extra = sys.argv[1:]
+    given = extra if overrides is None else overrides
 
     def rank() -> int:
         model.ensure()
-        return main([*arguments, *(extra if overrides is None else overrides)])
+        return main([*arguments, *given])
 
     def launch() -> int:
+        if wrong := next((word for word in given if word.startswith("-") or "=" not in word), None):
+            raise UserError(f"{wrong}: not an option of {script} or a.b=c; the lines at its top name its options")
         if not processes.isdecimal() or int(processes) < 1:
             raise UserError(f"NPROC={processes}: must be the number of ranks, 1 or more")
         model.ensure()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_dppo.cli import _parse
+from megatron_dppo.cli import _parse, main
 
 
 @pytest.mark.parametrize(
@@ -30,7 +33,14 @@ def test_words_on_both_sides_of_an_option(line, found):
 
 @pytest.mark.parametrize("line", ["doctor C --rank1 1", "plot a --no-such", "evaluate M q.jsonl -o OUT --x=1 a.b=c"])
 def test_an_option_that_does_not_exist_is_refused(line, capsys):
-    with pytest.raises(SystemExit) as ended:
-        _parse(line.split())
-    assert ended.value.code == 2
-    assert "unrecognized arguments: --" in capsys.readouterr().err
+    assert main(line.split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("usage: megatron-dppo ")
+    assert "\nmegatron-dppo: error: unrecognized arguments: --" in said
+
+
+def test_a_rank_hands_what_is_wrong_with_its_words_to_its_launcher(tmp_path):
+    rank = os.environ | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    command = [sys.executable, "-m", "megatron_dppo.cli", "train"]
+    assert subprocess.run(command, env=rank, capture_output=True, timeout=120, check=False).returncode == 2
+    assert "error: the following arguments are required: config" in (tmp_path / "error.json").read_text()

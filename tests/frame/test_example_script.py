@@ -178,6 +178,14 @@ def test_a_wrong_number_of_ranks_is_one_clear_line(project: Path, nproc: str) ->
     assert result.stderr == f"megatron-dppo: error: NPROC={nproc}: must be the number of ranks, 1 or more\n"
 
 
+@pytest.mark.parametrize("word", ["--family", "--foo", "trainer.steps"])
+def test_a_word_that_says_nothing_is_refused_before_a_model_is_made(project: Path, word: str) -> None:
+    result = run(["bash", "examples/run_tiny_moe_dppo.sh", "a.b=c", word], project, MODEL_DIR=str(project / "model"))
+    assert result.returncode == 2
+    assert f"megatron-dppo: error: {word}: not an option of " in result.stderr.splitlines()[-1]
+    assert not (project / "model").exists()
+
+
 def test_a_model_maker_that_fails_leaves_nothing_behind(project: Path) -> None:
     (project / "examples/tiny_moe_dppo/make_model.py").write_text(MAKE_MODEL + "sys.exit('no memory')\n")
     result = run(["bash", "examples/run_tiny_moe_dppo.sh"], project, MODEL_DIR=str(project / "model"))
