@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.actor.results import UpdateProgress
 from megatron_dppo.actor.runtime import Runtime
-from megatron_dppo.errors import first_line
+from megatron_dppo.errors import UserError, first_line
 from megatron_dppo.launch.rank import lost_a_peer
 from megatron_dppo.rollout.engine import RolloutFleet
 from megatron_dppo.trainer.checkpoints import Checkpoints
@@ -78,7 +78,8 @@ class LastState:
             self.actor.complete_weights()
             self.checkpoints.save(step, broken_off=broken_off)
         except Exception as problem:
-            logger.exception("the state after step %d could not be saved", step)
+            if not isinstance(problem, UserError):  # of which the sentence says all there is to know
+                logger.exception("the state after step %d could not be saved", step)
             why = "" if str(problem) == str(error) else f" ({first_line(problem)})"
             return f"The state after step {step} could not be saved{why}, so {self._older(trained.saved)}"
         trained.step = trained.saved = step

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -48,6 +49,8 @@ class Ending:
     """state.json of the newest state."""
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     logged: tuple[int, ...] = ()
+    tracebacks: tuple[str, ...] = ()
+    """What the log has a traceback of."""
 
 
 def run_all(rank: int, model: str, runs: Sequence[Run]) -> list[Ending]:
@@ -150,6 +153,12 @@ def _run(runtime: Any, model: str, run: Run, kept: Any) -> Ending:
         if run.fault is not None and run.fault[0] == rank:
             _break(trainer, controller, actor, *run.fault[1:], run.error)
         finished, told = False, {}
+        tracebacks: list[str] = []
+        log = logging.getLogger("megatron_dppo.trainer.last_state")
+        seen = logging.Handler()
+        seen.emit = lambda record: tracebacks.append(record.getMessage()) if record.exc_info else None  # type: ignore[method-assign]
+        log.addHandler(seen)
+        stack.callback(log.removeHandler, seen)
         try:
             finished = trainer.run(first_step, _exporting(run))
         except Exception as error:
@@ -167,6 +176,7 @@ def _run(runtime: Any, model: str, run: Run, kept: Any) -> Ending:
         state=json.loads(states[-1].read_text()) if states else None,
         weights=weights,
         logged=tuple(json.loads(line)["step"] for line in metrics.read_text().splitlines()) if metrics.exists() else (),
+        tracebacks=tuple(tracebacks),
         **told,
     )
 

@@ -164,6 +164,7 @@ def test_nothing_is_said_to_be_saved_that_is_not(endings: dict[str, list[Ending]
         assert ending.error.startswith(error), "the original reason, not that of the save"
         assert "The state after step 1 could not be saved (cannot create" in ending.notes[0]
         assert ending.notes[0].endswith("so no state is saved")
+        assert ending.tracebacks == ()
 
 
 def test_engines_that_have_the_gpus_give_them_back_first(endings: dict[str, list[Ending]]) -> None:
