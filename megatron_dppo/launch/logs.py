@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from megatron_dppo.errors import of_file
 from megatron_dppo.launch.secrets import redact
 
 FOLDER = "logs"
@@ -44,6 +46,24 @@ class _Plain(logging.Formatter):
         return redact(super().format(record))
 
 
+class _File(logging.FileHandler):
+    """One line says of a disk that is full; the run has more to say of that."""
+
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # logging's name
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._failed:
+            self._failed = True
+            print(f"{self.baseFilename} cannot be written: {error.strerror}", file=sys.stderr)
+
+    def close(self) -> None:
+        with suppress(OSError):  # what it could not write, once more
+            super().close()
+
+
 @contextmanager
 def logging_to(folder: Path, rank: int) -> Iterator[Path]:
     """Inside, what this process logs (INFO and above, Python's warnings too) goes to `folder`/logs/rank-00000.jsonl.
@@ -52,8 +72,11 @@ def logging_to(folder: Path, rank: int) -> Iterator[Path]:
     earlier start of the same run stay: the file is appended to.
     """
     file = folder / FOLDER / f"rank-{rank:05d}.jsonl"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(file, encoding="utf-8")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handler = _File(file, encoding="utf-8")
+    except OSError as error:
+        raise of_file(error, f"{file} cannot be written: {error.strerror}; choose another run.dir") from error
     handler.setFormatter(JsonLines(rank))
     handler.setLevel(logging.INFO)
     root, own = logging.getLogger(), logging.getLogger("megatron_dppo")

@@ -74,6 +74,17 @@ def test_a_warning_reaches_the_terminal_and_the_file(tmp_path: Path) -> None:
     assert [line["message"] for line in lines] == ["all is well", odd]
 
 
+def test_a_full_disk_is_one_line_and_no_end_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "logs/rank-00000.jsonl"
+    file.parent.mkdir()
+    file.symlink_to("/dev/full")
+    process = script(tmp_path, WARNS)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, out) == (0, "")
+    full = f"{file} cannot be written: No space left on device"
+    assert err.splitlines() == [full, "something is odd at https://***@host/", "after"]
+
+
 @pytest.mark.parametrize(
     ("text", "hidden"),
     [
