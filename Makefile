@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SHELL_SCRIPTS := .ci/run $(wildcard tools/*.sh examples/*.sh docker/*.sh docker/slurm/*.sbatch tests/cluster/*.sh)
 PYTEST_ARGS ?=
-# Test processes. Two, since most tests keep no more than one core busy; `TEST_WORKERS=0` runs everything in one.
-TEST_WORKERS ?= 2
+# Test processes: three for two cores, since some wait for what they started; `TEST_WORKERS=0` runs everything in one.
+TEST_WORKERS ?= 3
 WORKERS = -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
 export VENV
 # Where this is set, every process compiles Megatron-Core, vLLM and torch's Python anew: minutes of a demo or a test run.

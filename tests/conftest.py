@@ -35,10 +35,11 @@ time may use (a GPU). Any other file is a group of its own."""
 FIRST = (
     "engines",
     "tests/rollout/test_families.py",
+    "tests/rollout/test_fleet.py",
     "tests/trainer/test_end_to_end.py",
     "tests/actor/test_matrix.py",
     "tests/docker/test_start_node.py",
-    "tests/rollout/test_fleet.py",
+    "tests/trainer/test_agents.py",
     "tests/examples/test_make_model.py",
     "tests/frame/test_example_script.py",
     "tests/examples/test_smollm2_lane.py",
@@ -48,7 +49,7 @@ FIRST = (
     "tests/trainer/test_sudoku.py",
     "tests/trainer/test_agent_run.py",
 )
-"""Groups of a minute and more, longest first: what is long and begins last makes one worker wait for the other."""
+"""Groups of a minute and more, longest first: what is long and begins last makes the other workers wait."""
 
 SHARED = {"served": "engines", "served_mixed": "engines"}
 """Fixtures of which there is to be one, and the group whose files may use it."""
