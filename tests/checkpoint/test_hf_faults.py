@@ -1,6 +1,8 @@
 """Broken Hugging Face folders: one clear line each, before anything is read into a model."""
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -218,6 +220,22 @@ def test_faults_are_named_in_one_line(fault: Callable[[Path], None], folder: Pat
     with pytest.raises(UserError, match=FAULTS[fault]) as refusal:
         check(folder)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.EACCES, UserError), (errno.ESTALE, OSError)])
+def test_a_file_that_may_not_be_read_is_not_called_damaged(
+    number: int, kind: type[Exception], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Path.open
+
+    def refused(self: Path, *words: Any, **options: Any) -> Any:
+        if "00002-of" in self.name:
+            raise OSError(number, os.strerror(number))
+        return opened(self, *words, **options)
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(kind, match=rf"model-00002-of-\d+\.safetensors cannot be read: {os.strerror(number)}$"):
+        check(folder)
 
 
 ONE_LINE = [
