@@ -89,7 +89,8 @@ def exit_status(run: Callable[[], int | None]) -> int:
 @contextmanager
 def _signals_interrupt(received: list[signal.Signals], *, once: bool) -> Iterator[None]:
     """Inside, the first SIGINT or SIGTERM is noted in `received` and raises KeyboardInterrupt, the one exception that
-    Ray's blocking calls let through. With `once` later ones are ignored, for the rest of the process, so that closing
+    Ray's blocking calls let through; again a moment later where it came in a `__del__`, from which Python lets no
+    exception out. With `once` later ones are ignored, for the rest of the process, so that closing
     down is not cut short (the launcher has its own time limit); else a second one kills."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -101,10 +102,22 @@ def _signals_interrupt(received: list[signal.Signals], *, once: bool) -> Iterato
         received.append(signal.Signals(number))
         raise KeyboardInterrupt
 
+    def again(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    def lost(found: Any) -> None:
+        if received and found.exc_type is KeyboardInterrupt:
+            signal.signal(signal.SIGALRM, again)
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+        else:
+            hook(found)
+
+    hook, sys.unraisablehook = sys.unraisablehook, lost
     before = {known: signal.signal(known, stop) for known in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         if not once:
             for known, handler in before.items():
                 signal.signal(known, handler)

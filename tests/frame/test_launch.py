@@ -224,3 +224,26 @@ def test_a_signal_unwinds_the_stack_and_the_handlers_come_back(capsys: pytest.Ca
     assert closed == ["engine"]
     assert capsys.readouterr().err == "megatron-dppo: stopped by SIGTERM\n"
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+FINALIZED = """
+import os, signal, sys, time
+from megatron_dppo.launch.rank import exit_status
+
+class Freed:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+
+def run():
+    Freed()
+    time.sleep(300)
+
+sys.exit(exit_status(run))
+"""
+
+
+def test_ctrl_c_is_not_lost_where_an_object_is_being_freed() -> None:
+    """Python lets no exception out of a `__del__`."""
+    ended = subprocess.run([sys.executable, "-c", FINALIZED], capture_output=True, text=True, timeout=100, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "megatron-dppo: stopped by SIGINT\n")
