@@ -51,7 +51,7 @@ def losses(folder: Path) -> dict[int, tuple[float, float]]:
 
 def rows(folder: Path) -> int:
     file = folder / "metrics.jsonl"
-    return file.read_text().count("optimizer/loss") if file.exists() else 0
+    return file.read_text().count('"optimizer/loss":') if file.exists() else 0
 
 
 @pytest.fixture(scope="module")
