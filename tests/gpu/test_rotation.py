@@ -38,7 +38,13 @@ def test_the_kernel_rotates_like_torch(heads: int, plain: int, factor: float) ->
     rows, size, device = sum(LENGTHS), plain + 64, torch.device("cuda")
     frequencies = 1e4 ** -(torch.arange(32) / 32)
     rotary = latent_attention.SharedRotary(frequencies, factor, SimpleNamespace(rank=lambda: 0, size=lambda: 1))
-    tables = rotary(rows, pack_params(LENGTHS, device), device)
+    rotary(rows, None, device)
+    pack = pack_params(LENGTHS, device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tables = rotary(rows, pack, device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     room = torch.randn(rows * heads * size + 4096, device=device).bfloat16()  # behind the heads too
     behind = room[rows * heads * size :].clone()
     states = room[: rows * heads * size].view(rows, 1, heads, size)

@@ -68,9 +68,9 @@ class LatentAttention(MLASelfAttention):
         tables = self.rotary_pos_emb(len(query), packed_seq_params, query.device)
         pairs = sizes.qk_pos_emb_head_dim
         # Triton's ranges are powers of two
-        turn = rotate_in_one_launch if query.is_cuda and pairs % 4 == 0 and pairs.bit_count() == 1 else rotate
-        query = turn(query.unflatten(-1, (heads, -1)), *tables)
-        rotary_key = turn(rotary_key.unsqueeze(-2), *tables).expand(-1, -1, heads, -1)
+        apply_rotary = rotate_in_one_launch if query.is_cuda and pairs % 4 == 0 and pairs.bit_count() == 1 else rotate
+        query = apply_rotary(query.unflatten(-1, (heads, -1)), *tables)
+        rotary_key = apply_rotary(rotary_key.unsqueeze(-2), *tables).expand(-1, -1, heads, -1)
         key = torch.cat([key, rotary_key], dim=-1)
         if packed_seq_params is not None:
             query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
@@ -96,10 +96,12 @@ class SharedRotary(torch.nn.Module):
         self._last: tuple[PackedSeqParams | None, tuple[Tensor, Tensor]] | None = None
 
     def forward(self, rows: int, pack: PackedSeqParams | None, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`[rows, 1, 1, rotary_dim]` each, float32; the second half repeats the first. Nothing waits for a GPU."""
+        """`[rows, 1, 1, rotary_dim]` each, float32; the second half repeats the first. Nothing waits for
+        a GPU but the first call."""
         if self._last is None or self._last[0] is not pack or len(self._last[1][0]) != rows:
             positions = self._positions(rows, pack, device)
-            angles = torch.outer(positions.float(), self.frequencies.to(device)).repeat(1, 2)[:, None, None]
+            self.frequencies = self.frequencies.to(device)  # once: a copy from the host waits for a GPU
+            angles = torch.outer(positions.float(), self.frequencies).repeat(1, 2)[:, None, None]
             self._last = pack, (angles.cos() * self.factor, angles.sin() * self.factor)
         return self._last[1]
 
