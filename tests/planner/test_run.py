@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,10 @@ def test_the_paper_configurations_fit_the_gpus_they_name(name: str, run_of: Call
     assert plan.problem == ""
     assert plan.comfortable
     assert max(plan.moments.values()) < 0.9 * H100.memory
+    row = re.search(rf"^\|[^|]*`{name}`.*", (ROOT / "docs/planner.md").read_text(), re.M)
+    assert row is not None, "it is not in the document's table"
+    moments = (plan.moments[one] / GIB for one in ("training", "weight sync", "generation"))
+    assert row[0].split("|")[3:6] == [f" {gib:.1f} " for gib in moments]
 
 
 def test_a_run_that_does_not_fit(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
