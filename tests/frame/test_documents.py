@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.config.schema import Config
+from tools.actor_step.cases import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_dppo"
@@ -58,6 +59,14 @@ def test_files(document: Path) -> None:
 def test_links(document: Path) -> None:
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):
         assert (document.parent / link).exists(), f"there is no {link}"
+
+
+def test_cases() -> None:
+    """Commands name cases that the benchmark of a step has."""
+    text = "\n".join(document.read_text() for document in DOCUMENTS)
+    commands = re.findall(r"bench_actor_step\.py[^\n`#]*--only((?: [\w.-]+)+)", text)
+    assert len(commands) > 5
+    assert {name for command in commands for name in command.split()} <= {case.name for case in CASES}
 
 
 def test_architecture() -> None:
