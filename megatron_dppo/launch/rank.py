@@ -112,11 +112,15 @@ def _signals_interrupt(received: list[signal.Signals], *, once: bool) -> Iterato
         else:
             hook(found)
 
+    alarm = signal.getsignal(signal.SIGALRM)
     hook, sys.unraisablehook = sys.unraisablehook, lost
     before = {known: signal.signal(known, stop) for known in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
+        if received:  # nothing is to strike behind the run, in whose end a late one would hide its reason
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, alarm or signal.SIG_DFL)
         sys.unraisablehook = hook
         if not once:
             for known, handler in before.items():

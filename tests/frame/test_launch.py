@@ -247,3 +247,35 @@ def test_ctrl_c_is_not_lost_where_an_object_is_being_freed() -> None:
     """Python lets no exception out of a `__del__`."""
     ended = subprocess.run([sys.executable, "-c", FINALIZED], capture_output=True, text=True, timeout=100, check=False)
     assert (ended.returncode, ended.stderr) == (130, "megatron-dppo: stopped by SIGINT\n")
+
+
+class InterruptedWhileFreed:
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+
+
+def test_a_signal_that_comes_while_an_object_is_freed_does_not_strike_behind_the_run() -> None:
+    def run() -> None:
+        InterruptedWhileFreed()
+
+    before = signal.getsignal(signal.SIGALRM)
+    assert exit_status(run) == 0, "it was over before"
+    time.sleep(0.1)
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_a_reason_is_not_lost_to_a_signal_that_came_while_an_object_was_freed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Slow(UserError):
+        def __str__(self) -> str:  # as a terminal that takes its time
+            time.sleep(0.1)
+            return super().__str__()
+
+    def run() -> None:
+        InterruptedWhileFreed()
+        raise Slow("file f: missing")
+
+    assert exit_status(run) == 2
+    assert capsys.readouterr().err == "megatron-dppo: error: file f: missing\n"
