@@ -44,12 +44,7 @@ class Job:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument(
-        "--out",
-        type=Path if "--case" in sys.argv else out_folder,
-        required=True,
-        help="folder of the results; made when absent",
-    )
+    parser.add_argument("--out", type=out_folder, required=True, help="folder of the results; made when absent")
     parser.add_argument(
         "--only",
         nargs="*",
@@ -69,7 +64,9 @@ def main() -> int:
 
         case = next(c for c in CASES if c.name == arguments.case)
         fusion = not arguments.no_wgrad_fusion
-        return work(case, arguments.out, tiny=arguments.tiny, seconds=arguments.seconds, fusion=fusion)
+        return work(
+            case, arguments.out / f"{case.name}.json", tiny=arguments.tiny, seconds=arguments.seconds, fusion=fusion
+        )
     return drive(arguments)
 
 
@@ -119,7 +116,7 @@ def _launch(case: Case, gpus: list[int], folder: Path, arguments: argparse.Names
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={case.gpus}"]
     command += ["--master-addr=127.0.0.1", f"--master-port={port}", __file__, "--case", case.name]
-    command += ["--out", str(folder / f"{case.name}.json"), "--seconds", str(arguments.seconds)]
+    command += ["--out", str(folder), "--seconds", str(arguments.seconds)]
     command += ["--tiny"] if arguments.tiny else []
     command += ["--no-wgrad-fusion"] if arguments.no_wgrad_fusion else []
     root = str(Path(__file__).resolve().parent.parent)

@@ -29,12 +29,7 @@ ROUNDS = 2
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument(
-        "--out",
-        type=Path if "--trial" in sys.argv else out_folder,
-        required=True,
-        help="folder of the results; made when absent",
-    )
+    parser.add_argument("--out", type=out_folder, required=True, help="folder of the results; made when absent")
     parser.add_argument("--tiny", action="store_true", help="tiny model and sequences, for a CPU")
     parser.add_argument("--layers", type=whole(), default=4, help="layers of the comparison at the same size")
     parser.add_argument("--most-full", type=whole(), nargs="*", default=[6, 5, 4], help="layers to try, most first")
@@ -95,17 +90,21 @@ def run_trial(arguments: argparse.Namespace) -> None:
         found = timing(trial, lora if arguments.trial == "lora" else None, arguments.steps)
     device = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
     found["device"], found["device_bytes"] = (device.name, device.total_memory) if device else ("CPU", 0)
-    arguments.out.write_text(json.dumps(found))
+    _file(arguments.out, arguments.trial, arguments.layers, arguments.recompute).write_text(json.dumps(found))
     trial.close()
+
+
+def _file(out: Path, kind: str, layers: int, recompute: str) -> Path:
+    return out / f"{kind}-{layers}-{recompute}.json"
 
 
 def _trial(
     arguments: argparse.Namespace, kind: str, layers: int, recompute: str, recompute_layers: int | None = None
 ) -> dict[str, Any]:
     """What a process of its own found, or `error`."""
-    file = arguments.out / f"{kind}-{layers}-{recompute}.json"
+    file = _file(arguments.out, kind, layers, recompute)
     file.unlink(missing_ok=True)
-    command = [sys.executable, __file__, "--out", str(file), "--trial", kind, "--layers", str(layers)]
+    command = [sys.executable, __file__, "--out", str(arguments.out), "--trial", kind, "--layers", str(layers)]
     command += ["--steps", str(arguments.steps), "--rank", str(arguments.rank), "--recompute", recompute]
     command += ["--tiny"] if arguments.tiny else []
     command += ["--recompute-layers", str(recompute_layers)] if recompute_layers else []

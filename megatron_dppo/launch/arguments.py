@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 import os
 from argparse import ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 SEEDS = 2**32
@@ -50,10 +51,11 @@ def several[T](kind: Callable[[str], T]) -> Callable[[str], list[T]]:
 
 def new_folder(text: str) -> Path:
     """One that is not there yet, or empty, and can be made: what takes minutes is not lost at its end."""
-    path = Path(text)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ArgumentTypeError(f"{text} exists already; name another folder or remove it")
-    above = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    path = _named(text)
+    with _refused(text):
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ArgumentTypeError(f"{text} exists already; name another folder or remove it")
+        above = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise ArgumentTypeError(f"{text} cannot be made in {above}; name another folder")
     return path
@@ -61,15 +63,29 @@ def new_folder(text: str) -> Path:
 
 def out_folder(text: str) -> Path:
     """Made when absent."""
-    try:
-        Path(text).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ArgumentTypeError(f"{text} cannot be made: {error.strerror}; name another folder") from None
-    return Path(text)
+    path = _named(text)
+    with _refused(text):
+        path.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def model_folder(text: str) -> Path:
     """That of a Hugging Face checkpoint."""
-    if not (Path(text) / "config.json").is_file():
+    path = _named(text)
+    if not os.path.isfile(path / "config.json"):  # Path.is_file raises for a name that no file system takes
         raise ArgumentTypeError(f"{text} is no folder of a Hugging Face model: it has no config.json")
+    return path
+
+
+def _named(text: str) -> Path:
+    if not text:  # of a variable that is not set
+        raise ArgumentTypeError("it is empty; name a folder")
     return Path(text)
+
+
+@contextmanager
+def _refused(text: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ArgumentTypeError(f"{text} cannot be made: {error.strerror}; name another folder") from None

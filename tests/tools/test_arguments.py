@@ -113,6 +113,7 @@ def test_kinds_of_arguments(tmp_path: Path) -> None:
         (new_folder, str(tmp_path)),
         (out_folder, "/proc/none"),
         (model_folder, str(tmp_path)),
+        *((kind, text) for kind in (new_folder, out_folder, model_folder) for text in ("", "x" * 300)),
     ):
         with pytest.raises(ArgumentTypeError):
             kind(text)

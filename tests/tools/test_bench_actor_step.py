@@ -15,6 +15,8 @@ from actor_step.cases import CASES
 from actor_step.report import whole_step
 from bench_actor_step import Job, _visible, drive
 
+from megatron_dppo.launch.arguments import out_folder
+
 
 @pytest.mark.parametrize(
     ("visible", "named"), [("2,3", ["2", "3"]), ("GPU-a1,GPU-b2", ["GPU-a1", "GPU-b2"]), (None, ["0", "1"])]
@@ -31,7 +33,7 @@ def test_cases_run_on_the_gpus_that_the_tool_may_see(
 
 def test_what_was_measured_is_written_when_a_case_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at the end of all: a machine's time may be over before."""
-    out, seen = tmp_path / "out", []
+    out, seen = out_folder(str(tmp_path / "out")), []
 
     def launch(case: object, gpus: list[int], folder: Path, arguments: argparse.Namespace) -> Job:
         chosen = next(one for one in CASES if one is case)
