@@ -38,7 +38,7 @@ def read_tree(path: Path) -> dict[str, Any]:
     try:
         tree = OmegaConf.load(path)
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror or error
         raise of_file(error, f"config file {path} cannot be read: {reason}") from error
     except (yaml.YAMLError, ValueError, OmegaConfBaseException) as error:
         raise UserError(f"config file {path} is not valid YAML: {_reason(error)}") from error
@@ -83,6 +83,9 @@ def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides:
         ) from error
     for place, _ in _holding(plain, re.compile(f"[{_OPEN}{_CLOSE}]")):
         raise UserError(f"config key {'.'.join(map(str, place))}: holds a control character; remove it")
+    for place, value in _leaves(plain):
+        if isinstance(value, int) and value.bit_length() > 14_000:  # Python prints no more than 4300 digits
+            raise UserError(f"config key {'.'.join(map(str, place))}: is a number beyond what 64 bits hold")
     marked = dict(_holding(written, re.compile(_OPEN)))
     confide(name for place, text in marked.items() if place not in _SHOWN for name in _ENV.findall(text))
     try:
@@ -175,15 +178,18 @@ def _environment_as_written() -> Iterator[None]:
         OmegaConf.register_resolver("oc.decode", oc.decode, replace=True)
 
 
-def _holding(
-    tree: Any, what: re.Pattern[str], place: tuple[str | int, ...] = ()
-) -> Iterator[tuple[tuple[str | int, ...], str]]:
+def _holding(tree: Any, what: re.Pattern[str]) -> Iterator[tuple[tuple[str | int, ...], str]]:
     """Each text of a tree that holds `what`, with its place."""
-    if isinstance(tree, str) and what.search(tree):
+    return ((place, leaf) for place, leaf in _leaves(tree) if isinstance(leaf, str) and what.search(leaf))
+
+
+def _leaves(tree: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Each value of a tree that holds no others, with its place."""
+    if not isinstance(tree, dict | list):
         yield place, tree
-    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    for key, item in pairs:
-        yield from _holding(item, what, (*place, key))
+        return
+    for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield from _leaves(item, (*place, key))
 
 
 def _explain(kind: type[BaseModel], error: Any) -> str:
@@ -205,6 +211,7 @@ def _explain(kind: type[BaseModel], error: Any) -> str:
 
 
 def _short(text: str) -> str:
+    text = redact(text)  # which knows no secret by a part of it
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 

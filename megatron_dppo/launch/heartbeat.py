@@ -22,6 +22,8 @@ from typing import Any
 
 import psutil
 
+from megatron_dppo.launch.secrets import redact
+
 FOLDER, STACKS = "heartbeats", "stacks"
 """Of the run's folder."""
 _LOG = logging.getLogger(__name__)
@@ -155,14 +157,14 @@ def dump_children(folder: Path) -> None:
         return
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, subprocess.TimeoutExpired, OSError):
-            name = " ".join(child.cmdline()[:3])[:100]
+            name = " ".join(child.cmdline()[:3])
             if "python" not in child.name().lower() and "ray::" not in name and "VLLM" not in name:
                 continue
             done = subprocess.run(
                 [spy, "dump", "--nonblocking", "--pid", str(child.pid)], capture_output=True, text=True, timeout=20
             )
             if done.stdout:
-                (folder / f"child-{child.pid}.txt").write_text(f"{name}\n{done.stdout}")
+                (folder / f"child-{child.pid}.txt").write_text(redact(f"{name}\n{done.stdout}"))
 
 
 def main(arguments: Sequence[str]) -> int:

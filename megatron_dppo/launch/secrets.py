@@ -8,6 +8,8 @@ import re
 import urllib.parse
 from collections.abc import Iterable, Mapping
 
+from megatron_dppo.errors import UserError
+
 HIDDEN = "***"
 _NAMES = re.compile(
     r"TOKEN(?!S|IZ)|SECRET|PASSW(OR)?D|PASSPHRASE|API_?KEY|CREDENTIAL|CONNECTION_STRING|COOKIE|"
@@ -47,6 +49,8 @@ _NAMED = re.compile(
 """What follows `api_key=`, `"password": ` and the like."""
 _SHORTEST = 6
 """Shorter values (`true`, `0`) would hide ordinary words."""
+_PART = 24
+"""That much of the beginning of a longer secret is secret."""
 
 _confided: set[str] = set()
 
@@ -67,11 +71,19 @@ def secret_variables(environment: Mapping[str, str] | None = None) -> dict[str, 
 
 
 def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """`text` with every secret of the environment, as it is or as it is quoted in Python, JSON and addresses, and
-    everything that looks like a secret replaced by `***`."""
-    for value in sorted(secret_variables(environment).values(), key=len, reverse=True):
-        for form in {value, repr(value)[1:-1], json.dumps(value)[1:-1], urllib.parse.quote(value, safe="")}:
-            text = text.replace(form, HIDDEN)
+    """`text` with every secret of the environment, as it is or as it is quoted in Python, JSON, addresses and errors,
+    or cut off behind `_PART` characters (by Python itself: "invalid literal for int()"), and everything that looks like
+    a secret replaced by `***`."""
+    forms: set[str] = set()
+    for value in secret_variables(environment).values():
+        forms |= {value, repr(value)[1:-1], json.dumps(value)[1:-1], urllib.parse.quote(value, safe="")}
+        forms.add(str(UserError(value)))
+    for form in sorted(forms, key=len, reverse=True):
+        text = text.replace(form, HIDDEN)
+    for head in {form[:_PART] for form in forms if len(form) > _PART}:
+        while (at := text.find(head)) >= 0:
+            there = (os.path.commonprefix([form, text[at : at + len(form)]]) for form in forms)  # noqa: RUF071
+            text = text[:at] + HIDDEN + text[at + max(map(len, there)) :]
     return _NAMED.sub(rf"\1{HIDDEN}", _SHAPES.sub(HIDDEN, text))
 
 

@@ -181,6 +181,8 @@ def test_a_fault_of_ours_is_not_told_as_the_users(config_file, monkeypatch):
             "trainer.prompts_per_step=" + "9" * 400,
             "trainer: prompts_per_step=99999999999999999999... is beyond what 64",
         ),
+        ("run.seed=0x" + "f" * 6000, "config key run.seed: is a number beyond what 64 bits hold"),
+        ("task.parameters={a: [0x" + "f" * 6000 + "]}", "config key task.parameters.a.0: is a number beyond"),
         ("trainer.steps=" + "x" * 5000, "xxx...: Input should be a valid integer"),
     ],
 )

@@ -10,13 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import regex
 
 from megatron_dppo.cli import main
 from megatron_dppo.config.load import load_config, recorded, save_config
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, first_line
 from megatron_dppo.launch import exit_status
 from megatron_dppo.launch.logs import logging_to
 from megatron_dppo.launch.secrets import redact
+from megatron_dppo.tasks.rewards import patterns
 from megatron_dppo.trainer.samples import Sample
 from megatron_dppo.trainer.sinks import WandbSink
 from megatron_dppo.trainer.tracking import Tracker
@@ -208,6 +210,33 @@ def test_error_lines_and_the_doctor_have_it_not(config_file: Path, capsys: pytes
     for text in (error, report, trace):
         assert VALUE not in text
         assert OTHER not in text
+
+
+def test_a_long_secret_is_not_shown_in_part(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is cut before it is looked at is not known again."""
+    secret = a("", 800)
+    monkeypatch.setenv("INVENTED_PLAIN", secret)
+    monkeypatch.setenv("INVENTED_TOKEN", secret)
+    for override in (
+        "optimizer.lr=${oc.env:INVENTED_PLAIN}",
+        f"optimizer.{'x' * 170}{secret}={{a",
+        f"run.seed=!!int {secret}",
+    ):
+        with pytest.raises(UserError) as error:
+            load_config(config_file, [override])
+        assert "Zq7Lm2" not in redact(str(error.value)), override
+    slow = regex.compile(f"(a|aa)+(b|{secret})")
+    monkeypatch.setattr(patterns, "MATCH_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(patterns, "_CALL_TIMEOUT_S", 0.0)
+    with pytest.raises(UserError, match=r"answer_pattern='\(a\|aa\)\+\(b\|\*\*\*\)' takes too long"):
+        patterns.match_all(slow, ["a" * 60], field="answer_pattern")
+
+
+def test_what_an_error_makes_of_a_secret_is_secret() -> None:
+    """Its first line, or its lines joined."""
+    secret, other = a("", 40) + "\nfirst", a("", 40) + "\nsecond"
+    for said in (str(UserError(secret)), first_line(ValueError(secret)), secret, other, secret[:30]):
+        assert redact(f"not {said}.", {"INVENTED_TOKEN": secret, "OTHER_TOKEN": other}) == "not ***."
 
 
 def test_the_error_file_of_a_rank_has_it_not(tmp_path: Path) -> None:

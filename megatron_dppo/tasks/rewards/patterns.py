@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import regex
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.secrets import redact
 
 MATCH_TIMEOUT_S = 2.0
 """For one response, of the processor time of the whole process; a pattern without nested repeats takes a few
@@ -41,8 +42,8 @@ def match_all(
             lost += time.monotonic() - start
             if lost > _CALL_TIMEOUT_S:
                 raise UserError(
-                    f"{field}={pattern.pattern!r:.120} takes too long: more than {MATCH_TIMEOUT_S:g} s on each of "
-                    f"{sum(isinstance(one, TimeoutError) for one in found)} responses; write it without a repeat "
-                    "inside a repeat, such as (a*b*)*"
+                    f"{field}={redact(repr(pattern.pattern)):.120} takes too long: more than {MATCH_TIMEOUT_S:g} s on "
+                    f"each of {sum(isinstance(one, TimeoutError) for one in found)} responses; write it without a "
+                    "repeat inside a repeat, such as (a*b*)*"
                 ) from None
     return found
