@@ -5,7 +5,7 @@
 A file of routes is what `save` writes: the arrays of a `Routes` in NumPy's `.npz` format. To get a pair of them from a
 model that fits this machine (a rollout by vLLM, and the same tokens through transformers):
 
-    python tools/inspect_routes.py --model runs/tiny_moe_model --record runs/routes -o routes.png
+    python tools/inspect_routes.py --model runs/tiny_moe_model/seed-0 --record runs/routes -o routes.png
 """
 
 from __future__ import annotations
