@@ -27,7 +27,7 @@ from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.rollout.stored import RolloutHandle
 from megatron_dppo.rollout.weight_transfer.broadcast import BroadcastSender
 from megatron_dppo.rollout.weight_transfer.ipc import IpcSender
-from megatron_dppo.rollout.weight_transfer.recipients import Recipients
+from megatron_dppo.rollout.weight_transfer.recipients import WeightSender
 
 
 def open_engine(model: Path, config: RolloutConfig, folder: str | None = None) -> RolloutEngine:
@@ -130,22 +130,6 @@ def open_fleet(
 def open_rollout(handle: RolloutHandle) -> RolloutSource:
     """The sequences behind a handle, on any rank that `open_fleet` connected."""
     return RolloutSource(handle)
-
-
-class WeightSender(Protocol):
-    """Brings every bucket to every engine; every rank has one."""
-
-    def begin(self, version: int, to: Recipients | None) -> None:
-        """Have the engines open an update (`RolloutEngine.begin_update`), and wait for it; what can be prepared here is
-        meanwhile. On every rank, before `send`; the weights stay as they are from here on."""
-        ...
-
-    def send(self, version: int, to: Recipients | None) -> dict[int, int]:
-        """Collective over the trainer; `to` on the controller, rank 0, alone. Returns checksums by bucket, on every
-        rank, which every worker's must equal."""
-        ...
-
-    def close(self) -> None: ...
 
 
 def weight_sender(

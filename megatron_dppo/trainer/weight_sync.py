@@ -16,8 +16,8 @@ from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.config.schema import Config
 from megatron_dppo.rollout.engine import EngineClient, WorkerReport
-from megatron_dppo.rollout.start import WeightSender, weight_sender
-from megatron_dppo.rollout.weight_transfer.recipients import Recipients
+from megatron_dppo.rollout.start import weight_sender
+from megatron_dppo.rollout.weight_transfer.recipients import Recipients, WeightSender
 
 _LOADING = 4 << 30
 """Bytes for layers that an engine loads, and for its allocator."""

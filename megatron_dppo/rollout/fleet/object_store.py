@@ -11,23 +11,18 @@ import torch
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.checkpoint.weight_layout import Bucket, BucketLayout, unpack
 from megatron_dppo.rollout.engine import RolloutEngine
-from megatron_dppo.rollout.weight_transfer.recipients import Pending, Recipients
+from megatron_dppo.rollout.weight_transfer.recipients import Pending, Recipients, WeightSender
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]
 """What an engine is to have instead of a tensor: of its name, same shape and type."""
 
 
-class ObjectStoreSender:
+class ObjectStoreSender(WeightSender):
     """For CPUs, and wherever nothing faster connects trainer and engine. Memory: one bucket on every rank, two in the
     object store (one being loaded while the next is gathered)."""
 
     def __init__(self, buckets: WeightBuckets, device: torch.device, change: Change | None = None) -> None:
         self._buckets, self._device, self._change = buckets, device, change
-
-    def begin(self, version: int, to: Recipients | None) -> None:
-        """See `WeightSender.begin`."""
-        if to is not None:
-            to.begin(version)
 
     def send(self, version: int, to: Recipients | None) -> dict[int, int]:
         """See `WeightSender.send`. No checksums: a bucket in the store is whole or it is not there."""
@@ -49,9 +44,6 @@ class ObjectStoreSender:
         if to is not None:
             to.wait(loading)
         return {}
-
-    def close(self) -> None:
-        """Nothing stays open between syncs."""
 
 
 def _load(engine: RolloutEngine, *, version: int, reference: ray.ObjectRef) -> None:

@@ -35,16 +35,14 @@ class Gate:
     def check(self) -> None:
         """Raise `EngineClosed` where nothing may be sampled, nor after the sync under way, for which `passable` waits:
         work that a fleet gave out before it may come after its beginning."""
-        if self.shut is not None and not self.syncing:
-            raise EngineClosed(f"the engine refuses to generate: {self.shut}")
+        self._check_shut()
         if self.asleep:
             raise EngineClosed(f"the engine refuses to generate: its {' and '.join(sorted(self.asleep))} are asleep")
 
     async def passable(self) -> None:
         """Wait for the end of a sync. Raises `EngineClosed` where the gate is shut for another reason."""
         while self.shut is not None:
-            if not self.syncing:
-                raise EngineClosed(f"the engine refuses to generate: {self.shut}")
+            self._check_shut()
             await asyncio.sleep(0.01)
 
     @contextmanager
@@ -55,6 +53,11 @@ class Gate:
             yield self.version
         finally:
             self._inside -= 1
+
+    def _check_shut(self) -> None:
+        shut = self.shut
+        if shut is not None and not self.syncing and self.shut is shut:  # else a sync has just ended
+            raise EngineClosed(f"the engine refuses to generate: {shut}")
 
     async def emptied(self) -> None:
         """Wait until nobody is inside."""
@@ -103,8 +106,8 @@ class WeightUpdates[C: Core]:
         if version < 0:
             raise ValueError(f"weight version {version} is negative")
         self._loop.check()
+        self._gate.syncing = True  # first: `Gate.check` may look in between
         self._gate.shut = f"the sync to weight version {version} has not finished"
-        self._gate.syncing = True
         with self._failure(version):
             if self.cut:
                 self._loop.run(self._core.hold(cut=True))
@@ -175,8 +178,6 @@ class WeightUpdates[C: Core]:
 
     def _receive(self, version: int, way: Literal["shared", "group"]) -> None:
         with self._failure(version):
-            if not self._gate.syncing:  # who asks does not wait for the answer to `begin_update`
-                raise IncompleteSync(f"no update to weight version {version} is under way; `begin_update` opens one")
             self._loop.run(self._core.load(version, way), timeout=2 * self._timeout)
             self._came = True
 

@@ -46,7 +46,7 @@ def incomplete_layers(model: torch.nn.Module) -> list[str]:
     ]
 
 
-def process_if_padded(layer: RoutedExperts) -> None:
+def process_if_whole(layer: RoutedExperts) -> None:
     """Let vLLM process a layer of which every number came. It waits for those of padding too, which never come: the
     weights as they came would be held until the end of the sync, of every layer."""
     info = get_layerwise_info(layer)

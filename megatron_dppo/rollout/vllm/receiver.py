@@ -34,7 +34,7 @@ from megatron_dppo.rollout.vllm.layers import (
     LATENT_NORM_EPS,
     KeptKernels,
     incomplete_layers,
-    process_if_padded,
+    process_if_whole,
     set_latent_norms,
     wrongly_quantised,
 )
@@ -140,7 +140,7 @@ class BucketLoader:
             expert_id=next(number for number, place in enumerate(places) if place >= 0),  # others are ignored
             return_success=True,
         )
-        process_if_padded(layer)
+        process_if_whole(layer)
 
     def _collect(self, layer: RoutedExperts, slot: TensorSlot, tensor: torch.Tensor) -> None:
         runs, local = self.runs(slot), layer.local_num_experts

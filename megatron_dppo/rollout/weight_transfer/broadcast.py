@@ -1,14 +1,14 @@
 """Weights to engines on GPUs of their own: each owner broadcasts what it has to all workers that need it.
 
 ```
-rank 0        begin_update, receive_group ──► engines: workers wait at the communicator, then load bucket i
-every owner   writes buckets 0 and 1 ───────  sends bucket i, writes bucket i + 2 when bucket i has left
-                                              all ranks settle: did all arrive? else once more without the
-                                              engines that failed, in a new communicator
+rank 0        begin_update ──► engines       receive_group ──► engines: workers load bucket i
+every owner   writes buckets 0 and 1 ┐       sends bucket i, writes bucket i + 2 when bucket i has left
+all ranks     could all write? ──────┘       did all arrive? else once more without the engines that failed, in a new
+                                             communicator
 
-where the engines are others, between the two:
+where the communicator is not of the engines that have begun, between the two:
 rank 0        agree ──► engines: workers join ┐
-every owner   joins ──────────────────────────┴─ all ranks settle: did everybody join? then receive_group
+every owner   joins ──────────────────────────┴─ all ranks settle: did everybody join?
 ```
 """
 
@@ -27,19 +27,19 @@ from megatron_dppo.launch.network import own_address
 from megatron_dppo.rollout.engine import EngineClient, Rendezvous, RolloutEngine, TransferTerms
 from megatron_dppo.rollout.weight_transfer.group import GroupClosed, Meeting, WeightGroup
 from megatron_dppo.rollout.weight_transfer.manifest import Packed, gathered
-from megatron_dppo.rollout.weight_transfer.recipients import Pending, Recipients
+from megatron_dppo.rollout.weight_transfer.recipients import Pending, Recipients, WeightSender
 
 _ATTEMPTS = 3
 
 
-class BroadcastSender:
+class BroadcastSender(WeightSender):
     """One communicator (NCCL, or gloo on CPUs) of the trainer ranks that own weights and of all workers; and where the
     workers of an engine divide the experts, one for each share: of the ranks that own it and the worker of each engine
     that needs it, so that shares travel side by side.
 
     They are kept from sync to sync, and made anew when the engines are others or when one broke. An engine that dies
-    in the middle breaks them for all: the sync is then repeated with those that still answer. Memory: two buckets on
-    every owner and every worker.
+    in the middle breaks them for all: the sync is then repeated with those that still answer, and when it breaks again,
+    without the one that failed first. Memory: two buckets on every owner and every worker.
     """
 
     def __init__(
@@ -71,29 +71,27 @@ class BroadcastSender:
         self._room: list[torch.Tensor] = []
         """The first of them."""
         self._fell: list[str] = []
-        """Engines whose call failed, in that order."""
-        self._failed: Exception | None = None
-        """What writing them failed with."""
-        self._receiving: Pending[None] | None = None
-        """Calls of engines that wait at the communicator."""
+        """Engines that failed since `begin`, in that order."""
         self._packed = Packed()
         self._sums: dict[int, int] = {}
         """What `send` returns."""
 
     def begin(self, version: int, to: Recipients | None) -> None:
-        """See `WeightSender.begin`. Engines that are in the communicator go on to it without another call."""
+        """See `WeightSender.begin`. Raises, on every rank, where one could not write its first buckets."""
         begun = to.ask(lambda engine: engine.begin_update(version)) if to is not None else None
-        self._receiving = self._receive(version, to) if to is not None and self._stands(to) else None
-        self._failed = None
+        self._fell, size, error = [], self._buckets.largest, None
         try:
-            size = self._buckets.largest
-            self._room = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in self._mine[:2]]
+            if not self._room:
+                self._room = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in self._mine[:2]]
             for (index, _), payload in zip(self._mine, self._room, strict=False):
                 self._buckets.write(index, payload)
-        except Exception as failure:  # the other ranks hear of it in `send`
-            self._failed = failure
-        if to is not None:
-            to.wait(begun)
+        except Exception as failure:
+            error = failure
+        try:
+            self._settled(error)
+        finally:
+            if to is not None:
+                to.wait(begun)
 
     def send(self, version: int, to: Recipients | None) -> dict[int, int]:
         """See `WeightSender.send`. Raises what a rank failed with where it was not the communicator that broke."""
@@ -104,11 +102,7 @@ class BroadcastSender:
                 break
             self._leave()
             if left:
-                if to is not None:
-                    # All that took part failed; only those that do not answer now are to blame, and when all did and it
-                    # broke again, who was the first to fail.
-                    to.forgive(to.errors.keys() - before - set(self._fell[:1] if left == 1 else ()))
-                self.begin(version, to)
+                self._begin_again(version, to, before, blame=left == 1)
             if not left or not self._from_controller(bool(to and to.engines)):
                 break
         self._room = []
@@ -120,7 +114,7 @@ class BroadcastSender:
 
     def _attempt(self, version: int, to: Recipients | None) -> Exception | None:
         """One try; what this rank, or on the controller an engine, failed with."""
-        terms = self._from_controller(self._terms(to) if to is not None and self._receiving is None else None)
+        terms = self._from_controller(self._terms(to) if to is not None and not self._stands(to) else None)
         error: Exception | None = None
         if terms is not None:
             pending = self._invite(to, terms) if to is not None else None
@@ -131,27 +125,38 @@ class BroadcastSender:
             error = _first(error, to, pending)
             if not self._settled(error):
                 return error or GroupClosed("others did not join")
-            self._receiving = self._receive(version, to) if to is not None else None
+        receiving = self._ask(to, lambda _: lambda one: one.receive_group(version)) if to is not None else None
         mine: dict[int, int] = {}
         try:
-            if self._failed is not None:
-                raise self._failed
             if self._group is not None:
-                self._broadcast(self._group, to)
+                self._broadcast(self._group, to, receiving)
                 mine = self._packed.take()
         except Exception as failure:
             error = failure
             if self._group is not None:
-                self._group.abort()
+                self._group.give_up()
         self._sums = gathered(mine, self._control)  # while the engines' answers are on their way
-        return _first(error, to, self._receiving, 2 * self._timeout)
+        return _first(error, to, receiving, 2 * self._timeout)
 
-    def _receive(self, version: int, to: Recipients) -> Pending[None]:
-        pending = to.ask(lambda engine: engine.receive_group(version))
-        self._fell = []
+    def _ask(
+        self, to: Recipients, call_for: Callable[[EngineClient], Callable[[RolloutEngine], None]]
+    ) -> Pending[None]:
+        pending = to.ask_each(call_for)
         for name, future in pending.items():
             future.add_done_callback(partial(_note, self._fell, name))
         return pending
+
+    def _begin_again(self, version: int, to: Recipients | None, before: set[str], *, blame: bool) -> None:
+        """`begin`, with all engines: where it broke, all that took part failed. To blame are those that do not answer
+        now; with `blame`, if all do, who was the first to fail, unless it is alone. `before`: who had failed before."""
+        if to is None:
+            self.begin(version, to)
+            return
+        failed, fell = {name: to.errors[name] for name in to.errors.keys() - before}, self._fell
+        to.forgive(failed)
+        self.begin(version, to)
+        if blame and fell and len(to.engines) > 1 and failed.keys().isdisjoint(to.errors):
+            to.fail(fell[0], failed[fell[0]])
 
     def _stands(self, to: Recipients) -> bool:
         """Whether there is a communicator with these engines."""
@@ -181,7 +186,7 @@ class BroadcastSender:
             )
             return lambda one: one.agree(invited)
 
-        pending = to.ask_each(invitation)
+        pending = self._ask(to, invitation)
         self._told |= set(terms[1])
         return pending
 
@@ -191,7 +196,7 @@ class BroadcastSender:
         if self._rank in self._owners:
             self._group = WeightGroup(where, self._owners[self._rank], self._device)
 
-    def _broadcast(self, group: WeightGroup, to: Recipients | None) -> None:
+    def _broadcast(self, group: WeightGroup, to: Recipients | None, receiving: Pending[None] | None) -> None:
         """Send every bucket: one is being written while the one before it is on its way."""
         under_way: list[list[Any]] = [[], []]
         for turn, (index, layout) in enumerate(self._mine):
@@ -205,7 +210,6 @@ class BroadcastSender:
             ]
             self._packed.note(index, layout, payload)  # behind, or the bucket would wait for its checksum
         group.wait([*under_way[0], *under_way[1]])
-        receiving = self._receiving
         group.finish(lambda: to is not None and receiving is not None and to.broken(receiving))
 
     def _leave(self) -> None:
@@ -221,6 +225,7 @@ class BroadcastSender:
         for rank, (text, broken) in enumerate(found):
             if text and not broken:
                 self._leave()
+                self._room = []
                 raise RuntimeError(f"rank {rank} failed in a weight broadcast: {text}") from error
         return not any(text for text, _ in found)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -138,7 +139,7 @@ class WeightGroup:
                 if self._meeting.check(["given up"]):
                     self._break("another member gave up")
                 if give_up():
-                    self._meeting.set("given up", "1")
+                    self.give_up()
                     self._break("an engine failed")
             if now - begun > self._timeout:
                 self._break(f"it did not finish within rollout.sync_timeout_s={self._timeout:g}")
@@ -147,6 +148,12 @@ class WeightGroup:
     def _break(self, why: str) -> NoReturn:
         self.abort()
         raise GroupClosed(f"the weight broadcast was aborted: {why}")
+
+    def give_up(self) -> None:
+        """`abort`, of which members that wait in `finish` hear at once."""
+        with suppress(RuntimeError):  # the controller may be gone, and the store with it
+            self._meeting.set("given up", "1")
+        self.abort()
 
     def abort(self) -> None:
         """End all communicators; broadcasts under way fail on every member. Idempotent."""

@@ -12,11 +12,11 @@ from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.rollout.engine import EngineClient, RolloutEngine, TransferTerms
 from megatron_dppo.rollout.weight_transfer.cuda_ipc import gpu_uuid, share, take_back
 from megatron_dppo.rollout.weight_transfer.manifest import Packed, gathered
-from megatron_dppo.rollout.weight_transfer.recipients import Pending, Recipients
+from megatron_dppo.rollout.weight_transfer.recipients import Pending, Recipients, WeightSender
 from megatron_dppo.rollout.weight_transfer.turns import Filling, TurnsBroken
 
 
-class IpcSender:
+class IpcSender(WeightSender):
     """NCCL refuses two ranks on one GPU, CUDA's inter-process memory does not.
 
     Two buffers alternate: while a worker loads one bucket, the ranks bring the next together. A bucket that one worker
@@ -60,11 +60,6 @@ class IpcSender:
             if rank in members:
                 self._groups[number] = group
 
-    def begin(self, version: int, to: Recipients | None) -> None:
-        """See `WeightSender.begin`."""
-        if to is not None:
-            to.begin(version)
-
     def send(self, version: int, to: Recipients | None) -> dict[int, int]:
         """See `WeightSender.send`."""
         device = self._device
@@ -75,9 +70,8 @@ class IpcSender:
         dist.all_gather_object(handles, (gpu_uuid(device), pickle.dumps(shared)), group=self._control)
         loading: Pending[None] | None = None
         if to is not None:
-            agreed = to.ask_each(lambda engine: self._terms(engine, dict(handles)))
-            loading = to.ask(lambda engine: engine.receive_shared(version))  # behind it, without an answer in between
-            self._told |= to.wait(agreed).keys()
+            self._told |= to.wait(to.ask_each(lambda engine: self._terms(engine, dict(handles)))).keys()
+            loading = to.ask(lambda engine: engine.receive_shared(version))  # now: each turn has its time limit
         dist.barrier(self._control)  # engines that take part have their ends of the turns
         try:
             self._fill(buffers, turns)
@@ -95,9 +89,6 @@ class IpcSender:
         if not self._lent:
             torch.cuda.empty_cache()
         return sums
-
-    def close(self) -> None:
-        """Nothing stays open between syncs."""
 
     def _fill(self, buffers: list[torch.Tensor], turns: Filling) -> None:
         attended, turn = turns.attended, 0

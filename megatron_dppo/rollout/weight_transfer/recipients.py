@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from typing import Protocol
 
 from megatron_dppo.rollout.engine import EngineClient, RolloutEngine
 
@@ -33,10 +34,6 @@ class Recipients:
     def ask_each[T](self, call_for: Callable[[EngineClient], Callable[[RolloutEngine], T]]) -> Pending[T]:
         """A call of its own to every engine."""
         return {engine.name: engine.ask(call_for(engine), "weights") for engine in self.engines}
-
-    def begin(self, version: int) -> None:
-        """Have every engine open an update, and wait for it."""
-        self.wait(self.ask(lambda engine: engine.begin_update(version)))
 
     def wait[T](self, pending: Pending[T] | None, *, timeout_s: float | None = None) -> dict[str, T]:
         """Results by engine, of those that did not fail."""
@@ -77,3 +74,22 @@ class Recipients:
                 for engine in self.engines
             }
         )
+
+
+class WeightSender(Protocol):
+    """Brings every bucket to every engine; every rank has one. Collective over the trainer; `to` on the controller,
+    rank 0, alone."""
+
+    def begin(self, version: int, to: Recipients | None) -> None:
+        """Have the engines open an update (`RolloutEngine.begin_update`), and wait for it; what can be prepared here is
+        meanwhile. Before `send`; the weights stay as they are from here on."""
+        if to is not None:
+            to.wait(to.ask(lambda engine: engine.begin_update(version)))
+
+    def send(self, version: int, to: Recipients | None) -> dict[int, int]:
+        """Returns checksums by bucket, on every rank, which every worker's must equal."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what stays open between syncs; here nothing does."""
+        return
