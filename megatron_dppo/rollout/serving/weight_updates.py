@@ -33,7 +33,7 @@ class Gate:
         self._inside = 0
 
     def check(self) -> None:
-        """Raise `EngineClosed` where nothing may be sampled, nor after the sync under way, for which `passable` waits:
+        """Raise `EngineClosed` where nothing may be sampled now and no sync is under way, for which `passable` waits:
         work that a fleet gave out before it may come after its beginning."""
         self._check_shut()
         if self.asleep:
