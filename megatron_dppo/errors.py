@@ -27,16 +27,22 @@ _USERS = {
 """Of an OSError: what a user puts right. A path, a permission, room on a disk."""
 
 
+class SystemFault(OSError):
+    """A device, a network or a file server failed. The message names the file."""
+
+
 def of_system(error: BaseException) -> bool:
     """Whether it is a fault of the system (EIO, ESTALE, ETIMEDOUT and whatever else there is), which may have passed
-    when a run is started again. An OSError without a number is a library's, of what a file holds."""
+    when a run is started again. Another OSError without a number is a library's, of what a file holds."""
+    if isinstance(error, SystemFault | TimeoutError | ConnectionError):
+        return True
     return isinstance(error, OSError) and error.errno is not None and error.errno not in _USERS
 
 
-def of_file(error: BaseException, message: str) -> UserError | OSError:
-    """What to raise where a file could not be read or written: `OSError` for a fault of the system, after which a run
-    is started again, `UserError` for anything else."""
-    return OSError(message) if of_system(error) else UserError(message)
+def of_file(error: BaseException, message: str) -> UserError | SystemFault:
+    """What to raise where a file could not be read or written: `SystemFault` for a fault of the system, after which a
+    run is started again, `UserError` for anything else."""
+    return SystemFault(message) if of_system(error) else UserError(message)
 
 
 def raise_cause(error: Exception) -> NoReturn:

@@ -103,8 +103,8 @@ def write_checksums(folder: Path, *, mark: str, known: Mapping[str, str] | None 
 def check_folder(
     folder: Path, *, mark: str, which: Callable[[str], bool] = lambda _: True, share: tuple[int, int] = (0, 1)
 ) -> bool:
-    """`UserError` names the first file that is absent or not what was written, `OSError` one that cannot be read. False
-    for a folder that has no checksums.
+    """`UserError` names the first file that is absent or not what was written, `OSError`, with number and path, one
+    that cannot be read. False for a folder that has no checksums.
 
     which  the files to check, by their path in the folder
     share  (number, of): of those, every `of`-th from that number on
@@ -127,7 +127,7 @@ def _read(file: Path, mark: str) -> dict[str, str] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise _unreadable(file, error) from None
+        raise OSError(error.errno, error.strerror, str(file)) from None
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is damaged: {error}") from None
     digests: dict[str, str] = {}
@@ -147,14 +147,10 @@ def _fault(file: Path, digest: str) -> UserError | OSError | None:
             return UserError(f"{file} is missing")
         found = _digest(file)
     except OSError as error:
-        return _unreadable(file, error)
+        return OSError(error.errno, error.strerror, str(file))
     if found == digest:
         return None
     return UserError(f"{file} is damaged, or of another folder: its checksum is not that in {CHECKSUMS}")
-
-
-def _unreadable(file: Path, error: OSError) -> OSError:
-    return OSError(f"{file} cannot be read: {error.strerror or error}")
 
 
 def _digest(file: Path) -> str:

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, of_file
 
 
 def on_first_rank[T](call: Callable[[], T]) -> T:
-    """`call` on rank 0 alone; on every rank its result, or the UserError or OSError that it raised. Collective: a
-    broadcast."""
+    """`call` on rank 0 alone; on every rank its result, or what `of_file` makes of the UserError or OSError that it
+    raised (not every error of a library can be sent). Collective: a broadcast."""
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             outcome[0] = call()
         except (UserError, OSError) as error:
-            outcome[1] = error
+            outcome[1] = of_file(error, str(error))
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise outcome[1]

@@ -103,7 +103,7 @@ class HFFiles:
         try:
             file.open("rb").close()  # of a file that may not be read safetensors says that it is not there
         except OSError as error:
-            raise of_file(error, f"{file} cannot be read: {error.strerror}") from None
+            raise of_file(error, f"{file} cannot be read: {error.strerror or error}") from None
         try:
             with safe_open(file, "pt") as handle:
                 names = set(handle.keys())
@@ -161,7 +161,9 @@ def require_unchanged(
     """`check_folder` of a model's or an adapter's folder. Those that others wrote have no checksums."""
     try:
         check_folder(folder, mark=mark, which=which, share=share)
-    except (UserError, OSError) as damage:
+    except OSError as error:
+        raise of_file(error, f"{error.filename} cannot be read: {error.strerror}") from None
+    except UserError as damage:
         raise UserError(
             f"{damage}; fetch the folder again, or remove {CHECKSUMS} if you changed a file on purpose"
         ) from None

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_dppo.checkpoint.atomic import INCOMPLETE, check_target, publish, sync, write_synced
 from megatron_dppo.checkpoint.first_rank import on_first_rank
 from megatron_dppo.checkpoint.megatron_files import COMMON, FUSED, LESS_ONE, MARKER, RELEASE, MegatronFiles
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, of_file
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import unwrap
 
@@ -118,7 +118,7 @@ def save_megatron_checkpoint(
         )
     except (CheckpointException, CheckpointingException, OSError) as error:
         on_first_rank(lambda: shutil.rmtree(partial, ignore_errors=True))
-        raise UserError(f"cannot write {output}: {error!r:.300}; nothing was left there") from None
+        raise of_file(error, f"cannot write {output}: {error!r:.300}; nothing was left there") from None
     on_first_rank(lambda: _finish(partial, output, {**common, "content_metadata": content}))
 
 
@@ -128,7 +128,7 @@ def _partial(output: Path, overwrite: bool) -> Path:
     try:
         (partial / RELEASE).mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"cannot create {output}: {error.strerror}; choose another output") from None
+        raise of_file(error, f"cannot create {output}: {error.strerror or error}; choose another output") from None
     return partial
 
 
@@ -141,7 +141,7 @@ def _finish(partial: Path, output: Path, common: dict[str, Any]) -> None:
         publish(partial, output)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"cannot write {output}: {error.strerror}; nothing was left there") from None
+        raise of_file(error, f"cannot write {output}: {error.strerror or error}; nothing was left there") from None
 
 
 def _as_megatron_lm(weights: dict[str, Any], *, latent: bool) -> None:

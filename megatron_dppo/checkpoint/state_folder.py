@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megatron_dppo.checkpoint.atomic import INCOMPLETE, publish, replace_synced, sync, write_synced
 from megatron_dppo.checkpoint.checksums import CHECKSUMS, check_folder, write_checksums
 from megatron_dppo.checkpoint.first_rank import on_first_rank
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import SystemFault, UserError, of_file
 from megatron_dppo.json_object import read_json_object
 
 LATEST, DESCRIPTION, HF = "latest", "state.json", "hf"
@@ -87,11 +87,8 @@ def go_on_from(state: Path) -> str:
 
 def require_whole(folder: Path) -> None:
     """`UserError`, on every rank, where a file of the state is not what was saved: names it, and the newest older state
-    that is whole. Collective, see `newest_whole`."""
-    try:
-        state, damaged = newest_whole(folder)
-    except OSError as error:
-        raise UserError(str(error)) from None
+    that is whole. Collective, and other errors, see `newest_whole`."""
+    state, damaged = newest_whole(folder)
     if damaged:
         raise UserError(
             f"{damaged[folder]}; copy the folder again or use the newest older state that is whole: name {state} in "
@@ -103,9 +100,9 @@ def newest_whole(folder: Path) -> tuple[Path, dict[Path, str]]:
     """`folder`. Where a file of the state is not what was saved: the newest older state beside it that is whole, and
     what is wrong with `folder` and those between; `UserError` where there is none.
 
-    `OSError`, on every rank, where that cannot be said for sure: a file cannot be read, or two ranks do not find the
-    same. That may pass, and no step is lost for it. Collective over all ranks, each of which reads a share of the files
-    with the tensors and all of the small ones.
+    What `of_file` makes of it, on every rank, where a file cannot be read, and `SystemFault` where two ranks do not
+    find the same. That may pass, and no step is lost for it. Collective over all ranks, each of which reads a share of
+    the files with the tensors and all of the small ones.
     """
     damaged: dict[Path, str] = {}
     for state in [folder, *on_first_rank(lambda: _older(folder))]:
@@ -126,7 +123,8 @@ def go_back(state: Path, damaged: Mapping[Path, str]) -> list[Path]:
             one.rename(name)
         sync(state.parent)
     except OSError as error:
-        raise UserError(f"{'; '.join(damaged.values())}; it cannot be renamed: {error.strerror}") from None
+        said = f"{'; '.join(damaged.values())}; it cannot be renamed: {error.strerror or error}"
+        raise of_file(error, said) from None
     return list(aside.values())
 
 
@@ -142,7 +140,9 @@ def _damage(folder: Path) -> str | None:
     if isinstance(fault, UserError) and str(again) == str(fault):
         return str(fault)
     where = "" if str(again) == str(fault) else f" (on rank {first}, not on rank {second})"
-    raise OSError(f"{fault}{where}; if that does not pass: {folder.parent / LATEST} may name an older state")
+    said = f"{fault.filename} cannot be read: {fault.strerror}" if isinstance(fault, OSError) else fault
+    cause = fault if isinstance(fault, OSError) else SystemFault()
+    raise of_file(cause, f"{said}{where}; if that does not pass: {folder.parent / LATEST} may name an older state")
 
 
 def _gathered(fault: UserError | OSError | None) -> list[UserError | OSError | None]:
@@ -156,7 +156,7 @@ def _fault(folder: Path, rank: int) -> UserError | OSError | None:
     try:
         _check_share(folder, (rank, dist.get_world_size()))
     except (UserError, OSError) as error:
-        return error if isinstance(error, UserError) else OSError(str(error))
+        return error if isinstance(error, UserError) else OSError(error.errno, error.strerror, error.filename)
     return None
 
 

@@ -271,9 +271,8 @@ class TrainingStates:
                 partial.rmdir()
                 raise UserError(f"{self.root} needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; make room")
         except OSError as error:
-            raise of_file(
-                error, f"cannot create {partial.parent} for checkpoints: {error.strerror}; choose another output"
-            ) from None
+            said = f"cannot create {self.root} for checkpoints: {error.strerror or error}; choose another output"
+            raise of_file(error, said) from None
         return partial
 
     def _written(self) -> dict[str, str]:
@@ -294,22 +293,21 @@ class TrainingStates:
                 keep_carried(self.trainee.model, self.trainee.model.path, hf)
             state_folder.finish_state(partial, self.root, step, described, self.keep, digests)
         except OSError as error:
-            raise of_file(error, f"cannot finish the checkpoint {partial}: {error.strerror}") from None
+            state = self.root / state_folder.folder_name(step)  # the same words whenever it fails
+            raise of_file(error, f"cannot finish the checkpoint {state}: {error.strerror or error}") from None
 
     def _cannot_save(self, error: CheckpointException) -> Exception:
         """Every rank knows that one failed, only the coordinator what a writer made of it, only the file the reason."""
         found: list[Any] = [None] * dist.get_world_size()
         fault = next((one for _, one in _drain(self._digests) if isinstance(one, OSError)), None)
-        dist.all_gather_object(found, fault or next((str(_reason(error)) for _ in error.failures), None))
+        said = of_file(fault, str(fault.strerror or fault)) if fault else None
+        dist.all_gather_object(found, said or next((RuntimeError(str(_reason(error))) for _ in error.failures), None))
         if dist.get_rank() == 0:
             state_folder.remove_leftovers(self.root)
         dist.barrier()
-        fault = next((one for one in found if isinstance(one, OSError)), None)
-        reason = fault.strerror or fault if fault else next((one for one in found if one), "")
-        free = shutil.disk_usage(self.root).free / 1e9
-        under = f"{self.root} ({free:.2f} GB free there)"
-        message = f"cannot write a checkpoint under {under}: {reason}; earlier ones are untouched"
-        return of_file(fault, message) if fault else RuntimeError(message)
+        reasons = sorted((one for one in found if one), key=lambda one: isinstance(one, RuntimeError))
+        reason = reasons[0] if reasons else RuntimeError("")
+        return type(reason)(f"cannot write a checkpoint under {self.root}: {reason}; earlier ones are untouched")
 
 
 def lora_signature(lora: LoraConfig | None) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ from megatron_dppo.checkpoint.hf_side_files import CONFIG, copy_side_files
 from megatron_dppo.checkpoint.random_weights import random_tensors
 from megatron_dppo.config.load import build_config, read_tree
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, of_file
 from megatron_dppo.json_object import read_json_object
 from megatron_dppo.launch.nodes import environment, no_rank
 from megatron_dppo.models.family import text_fields
@@ -272,5 +272,5 @@ def with_layers(model: Path, layers: int, folder: Path) -> Path:
                         fields["layer_types"] = fields["layer_types"][:layers]
                     write_synced(partial / CONFIG, json.dumps(raw, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror or error}; choose another -o folder") from None
+        raise of_file(error, f"cannot write {folder}: {error.strerror or error}; choose another -o folder") from None
     return folder

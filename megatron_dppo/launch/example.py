@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, of_file
 from megatron_dppo.launch.local import launch_local
 from megatron_dppo.launch.nodes import ranks_in_all_and_here
 from megatron_dppo.launch.rank import exit_status
@@ -58,7 +58,9 @@ class MadeOnce:
                     raise UserError(f"making {self.folder} failed, see above: {' '.join(command)}")
                 partial.rename(self.folder)
         except OSError as error:
-            raise UserError(f"cannot write {self.folder}: {error.strerror}; choose another folder") from error
+            raise of_file(
+                error, f"cannot write {self.folder}: {error.strerror or error}; choose another folder"
+            ) from error
 
 
 @dataclass(frozen=True)

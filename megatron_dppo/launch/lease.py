@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, of_file
 
 BEAT_S = 5.0
 """Between two signs of life of a holder."""
@@ -88,7 +88,7 @@ def _acquire(place: Path, of: str) -> Path:
             mine.unlink(missing_ok=True)
             time.sleep(random.uniform(0.01, 0.1))
         except OSError as error:
-            raise UserError(f"{of} cannot be written: {error.strerror}; choose another folder") from error
+            raise of_file(error, f"{of} cannot be written: {error.strerror or error}; choose another folder") from error
 
 
 def _make(place: Path, number: int, ours: Mapping[str, Any]) -> Path | None:

@@ -57,7 +57,7 @@ class _File(logging.FileHandler):
             super().handleError(record)
         elif not self._failed:
             self._failed = True
-            print(f"{self.baseFilename} cannot be written: {error.strerror}", file=sys.stderr)
+            print(f"{self.baseFilename} cannot be written: {error.strerror or error}", file=sys.stderr)
 
     def close(self) -> None:
         with suppress(OSError):  # what it could not write, once more
@@ -76,7 +76,7 @@ def logging_to(folder: Path, rank: int) -> Iterator[Path]:
         file.parent.mkdir(parents=True, exist_ok=True)
         handler = _File(file, encoding="utf-8")
     except OSError as error:
-        raise of_file(error, f"{file} cannot be written: {error.strerror}; choose another run.dir") from error
+        raise of_file(error, f"{file} cannot be written: {error.strerror or error}; choose another run.dir") from error
     handler.setFormatter(JsonLines(rank))
     handler.setLevel(logging.INFO)
     root, own = logging.getLogger(), logging.getLogger("megatron_dppo")

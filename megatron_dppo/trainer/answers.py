@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, of_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class AnswerFile:
             if whole == 0:
                 self._write([{"settings": settings}])
         except OSError as error:
-            raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+            raise of_file(error, f"{path}: cannot be written: {error.strerror or error}") from error
 
     def has(self, prompt: int, samples: int) -> bool:
         """Whether all of a question's answers are there."""

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, of_file
 from megatron_dppo.trainer.mismatch import Mismatch
 from megatron_dppo.trainer.plots import plain
 
@@ -57,7 +57,7 @@ def plot_mismatch(runs: Mapping[str, Mismatch], path: Path, *, title: str = "") 
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png")
     except OSError as error:
-        raise UserError(f"{path}: cannot write the plot: {error.strerror}") from error
+        raise of_file(error, f"{path}: cannot write the plot: {error.strerror or error}") from error
 
 
 def _cloud(axis: Axes, mu: np.ndarray, values: np.ndarray, colour: str, label: str) -> None:

@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from megatron_dppo.algorithm import Preset, PresetError, TrustRegion, divergence_for, policy_loss, presets
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, of_file
 from megatron_dppo.trainer.history import History, Series
 
 _SET = re.compile(r"eval/[^/]+/accuracy")
@@ -141,7 +141,7 @@ def plot_runs(
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png")
     except OSError as error:
-        raise UserError(f"{path}: cannot write the plot: {error.strerror}") from error
+        raise of_file(error, f"{path}: cannot write the plot: {error.strerror or error}") from error
 
 
 def plain(text: str) -> str:
@@ -210,7 +210,7 @@ def plot_objectives(names: Sequence[str], mus: Sequence[float], path: Path, *, t
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png")
     except OSError as error:
-        raise UserError(f"{path}: cannot write the plot: {error.strerror}") from error
+        raise of_file(error, f"{path}: cannot write the plot: {error.strerror or error}") from error
 
 
 def widest_ratio(preset: Preset) -> float:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_dppo.config.load import read_tree
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, of_file
 from megatron_dppo.trainer.history import History, as_written, read_rows
 from megatron_dppo.trainer.mismatch import MISMATCH_FILE, Mismatch
 from megatron_dppo.trainer.plots import Panel, panels_for, smooth
@@ -82,7 +82,7 @@ def write_page(path: Path, title: str, body: str, *, style: str = STYLE, script:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise UserError(f"{path}: cannot write the page: {error.strerror}") from error
+        raise of_file(error, f"{path}: cannot write the page: {error.strerror or error}") from error
 
 
 def _curves(runs: Mapping[str, History]) -> str:

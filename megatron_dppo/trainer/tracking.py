@@ -58,7 +58,7 @@ class Tracker:
             purge = None if resume_step is None else resume_step + 1
             self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=purge, flush_secs=10)
         except OSError as error:
-            raise of_file(error, f"run.dir={folder}: cannot write metrics there: {error.strerror}") from error
+            raise of_file(error, f"run.dir={folder}: cannot write metrics there: {error.strerror or error}") from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one row. Steps are the caller's; a step may have several rows (training, then evaluation)."""
@@ -71,7 +71,7 @@ class Tracker:
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise of_file(error, f"{self.path}: cannot write: {error.strerror}") from error
+            raise of_file(error, f"{self.path}: cannot write: {error.strerror or error}") from error
         with self._watched_by(self._events):
             for name, value in values.items():
                 self._events.add_scalar(name, value, global_step=step)
@@ -141,7 +141,7 @@ class Tracker:
             if is_new:
                 sync(self._folder)
         except OSError as error:
-            raise of_file(error, f"{path}: cannot write: {error.strerror}") from error
+            raise of_file(error, f"{path}: cannot write: {error.strerror or error}") from error
 
     def has(self, step: int, name: str) -> bool:
         """Whether the file has a value of metric `name` at `step`."""

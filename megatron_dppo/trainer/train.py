@@ -248,7 +248,9 @@ def _make_run_folder(config: Config) -> None:
         probe.touch()
         probe.unlink(missing_ok=True)  # another job may be trying the same folder
     except OSError as error:
-        raise of_file(error, f"run.dir={folder} cannot be written: {error.strerror}; choose another folder") from error
+        raise of_file(
+            error, f"run.dir={folder} cannot be written: {error.strerror or error}; choose another folder"
+        ) from error
 
 
 def _report(config: Config, wall_seconds: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -50,6 +51,28 @@ def load_refusal(rank: int, layout: dict[str, Any], source: Path) -> str:
         build_from(source, layout)
     except UserError as error:
         return str(error)
+    return ""
+
+
+def fail_config_json() -> None:
+    """From now on, in this process, a device fails where one is read."""
+    read_bytes = Path.read_bytes
+
+    def unreadable(self: Path) -> bytes:
+        if self.name == "config.json":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read_bytes(self)
+
+    Path.read_bytes = unreadable  # type: ignore[method-assign]
+
+
+def save_with_unreadable_config(rank: int, source: Path, target: Path) -> str:
+    models, model, groups = build_from(source, {"expert": 2})
+    fail_config_json()
+    try:
+        save_hf_checkpoint(target, models, model, groups)
+    except (UserError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
     return ""
 
 

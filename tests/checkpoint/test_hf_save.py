@@ -18,6 +18,7 @@ from tests.checkpoint.save_ranks import (
     load_refusal,
     save_and_die,
     save_with_little_room,
+    save_with_unreadable_config,
 )
 from tests.distributed import run_ranks
 from tests.tiny import tiny_qwen3_moe
@@ -112,6 +113,13 @@ def test_a_file_that_cannot_grow_fails_every_rank_and_leaves_nothing(source: Pat
     assert errors[0] == errors[1]
     assert "cannot write" in errors[0]
     assert "nothing was left there" in errors[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_that_fails_is_no_fault_of_the_user(source: Path, tmp_path: Path) -> None:
+    reason = f"{source}/config.json cannot be read: Input/output error"
+    said = f"SystemFault: cannot write {tmp_path}/out: {reason}; nothing was left there"
+    assert run_ranks(save_with_unreadable_config, 2, source, tmp_path / "out") == [said] * 2
     assert list(tmp_path.iterdir()) == []
 
 

@@ -22,6 +22,7 @@ from megatron_dppo.checkpoint.safe_dcp import read_index
 from megatron_dppo.checkpoint.state_folder import finished_states, latest_state, read_description
 from megatron_dppo.checkpoint.training_state import TrainingStates
 from megatron_dppo.errors import UserError
+from tests.checkpoint.save_ranks import fail_config_json
 from tests.checkpoint.training_ranks import (
     generators_after,
     load_only,
@@ -89,7 +90,7 @@ def test_a_kill_before_publishing_leaves_the_previous_state(model: Path, tmp_pat
 def test_a_disk_that_fills_up_fails_every_rank_and_keeps_what_was_there(model: Path, tmp_path: Path) -> None:
     errors = run_ranks(save_into, 2, model, tmp_path / "states", 200_000)
     assert errors[0] == errors[1]
-    assert re.match(r"UserError: cannot write a checkpoint .* GB free there\): File too large; earlier ", errors[0])
+    assert re.match(r"UserError: cannot write a checkpoint under [^ ]+/states: File too large; earlier ", errors[0])
     assert list((tmp_path / "states").iterdir()) == []
 
 
@@ -97,8 +98,28 @@ def test_a_device_that_fails_while_a_state_is_saved_is_no_fault_of_the_user(mode
     """The launcher starts again after it."""
     errors = run_ranks(save_into, 2, model, tmp_path / "states", None, True)
     assert errors[0] == errors[1]
-    assert re.match(r"OSError: cannot write a checkpoint .* GB free there\): Input/output error; earlier ", errors[0])
-    assert list((tmp_path / "states").iterdir()) == []
+    states = tmp_path / "states"
+    said = f"cannot write a checkpoint under {states}: Input/output error; earlier ones are untouched"
+    assert errors[0] == f"SystemFault: {said}"
+    assert list(states.iterdir()) == []
+
+
+def test_a_device_that_fails_while_a_state_is_finished_is_none_either(model: Path, tmp_path: Path) -> None:
+    """And is told in the same words when it fails again: then it did not pass, and the run is not started again."""
+    states, config = tmp_path / "states", model / "config.json"
+    reason = f"{config} cannot be read: Input/output error"
+    said = f"SystemFault: cannot finish the checkpoint {states}/step_00000001: {reason}"
+    assert run_ranks(save_with_unreadable_config, 2, model, states) == [[said] * 2] * 2
+
+
+def save_with_unreadable_config(rank: int, model: Path, states: Path) -> list[str]:
+    kept, said = TrainingStates(states, trainee_from(model, EP2)), []
+    fail_config_json()
+    for _ in range(2):
+        with pytest.raises((UserError, OSError)) as error:
+            kept.save(1, {})
+        said.append(f"{error.type.__name__}: {error.value}")
+    return said
 
 
 def test_an_output_that_cannot_be_created_fails_every_rank(model: Path, tmp_path: Path) -> None:
@@ -209,24 +230,32 @@ def test_a_damaged_state_is_named_and_the_one_before_it_taken(
 
 @pytest.mark.parametrize(
     ("trouble", "ranks"),
-    [("stale", [0, 1]), *((trouble, [rank]) for trouble in ("stale", "unseen", "other bytes") for rank in (0, 1))],
+    [
+        *(("stale", [0, 1]), ("refused", [0, 1])),
+        *((trouble, [rank]) for trouble in ("stale", "unseen", "other bytes") for rank in (0, 1)),
+    ],
 )
 def test_what_cannot_be_read_or_one_rank_alone_finds_is_an_error_that_names_it_and_no_step_is_lost(
     trouble: str, ranks: list[int], model: Path, root: tuple[Path, dict[str, str]], tmp_path: Path
 ) -> None:
-    """Not a UserError: the launcher starts again after it."""
+    """A UserError only where a right is missing: after the others the launcher starts again."""
     states = copied(root, tmp_path)
     first, second = run_ranks(load_with_trouble, 2, model, states, trouble, ranks)
     assert first == second
     reason = {
         "stale": r"__\d_\d.distcp cannot be read: Stale file handle",
+        "refused": r"__\d_\d.distcp cannot be read: Permission denied",
         "unseen": "hf/config.json is missing",
         "other bytes": r"__\d_\d.distcp is damaged, .*",
     }
     where = rf" \(on rank {ranks[0]}, not on rank {1 - ranks[0]}\)" if len(ranks) == 1 else ""
-    assert re.match(f"OSError: {states}/step_00000004/{reason[trouble]}{where}; if that does not pass: ", first), first
+    kind = "" if trouble == "refused" else "SystemFault: "  # `load_only` tells a UserError by its words
+    assert re.match(f"{kind}{states}/step_00000004/{reason[trouble]}{where}; if that does not pass: ", first), first
     assert [p.name for p in finished_states(states)] == ["step_00000003", "step_00000004"]
     assert latest_state(states).name == "step_00000004"
+
+
+NUMBERS = {"stale": errno.ESTALE, "refused": errno.EACCES}
 
 
 def load_with_trouble(rank: int, model: Path, states: Path, trouble: str, ranks: list[int]) -> str:
@@ -238,8 +267,8 @@ def load_with_trouble(rank: int, model: Path, states: Path, trouble: str, ranks:
         return rank in ranks and "step_00000004" in str(file) and str(file).endswith(ending)
 
     def troubled(file: Path) -> str:
-        if is_meant(file) and trouble == "stale":
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        if is_meant(file) and trouble in NUMBERS:
+            raise OSError(NUMBERS[trouble], os.strerror(NUMBERS[trouble]))
         return "0" * 32 if is_meant(file) and trouble == "other bytes" else digest(file)
 
     checksums._digest = troubled
@@ -248,11 +277,11 @@ def load_with_trouble(rank: int, model: Path, states: Path, trouble: str, ranks:
     try:
         return str(load_only(rank, model, states, EP2, {}))
     except OSError as error:
-        return f"OSError: {error}"
+        return f"{type(error).__name__}: {error}"
 
 
 @pytest.mark.parametrize(
-    ("number", "kind"), [(errno.ESTALE, "OSError"), (errno.EIO, "OSError"), (errno.EACCES, "UserError")]
+    ("number", "kind"), [(errno.ESTALE, "SystemFault"), (errno.EIO, "SystemFault"), (errno.EACCES, "UserError")]
 )
 def test_tensors_that_cannot_be_read_are_the_users_fault_or_the_systems(
     number: int, kind: str, model: Path, root: tuple[Path, dict[str, str]]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import pickle
+
 import pytest
 
-from megatron_dppo.errors import did_you_mean, first_line, typed_line
+from megatron_dppo.errors import SystemFault, UserError, did_you_mean, first_line, of_file, typed_line
 
 
 @pytest.mark.parametrize(
@@ -20,6 +23,26 @@ from megatron_dppo.errors import did_you_mean, first_line, typed_line
 def test_the_first_line_of_an_error_is_never_missing(error: Exception, first: str, typed: str) -> None:
     assert first_line(error) == first
     assert typed_line(error) == typed
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (OSError(errno.EIO, "Input/output error"), SystemFault),
+        (OSError(errno.ESTALE, "Stale file handle"), SystemFault),
+        (TimeoutError("timed out"), SystemFault),
+        (ConnectionResetError(), SystemFault),
+        (PermissionError(errno.EACCES, "Permission denied"), UserError),
+        (OSError(errno.ENOSPC, "No space left on device"), UserError),
+        (OSError("no such model"), UserError),  # as transformers says it
+        (ValueError("cut off"), UserError),
+    ],
+)
+def test_whose_fault_an_error_is_stays_as_it_is_told_on(error: Exception, kind: type[Exception]) -> None:
+    """Of what is wrapped again, and comes from another rank, too."""
+    told = pickle.loads(pickle.dumps(of_file(error, "f cannot be read")))
+    again = of_file(told, f"cannot finish g: {getattr(told, 'strerror', None) or told}")
+    assert (type(told), type(again), str(again)) == (kind, kind, "cannot finish g: f cannot be read")
 
 
 def test_a_word_that_is_close_is_named_and_no_other() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ from safetensors.torch import load_file
 from examples.tiny_moe_dppo.model import byte_tokenizer, random_tiny_qwen3_moe, write_checkpoint
 from megatron_dppo.checkpoint import state_folder
 from megatron_dppo.cli import main
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import SystemFault, UserError
 from megatron_dppo.launch import lease as module
 from megatron_dppo.launch.lease import lease
 from megatron_dppo.trainer.history import read_rows
@@ -103,6 +104,18 @@ def holder(place: Path) -> subprocess.Popen[str]:
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     return process
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ESTALE, SystemFault), (errno.EROFS, UserError)])
+def test_a_folder_that_cannot_be_written_is_the_users_fault_or_the_systems(
+    number: int, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", fails)
+    with pytest.raises(kind, match=f"it cannot be written: {os.strerror(number)}; choose"), lease(tmp_path, of="it"):
+        pass
 
 
 def test_the_second_is_refused_in_one_line_and_changes_nothing(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import of_file
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import GenerationRequest, SamplingConfig
 from megatron_dppo.rollout.model_facts import ModelFacts
@@ -28,9 +28,10 @@ def keep_compiled(folder: Path | None) -> None:
         try:
             (folder / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(
-                f"rollout.compile_cache={folder} cannot be written where an engine starts: {error.strerror}; choose "
-                "another folder"
+            raise of_file(
+                error,
+                f"rollout.compile_cache={folder} cannot be written where an engine starts: {error.strerror}; "
+                "choose another folder",
             ) from error
         os.environ[variable] = str(folder / name)
 

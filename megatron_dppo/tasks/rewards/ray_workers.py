@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megatron_dppo.errors import UserError, raise_cause
+from megatron_dppo.errors import of_file, raise_cause
 from megatron_dppo.tasks.rewards.pool import LocalVerifierPool, TimedVerifier
 from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
 from megatron_dppo.tasks.workers.workers import START_TIMEOUT_S
@@ -36,9 +36,10 @@ class VerifierActor:
         try:
             os.chdir(self._folder)  # the workers look for a user's functions there first
         except OSError as error:
-            raise UserError(
+            raise of_file(
+                error,
                 f"task.reward_placement=ray: {self._folder}, where the run was started, is not there on "
-                f"{socket.gethostname()} ({error.strerror}); start it in a shared folder, or set it to local"
+                f"{socket.gethostname()} ({error.strerror or error}); start it in a shared folder, or set it to local",
             ) from None
         if self._pool is None:  # here, because of an actor's constructor only the traceback comes back
             self._pool = LocalVerifierPool(self._verifiers, workers=self._workers, memory_mib=self._memory_mib)
