@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -21,9 +22,6 @@ _FREE: tuple[Part, ...] = ("gradients", "optimizer", "weights")
 """What is free first leaves first."""
 _LOCKING = 4
 """Threads that page-lock memory beside the first rollout."""
-_REGISTERED = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-"""torch then touches pages before CUDA locks them. CUDA's own memory is made, and zeroed, under a lock for which every
-other call waits: those of the first hand-over, beside `prepare`."""
 _BLOCK, _ROUNDED = 1 << 30, 512
 """Bytes of device memory that storages share, at least, and what torch's allocator rounds each of them up to."""
 _PIECE, _ALIGNMENT = 1 << 28, 256
@@ -176,9 +174,6 @@ class Offloader:
     def _named(self, parts: Iterable[Part]) -> list[_Storage]:
         """The storages of parts that are not away yet, which they are from here on, in the order in which they leave:
         gradients are not copied, so their memory is free at once."""
-        if self._stream is not None:  # what is not named goes back to its default
-            given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-            torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [given, _REGISTERED])))
         self._slabs += [slab.result() for slab in self._locking]
         self._locking = []
         leaving = {part: list(self._storages(part)) for part in PARTS if part in set(parts) - self.away}
@@ -286,6 +281,17 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
                 yield from (v for v in inner.state.get(parameter, {}).values() if torch.is_tensor(v))
 
 
+@cache
+def _touch_before_locking() -> None:
+    """Have torch touch pages before CUDA locks them, unless the environment says otherwise. CUDA's own memory is made,
+    and zeroed, under a lock for which every other call waits: those of the first hand-over, beside `prepare`."""
+    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    # All of it: what is not named goes back to its default. Of a name that comes twice the last one counts.
+    settings = f"pinned_use_cuda_host_register:True,pinned_num_register_threads:8,{given.rstrip(', ')}"
+    torch._C._accelerator_setAllocatorSettings(settings.rstrip(","))
+
+
 def _page_locked(device: torch.device) -> torch.Tensor:
+    _touch_before_locking()
     torch.cuda.set_device(device)
     return torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)

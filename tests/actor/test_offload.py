@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -202,3 +203,36 @@ def test_a_step_after_offloading_is_the_same_to_the_bit(tmp_path, layout: str, d
         assert weights.keys() == moved_weights.keys()
         for name, tensor in weights.items():
             np.testing.assert_array_equal(moved_weights[name], tensor, err_msg=name)
+
+
+def allocator_settings(rank: int, given: str) -> list[str]:
+    """What torch's allocator is told, and takes, before memory is page-locked for the first and the second time."""
+    from megatron_dppo.actor import offload
+
+    os.environ["PYTORCH_ALLOC_CONF"] = given
+    module: Any = torch._C
+    told, tell = [], module._accelerator_setAllocatorSettings
+
+    def tells(settings: str) -> None:
+        tell(settings)
+        told.append(settings)
+
+    module._accelerator_setAllocatorSettings = tells
+    for _ in range(2):
+        with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|NVIDIA"):
+            offload._page_locked(torch.device("cuda", 100))
+    return told
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("", ""),
+        ("max_split_size_mb:128, ", ",max_split_size_mb:128"),
+        ("pinned_use_cuda_host_register:False", ",pinned_use_cuda_host_register:False"),
+    ],
+)
+def test_the_users_allocator_settings_hold(given: str, kept: str) -> None:
+    """Of a name that comes twice torch takes the last."""
+    (told,) = run_ranks(allocator_settings, 1, given)
+    assert told == [f"pinned_use_cuda_host_register:True,pinned_num_register_threads:8{kept}"]
