@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -18,7 +17,7 @@ from megatron_dppo.checkpoint.convert_arguments import add_convert_arguments, ru
 from megatron_dppo.doctor.command import add_doctor_arguments, run_doctor
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import exit_status
-from megatron_dppo.launch.imports import uncollected
+from megatron_dppo.launch.imports import ignore_warnings_of_libraries, uncollected
 from megatron_dppo.planner.command import add_plan_arguments, run_plan
 
 _OVERRIDE = re.compile(
@@ -192,9 +191,7 @@ def _add_show_arguments(show: argparse.ArgumentParser) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    # Megatron-Core warns at import and once per layer of what it would rather have (Apex, a fused norm, an
-    # environment variable): on every rank, in the middle of the progress display.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|megatron_dppo\.compat|torch)\b")
+    ignore_warnings_of_libraries()
     with uncollected():
         from megatron_dppo.config.load import load_config
         from megatron_dppo.trainer.train import train

@@ -124,7 +124,7 @@ class HarnessService:
             if shutil.which(program, path=os.environ.get("PATH", os.defpath)) is None:
                 raise UserError(f"task.agent.command: there is no program {program}; install it, or give its path")
         elif self.environment is not None:
-            environment_maker(self.environment)()
+            environment_maker(self.environment, self.folder)()
         elif self.agent.function is not None:
             function = self._function()
             if not asyncio.iscoroutinefunction(function):
@@ -198,7 +198,7 @@ class HarnessService:
     async def _environment(self, client: Any, row: Mapping[str, Any]) -> dict[str, Any]:
         """An environment with GEM's `reset` and `step`, played by chat: its observations are the user's messages."""
         assert self.environment is not None
-        played = start_episode(self.environment, row["metadata"]["seed"])
+        played = start_episode(self.environment, row["metadata"]["seed"], self.folder)
         messages, rewards, won = list(row["messages"]), [], False
         for _ in range(self.environment.max_turns):
             answer = (await client.chat.completions.create(model=MODEL, messages=messages)).choices[0].message

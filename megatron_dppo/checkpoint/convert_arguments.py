@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import warnings
 from pathlib import Path
 from typing import Literal
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.imports import ignore_warnings_of_libraries
 
 DESCRIPTION = (
     "Convert a Hugging Face folder to a training state of Megatron-Core, a training state (or the latest one under a "
@@ -56,8 +56,7 @@ def run_convert(arguments: argparse.Namespace, *, only: Literal["to-megatron", "
     if not 0 < arguments.shard_gb < math.inf:
         raise UserError(f"--shard-gb {arguments.shard_gb:g}: must be a number above 0")
 
-    # Megatron-Core warns at import of what it would rather have; none of it matters to a conversion.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|torch)\b")
+    ignore_warnings_of_libraries()
     from megatron_dppo.checkpoint.convert import convert_command
     from megatron_dppo.models.parallel import ParallelConfig
 

@@ -53,8 +53,8 @@ class TrackingConfig(ConfigModel):
     project: str = "megatron-dppo"
     """Project there; the run has the name `run.name`."""
     samples_every: int = Field(default=10, ge=0)
-    """Write sample answers with their rewards, and the tokens that the trust region blocks most, every so many steps;
-    0 never does."""
+    """Write sample answers with their rewards, and the tokens that the trust region blocks most, of the first step and
+    every so many steps; 0 never does."""
     samples: int = Field(default=4, ge=0)
     """Answers written each time, to `samples.jsonl`."""
     masked_tokens: int = Field(default=50, ge=0)

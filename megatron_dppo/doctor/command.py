@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.imports import ignore_warnings_of_libraries
 from megatron_dppo.launch.nodes import listed_gpus
 from megatron_dppo.launch.secrets import redact
 from megatron_dppo.planner.gpus import GPUS, find_gpu
@@ -69,7 +69,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     0: no error; 1: at least one."""
     if arguments.ranks is not None and arguments.ranks < 1:
         raise UserError(f"--ranks {arguments.ranks}: must be 1 or more")
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|torch)\b")  # as for `train`
+    ignore_warnings_of_libraries()
     failed = False
     for finding in _all(arguments):
         print(redact(str(finding)), flush=True)

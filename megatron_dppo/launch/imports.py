@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,13 @@ def uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def ignore_warnings_of_libraries() -> None:
+    """Megatron-Core and torch warn on every rank, at import and once per layer, of what they would rather have (Apex, a
+    fused norm, an environment variable), and of their own calls that are to be replaced."""
+    for category in (UserWarning, FutureWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"(megatron|megatron_dppo\.compat|torch)\b")
 
 
 def look_first_in(folder: str) -> None:

@@ -257,7 +257,7 @@ class Trainer:
 
     def _looks_at(self, step: int) -> bool:
         every = self._config.tracking.samples_every
-        return every > 0 and step % every == 0
+        return every > 0 and (step % every == 0 or step == 1)
 
     def _show(self, step: int, report: UpdateReport, controller: Controller) -> None:
         """Answers and blocked tokens of this step, for people."""

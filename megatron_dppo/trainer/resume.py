@@ -38,7 +38,7 @@ RESULT = (
     "rollout.partial_rollouts", "rollout.oversample", "rollout.dynamic_sampling",
     "task.kind", "task.dataset", "task.parameters.*", "task.environment", "task.environment.name",
     "task.environment.factory", "task.environment.parameters.*", "task.environment.max_turns",
-    "task.environment.bounds",
+    "task.environment.bounds", "task.environment.hidden_state",
     "task.environment.environment", "task.agent", "task.agent.function", "task.agent.command", "task.agent.max_turns",
     "task.agent.environment", "task.agent.bounds", "task.agent.credit", "task.agent.discount",
     "task.agent.edited", "task.agent.other_sampling", "task.agent.tool_format", "task.seed",

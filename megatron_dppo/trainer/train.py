@@ -158,6 +158,8 @@ def train(
                 progress.note(str(finding))
             for line in suite.report:
                 progress.note(line)
+            if resumed_at is not None:
+                progress.note(f"going on after step {first_step}, saved in {checkpoint_root(config)}")
             if first_step >= (steps := config.trainer.steps):
                 progress.note(f"step {first_step}: trainer.steps={steps} is reached, nothing is left to train")
         trainer = Trainer(

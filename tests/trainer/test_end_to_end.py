@@ -145,12 +145,12 @@ def _pattern(name: str) -> str:
 def test_samples_blocked_tokens_and_wandb(whole):
     folder, _ = whole
     samples = rows(folder, "samples.jsonl")
-    assert [row["step"] for row in samples] == [2, 2, 2, 4, 4, 4]
+    assert [row["step"] for row in samples] == [1, 1, 1, 2, 2, 2, 4, 4, 4]
     assert all(row["prompt"].endswith("<|assistant|>") and row["tokens"] > 0 for row in samples)
     assert all(set(row["parts"]) == {"math-verify", "digits", "overlong", "length"} for row in samples)
     assert all(row["untrained"] == [] and set(row["blocked"]) <= set(range(row["tokens"])) for row in samples)
     masked = rows(folder, "masked_tokens.jsonl")
-    assert [row["step"] for row in masked] == [2, 4]
+    assert [row["step"] for row in masked] == [1, 2, 4]
     for row in masked:
         (trained,) = [other for other in rows(folder) if other["step"] == row["step"] and "policy/tokens" in other]
         blocked = sum(count for sign in ("positive", "negative") for _, count in row[sign])
@@ -185,7 +185,9 @@ def test_a_run_in_two_halves_is_the_same_run(whole, model, tmp_path):
     halves = tmp_path / "halves"
     shutil.copytree(whole[0], halves)
     (halves / "checkpoints/latest").write_text(f"step_{HALF:08d}\n")
-    run(halves, model, "trainer.resume=true", f"trainer.steps={STEPS + 1}", "trainer.export_hugging_face=false")
+    longer = (f"trainer.steps={STEPS + 1}", "trainer.export_hugging_face=false")
+    printed = run(halves, model, "trainer.resume=true", *longer)
+    assert f"going on after step {HALF}, saved in " in printed
     expected = {row["step"]: row for row in rows(whole[0]) if "optimizer/loss" in row}
     resumed = {row["step"]: row for row in rows(halves) if "optimizer/loss" in row}
     assert list(resumed) == [*expected, STEPS + 1]

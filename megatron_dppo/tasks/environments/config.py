@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron_dppo.config_base import Bounds, ConfigModel, VariableName
 from megatron_dppo.tasks.workers.sandbox import Sandbox
@@ -18,11 +18,15 @@ class EnvironmentConfig(ConfigModel):
     """
 
     name: str = Field(min_length=1)
-    """An id of GEM's registry, for example `game:Sudoku-v0-easy`; with `factory` a name for messages."""
-    factory: str | None = Field(default=None, pattern=r"^[\w.]+:[A-Za-z_]\w*$")
-    """`package.module:callable` that makes an environment which is not GEM's."""
+    """An id of GEM's registry, for example `game:Sudoku-v0-easy`; with `factory` a name for messages, and that when
+    absent."""
+    factory: str | None = Field(default=None, pattern=r"^[^:]+:[A-Za-z_]\w*$")
+    """`package.module:callable` or `file.py:callable` that makes an environment which is not GEM's."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of its constructor."""
+    hidden_state: bool = False
+    """The seed decides more than the first observation shows, as a number to guess: every seed is a question. Otherwise
+    seeds that begin alike are one question, so that none is both trained on and held out."""
     step_timeout_s: float = Field(default=60.0, gt=0)
     """After this a step is over, and its episode: the first includes the making of the environment and its `reset`. An
     episode whose step hangs, raises, or gives anything but text, a finite number inside `bounds` and two truth values
@@ -38,3 +42,10 @@ class EnvironmentConfig(ConfigModel):
     """Names of environment variables that it sees besides those that programs need to run."""
     max_turns: int = Field(default=64, ge=1)
     """Turns after which an episode is cut off, whatever the environment says."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("name") is None and given.get("factory"):
+            return given | {"name": given["factory"]}
+        return given

@@ -61,7 +61,7 @@ class EnvironmentTask(PromptSet):
     def __init__(self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int) -> None:
         assert config.environment is not None  # the configuration's own check
         self._name = config.environment.name
-        self._seed = config.seed
+        self._seed, self._hidden_state = config.seed, config.environment.hidden_state
         self._make = environment_maker(config.environment)
         self.episodes = Episodes(config.environment, config.reward_workers, config.reward_memory_mib)
         self.max_turns = config.environment.max_turns
@@ -88,7 +88,7 @@ class EnvironmentTask(PromptSet):
         for number in range(draws):
             seed = int(np.random.SeedSequence((self._seed, number)).generate_state(1)[0])
             observation = episode.reset(seed)
-            if observation in seen:
+            if observation in seen and not self._hidden_state:
                 continue
             seen.add(observation)
             ids, text = encode_prompt(config, tokenizer, user_message(config, observation, {"seed": seed}))
@@ -111,5 +111,6 @@ class EnvironmentTask(PromptSet):
                 return prompts
         raise UserError(
             f"{self._name} gave only {len(prompts)} distinct initial states in {draws} draws, but task.train_size + "
-            f"task.held_out_size = {wanted}; lower them"
+            f"task.held_out_size = {wanted}; lower them, or set task.environment.hidden_state=true if seeds that begin "
+            "alike go on differently"
         )

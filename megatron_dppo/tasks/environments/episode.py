@@ -76,29 +76,30 @@ class Episode:
         return observation_text(observation, info or {})
 
 
-def start_episode(config: EnvironmentConfig, seed: int) -> Episode:
-    """A new environment in the initial state of `seed`, with which its process's random generators begin too."""
+def start_episode(config: EnvironmentConfig, seed: int, folder: str) -> Episode:
+    """A new environment in the initial state of `seed`, with which its process's random generators begin too; `folder`
+    as `environment_maker` has it."""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
-    episode = Episode(environment_maker(config)(), config.name)
+    episode = Episode(environment_maker(config, folder)(), config.name)
     episode.reset(seed)
     return episode
 
 
 @dataclass(frozen=True)
 class _EnvironmentService:
-    """Episodes as processes of the workers; `folder` is where modules are looked for first."""
+    """Episodes as processes of the workers; `folder` is where files and modules are looked for first."""
 
     config: EnvironmentConfig
     folder: str
 
     def prepare(self) -> None:
         look_first_in(self.folder)
-        environment_maker(self.config)()
+        environment_maker(self.config, self.folder)()
 
     def open(self, opening: Any) -> Handler:
         """`opening`: the seed of the episode."""
-        episode = start_episode(self.config, opening)
+        episode = start_episode(self.config, opening, self.folder)
         return lambda action: vars(episode.step(action))
 
 

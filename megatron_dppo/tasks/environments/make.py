@@ -37,12 +37,13 @@ def observation_text(observation: str, info: dict[str, Any]) -> str:
     return f"{prefix}{observation}{suffix}"
 
 
-def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
-    """A function that makes the environment of `config`. Raises UserError for a name that leads nowhere."""
+def environment_maker(config: EnvironmentConfig, folder: str | None = None) -> Callable[[], Environment]:
+    """A function that makes the environment of `config`, whose files and modules are looked for in `folder` (the
+    working folder when absent). Raises UserError for a name that leads nowhere."""
     make: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
     if config.factory is not None:
-        make = load_callable(config.factory, named="task.environment.factory: ")
+        make = load_callable(config.factory, named="task.environment.factory: ", folder=folder)
     else:
         gem = _import_gem(config.name)
         known = gem.envs.registration.ENV_REGISTRY

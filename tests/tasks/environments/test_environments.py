@@ -219,6 +219,32 @@ def test_environments_that_cannot_be_used(tokenizer, environment, message):
         task_of(tokenizer, environment=environment)
 
 
+class Hiding:
+    """Every seed begins alike, and hides another number."""
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        self.hidden = seed
+        return "guess", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return str(self.hidden), 0.0, True, False, {}
+
+
+def test_a_hidden_state_makes_a_question_of_every_seed(tokenizer):
+    """From a file as well, which is found from a worker's folder too, without a name beside it."""
+    hiding = {"name": None, "factory": "tests/tasks/environments/test_environments.py:Hiding"}
+    with pytest.raises(
+        UserError, match=r"Hiding gave only 1 distinct initial states .* task.environment.hidden_state=true"
+    ):
+        task_of(tokenizer, environment=hiding)
+    task = task_of(tokenizer, environment={**hiding, "hidden_state": True})
+    prompts = [*task.prompts(0, 4), *task.held_out(2)]
+    assert {p.question for p in prompts} == {"guess"}
+    turns, _ = task.episodes.step([task.begin(p) for p in prompts], ["7"] * 6)
+    assert len({turn.observation for turn in turns}) == 6
+    task.close()
+
+
 def test_a_reward_that_is_no_number_and_a_prompt_that_is_too_long(tokenizer):
     task = task_of(tokenizer, environment={"factory": f"{HERE}:Odd"})
     (turn,), _ = task.episodes.step([task.begin(task.prompts(0, 1)[0])], ["go"])
