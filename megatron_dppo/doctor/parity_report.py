@@ -29,6 +29,10 @@ PRINTED = ("mean", "p99", "max")
 """Of them, in a table that has to fit a terminal."""
 
 
+WIDTH = 112
+"""Columns of the tables; with fewer their figures would lose exponents."""
+
+
 def run_parity(config: Config, precisions: list[Precision], *, reference: bool = False) -> Iterator[Finding]:
     """Measure, print two tables, write `run.dir`/parity.json and parity.png; findings where float32 does not agree.
 
@@ -38,7 +42,7 @@ def run_parity(config: Config, precisions: list[Precision], *, reference: bool =
         return
     folder = config.run.dir
     folder.mkdir(parents=True, exist_ok=True)
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=max(Console().width, WIDTH))
     numbers = {name: summarise(one) for name, one in found.items()}
     console.print(_summary(str(config.model.path), numbers))
     console.print(_worst(config, found, batches))

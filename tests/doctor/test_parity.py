@@ -49,6 +49,7 @@ def test_replay_cuts_the_worst_gap_of_a_bf16_engine(model: Path, tmp_path: Path)
     """A bf16 engine and a float32 trainer."""
     out = tmp_path / "parity"
     numbers, printed = compared(model, out, "--precision", "bfloat16/float32", "--reference", prompts=32)
+    assert "…" not in printed, "a figure is cut off"
     passes = numbers["bfloat16/float32"]
     on, off = passes["on"], passes["off"]
     assert on["tokens"] == off["tokens"] > 1000

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,18 @@ def test_what_vllm_lacks_on_a_cpu_is_refused(tmp_path: Path, family: str) -> Non
     tiny_model(family, tmp_path)
     with pytest.raises(UserError, match=r"rollout\.engine=vllm: .* set rollout\.engine=reference"):
         open_engine(tmp_path, CONFIG)
+
+
+def test_a_model_that_vllm_does_not_have_is_named(tmp_path: Path) -> None:
+    """As one that a package brings, in place of pydantic's page with all models that there are."""
+    from megatron_dppo.rollout.model_facts import ModelFacts
+    from megatron_dppo.rollout.vllm.start import start_vllm
+
+    tiny_model("mistral", tmp_path, sliding_window=None)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LabForCausalLM"]}))
+    with pytest.raises(UserError, match=r"vLLM \S+ has no LabForCausalLM; set rollout\.engine=reference"):
+        asyncio.run(start_vllm(ModelFacts.read(tmp_path, router_replay=False), CONFIG))
 
 
 def unchecked(folder: Path, config: RolloutConfig) -> RolloutEngine:

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_dppo.compat.vllm_cpu import on_cpu
 from megatron_dppo.compat.vllm_plugin import BACKEND
 from megatron_dppo.errors import UserError
+from megatron_dppo.json_object import read_json_object
 from megatron_dppo.launch.imports import uncollected
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import EngineDead
@@ -263,7 +264,16 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
         "disable_log_stats": True,
     }
     arguments = AsyncEngineArgs(**(options | quantization_options(config) | engine_options(config)))
-    vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    try:
+        vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    except ValueError as error:
+        named = read_json_object(facts.folder / "config.json").get("architectures") or ()
+        if not set(named).isdisjoint(vllm.ModelRegistry.get_supported_archs()):
+            raise
+        raise UserError(
+            f"{facts.folder}: vLLM {vllm.__version__} has no {', '.join(named) or 'such model'}; set "
+            "rollout.engine=reference, or install a plugin of vLLM that brings it"
+        ) from error
     if facts.routes is not None:
         check_engine(vllm_config, facts.routes)
     engine = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)

@@ -164,7 +164,8 @@ def examples_of(rows: Iterable[Row], config: DataConfig) -> tuple[list[Example],
             if name is None:
                 raise UserError(
                     f"{row.where}: has the fields {', '.join(row.values)}, which no known layout fits "
-                    f"({', '.join(LAYOUTS)}); set fields.question and fields.answer"
+                    f"({', '.join(LAYOUTS)}); set question and answer in task.data.fields, or of an evaluation in "
+                    "data.fields of its entry in evaluation.sets"
                 )
             fields, report.layout = LAYOUTS[name], name
         example = _example(row.where, row.values, fields)

@@ -1,4 +1,4 @@
-"""An environment that misbehaves as it is told."""
+"""Environments in which something is amiss: one misbehaves as it is told, one hides its state."""
 
 from __future__ import annotations
 
@@ -72,3 +72,14 @@ class Stalling:
         if self.stalls and self.steps == 2:
             time.sleep(3600)
         return "go on", 1.0, self.steps == 2, False, {}
+
+
+class Hiding:
+    """Every seed begins alike, and hides another number."""
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        self.hidden = seed
+        return "guess", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return str(self.hidden), 0.0, True, False, {}

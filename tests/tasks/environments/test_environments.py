@@ -219,20 +219,9 @@ def test_environments_that_cannot_be_used(tokenizer, environment, message):
         task_of(tokenizer, environment=environment)
 
 
-class Hiding:
-    """Every seed begins alike, and hides another number."""
-
-    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        self.hidden = seed
-        return "guess", {}
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        return str(self.hidden), 0.0, True, False, {}
-
-
 def test_a_hidden_state_makes_a_question_of_every_seed(tokenizer):
     """From a file as well, which is found from a worker's folder too, without a name beside it."""
-    hiding = {"name": None, "factory": "tests/tasks/environments/test_environments.py:Hiding"}
+    hiding = {"name": None, "factory": "tests/tasks/environments/counting.py:Hiding"}
     with pytest.raises(
         UserError, match=r"Hiding gave only 1 distinct initial states .* task.environment.hidden_state=true"
     ):
