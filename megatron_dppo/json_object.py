@@ -11,7 +11,8 @@ from megatron_dppo.errors import UserError, of_file
 
 def read_json_object(file: Path) -> dict[str, Any]:
     """The object in `file`. `UserError` names the file and the reason where it cannot be read, is no JSON (not UTF-8,
-    nested beyond what Python can follow) or holds something else than an object. `OSError` as in `errors.of_file`."""
+    nested beyond what Python can follow) or holds something else than an object; `SystemFault` as of
+    `errors.of_file`."""
     try:
         return json_object(file.read_bytes(), file)
     except OSError as error:

@@ -108,7 +108,7 @@ class TrainingStates:
 
         Master weights and moments of a data-parallel group are gathered bucket by bucket into host memory. A failing
         rank (a full disk) fails every rank with the same error, and the states before it stay as they were: a
-        `UserError`, an `OSError` as in `errors.of_file`, or a RuntimeError for what is no fault of files.
+        `UserError`, a `SystemFault` as of `errors.of_file`, or a RuntimeError for what is no fault of files.
         """
         self.trainee.require_present()
         check_side_files(self.trainee.model.path)
@@ -135,8 +135,8 @@ class TrainingStates:
 
         Refused with a `UserError`: an empty or incomplete folder, a file whose checksum is not that of the save (unless
         the caller has `checked` that by `require_whole`), another model, another parameter dtype, tensors that one side
-        lacks. Nothing in the folder is executed. `OSError` as in `state_folder.newest_whole`, and `errors.of_file` for
-        what is read after it.
+        lacks. Nothing in the folder is executed. `SystemFault` as in `state_folder.newest_whole`, and `errors.of_file`
+        for what is read after it.
         """
         self.trainee.require_present()
         # A shared file system may show nodes different states of its folders.

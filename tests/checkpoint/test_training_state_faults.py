@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from megatron_dppo.checkpoint import checksums
 from megatron_dppo.checkpoint.checksums import write_checksums
 from megatron_dppo.checkpoint.safe_dcp import read_index
-from megatron_dppo.checkpoint.state_folder import finished_states, latest_state, read_description
+from megatron_dppo.checkpoint.state_folder import finished_states, go_back, latest_state, read_description
 from megatron_dppo.checkpoint.training_state import TrainingStates
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import SystemFault, UserError
 from tests.checkpoint.save_ranks import fail_config_json
 from tests.checkpoint.training_ranks import (
     generators_after,
@@ -253,6 +253,33 @@ def test_what_cannot_be_read_or_one_rank_alone_finds_is_an_error_that_names_it_a
     assert re.match(f"{kind}{states}/step_00000004/{reason[trouble]}{where}; if that does not pass: ", first), first
     assert [p.name for p in finished_states(states)] == ["step_00000003", "step_00000004"]
     assert latest_state(states).name == "step_00000004"
+
+
+def test_of_a_state_that_is_named_the_same_holds(model: Path, root: tuple[Path, dict[str, str]]) -> None:
+    said = run_ranks(load_named_with_trouble, 1, model, root[0] / "step_00000004")[0]
+    assert re.search(r"^SystemFault: .*/step_00000004/.metadata cannot be read: Stale file handle; if", said), said
+
+
+def load_named_with_trouble(rank: int, model: Path, state: Path) -> str:
+    def stale(file: Path) -> str:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    checksums._digest = stale
+    with pytest.raises((UserError, OSError)) as error:
+        TrainingStates(state.parent, trainee_from(model, {}, load=False)).load(state)
+    return f"{error.type.__name__}: {error.value}"
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.EIO, SystemFault), (errno.EROFS, UserError)])
+def test_what_is_damaged_and_cannot_be_renamed_is_the_users_fault_or_the_systems(
+    number: int, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(kind, match=f"^f is missing; it cannot be renamed: {os.strerror(number)}$"):
+        go_back(tmp_path / "step_00000003", {tmp_path / "step_00000004": "f is missing"})
 
 
 NUMBERS = {"stale": errno.ESTALE, "refused": errno.EACCES}
