@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import json
 import os
 import shutil
@@ -15,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.config.load import load_config
-from megatron_dppo.launch.example import coin
+from megatron_dppo.errors import SystemFault, UserError
+from megatron_dppo.launch.example import MadeOnce, coin
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/run_tiny_moe_dppo.sh"
@@ -184,6 +186,18 @@ def test_a_word_that_says_nothing_is_refused_before_a_model_is_made(project: Pat
     assert result.returncode == 2
     assert f"megatron-dppo: error: {word}: not an option of " in result.stderr.splitlines()[-1]
     assert not (project / "model").exists()
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.EIO, SystemFault), (errno.EROFS, UserError)])
+def test_a_model_that_cannot_be_written_is_the_users_fault_or_the_systems(
+    number: int, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "mkdir", fails)
+    with pytest.raises(kind, match=f"^cannot write {tmp_path}/m: {os.strerror(number)}; choose another folder$"):
+        MadeOnce(tmp_path / "m", ["-c", ""]).ensure()
 
 
 def test_a_model_maker_that_fails_leaves_nothing_behind(project: Path) -> None:
