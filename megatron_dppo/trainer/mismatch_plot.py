@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from megatron_dppo.errors import UserError, of_file
+from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.mismatch import Mismatch
-from megatron_dppo.trainer.plots import plain
+from megatron_dppo.trainer.plots import plain, write_png
 
 _BINS = 24
 
@@ -53,11 +53,7 @@ def plot_mismatch(runs: Mapping[str, Mismatch], path: Path, *, title: str = "") 
         if len(logps) > 1:
             left.legend(fontsize=9)
     figure.suptitle(plain(title) or "Trainer against engine, same weights", fontsize=14)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png")
-    except OSError as error:
-        raise of_file(error, f"{path}: cannot write the plot: {error.strerror or error}") from error
+    write_png(figure, path)
 
 
 def _cloud(axis: Axes, mu: np.ndarray, values: np.ndarray, colour: str, label: str) -> None:

@@ -137,6 +137,11 @@ def plot_runs(
     if len(runs) > 1:
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(runs), 5))
     figure.suptitle(plain(title), fontsize=15)
+    write_png(figure, path)
+
+
+def write_png(figure: Figure, path: Path) -> None:
+    """Errors: `UserError`, or `SystemFault`, where the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png")
@@ -206,11 +211,7 @@ def plot_objectives(names: Sequence[str], mus: Sequence[float], path: Path, *, t
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     figure.suptitle(plain(title) or "Objective and mask", fontsize=14)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png")
-    except OSError as error:
-        raise of_file(error, f"{path}: cannot write the plot: {error.strerror or error}") from error
+    write_png(figure, path)
 
 
 def widest_ratio(preset: Preset) -> float:
