@@ -96,8 +96,8 @@ class SharedRotary(torch.nn.Module):
         self._last: tuple[PackedSeqParams | None, tuple[Tensor, Tensor]] | None = None
 
     def forward(self, rows: int, pack: PackedSeqParams | None, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`[rows, 1, 1, rotary_dim]` each, float32; the second half repeats the first. Nothing waits for
-        a GPU but the first call."""
+        """`[rows, 1, 1, rotary_dim]` each, float32; the second half repeats the first. Nothing but the
+        first call waits for a GPU."""
         if self._last is None or self._last[0] is not pack or len(self._last[1][0]) != rows:
             positions = self._positions(rows, pack, device)
             self.frequencies = self.frequencies.to(device)  # once: a copy from the host waits for a GPU
@@ -106,7 +106,8 @@ class SharedRotary(torch.nn.Module):
         return self._last[1]
 
     def _positions(self, rows: int, pack: PackedSeqParams | None, device: torch.device) -> Tensor:
-        """Of rows in their sequences, of which every context-parallel rank has two parts (`zigzag_rows`)."""
+        """Of rows in their sequences, of which every context-parallel rank has two parts (`zigzag_rows`). Megatron-Core
+        gives its layers no `position_ids`, which are these."""
         row, ranks, rank = torch.arange(rows, device=device), self.group.size(), self.group.rank()
         if pack is None:
             if ranks > 1:
