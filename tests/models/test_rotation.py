@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.fusions import fused_mla_yarn_rope_apply as kernels
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.interpreter import InterpretedFunction
 
 from megatron_dppo.batch.context_parallel import zigzag_rows
-from megatron_dppo.models.layers.latent_attention import SharedRotary, rotate, rotate_in_one_launch
+from megatron_dppo.models.layers import latent_attention
+from megatron_dppo.models.layers.latent_attention import SharedRotary, apply_rotary, rotate, rotate_in_one_launch
 from megatron_dppo.models.packed_logits import pack_params
 
 CPU = torch.device("cpu")
@@ -75,3 +77,19 @@ def test_the_kernel_rotates_alike(heads: int, block: int, monkeypatch: pytest.Mo
     assert given.grad is not None
     assert right.grad is not None
     assert (given.grad - right.grad).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("rows", "rotary", "kernel"), [(87381, 64, True), (87382, 64, False), (8, 64, True), (8, 96, False)]
+)
+def test_the_kernel_gets_what_it_can_count(
+    rows: int, rotary: int, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """87,382 tokens of DeepSeek-V3's heads are more numbers than 32 bits count. A GPU's tensors, without memory."""
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(latent_attention, "rotate_in_one_launch", lambda states, *_: seen.append(states) or states)
+    with FakeTensorMode():
+        states = torch.empty(rows, 1, 128, 192, dtype=torch.bfloat16, device="cuda")
+        tables = torch.empty(2, rows, 1, 1, rotary, device="cuda")
+        assert apply_rotary(states, *tables).shape == states.shape
+    assert bool(seen) == kernel

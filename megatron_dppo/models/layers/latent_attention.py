@@ -66,9 +66,6 @@ class LatentAttention(MLASelfAttention):
         both = self.linear_kv_up_proj(self.kv_layernorm(latent))[0].unflatten(-1, (heads, -1))
         key, value = both.split([sizes.qk_head_dim, sizes.v_head_dim], dim=-1)
         tables = self.rotary_pos_emb(len(query), packed_seq_params, query.device)
-        pairs = sizes.qk_pos_emb_head_dim
-        # Triton's ranges are powers of two
-        apply_rotary = rotate_in_one_launch if query.is_cuda and pairs % 4 == 0 and pairs.bit_count() == 1 else rotate
         query = apply_rotary(query.unflatten(-1, (heads, -1)), *tables)
         rotary_key = apply_rotary(rotary_key.unsqueeze(-2), *tables).expand(-1, -1, heads, -1)
         key = torch.cat([key, rotary_key], dim=-1)
@@ -120,6 +117,14 @@ class SharedRotary(torch.nn.Module):
         if ranks == 1:
             return place
         return place + torch.where(place < part, rank, 2 * ranks - rank - 2) * part
+
+
+def apply_rotary(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate`, by `rotate_in_one_launch` where that can: `states` may be overwritten."""
+    size = cos.shape[-1]
+    # Triton's ranges are powers of two; the kernel counts the numbers of `states` in 32 bits.
+    fused = states.is_cuda and size % 4 == 0 and size.bit_count() == 1 and states.numel() < 1 << 31
+    return (rotate_in_one_launch if fused else rotate)(states, cos, sin)
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
