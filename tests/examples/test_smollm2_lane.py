@@ -72,7 +72,8 @@ def lane_of_runs(tmp_path: Path, engine: str, gap: float, *, fails: str = "") ->
     """
     tokenizer = byte_tokenizer()
     write_checkpoint(tmp_path / "model", random_tiny_qwen3_moe(tokenizer, seed=1), tokenizer)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     settings = [fails, *TINY, f"rollout.engine={engine}", "rollout.max_engine_failures=0"]
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), str(tmp_path / "model"), *settings]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)

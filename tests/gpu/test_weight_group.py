@@ -26,7 +26,8 @@ def test_a_worker_gives_back_what_it_had_and_keeps_two_buckets() -> None:
     worker = Incoming(device)
     where = Meeting("127.0.0.1").next(1, 60.0)
     worker.agree(TransferTerms(layouts=layouts, group=where, first_rank=0, source_rank={0: 0}))
-    assert torch.cuda.memory_reserved(device) <= before - 2 * GIB
+    # A byte went over the communicator, for which torch takes two mebibytes.
+    assert torch.cuda.memory_reserved(device) <= before - 2 * GIB + (2 << 20)
     places, held = [], []
     for _ in range(2):
         worker.begin()
