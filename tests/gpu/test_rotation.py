@@ -25,6 +25,11 @@ pytestmark = [
 
 LENGTHS = [300, 17, 128, 1000, 1]
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+HEADS = {"num_attention_heads": 12, "num_key_value_heads": 12, "q_lora_rank": 128, "kv_lora_rank": 128} | {
+    "qk_nope_head_dim": 128,  # published sizes of heads, which kernels of attention take
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 
 
 def error(got: Tensor, right: Tensor) -> float:
@@ -129,9 +134,7 @@ def test_latent_attention_rotates_in_one_launch(
     yarn: dict[str, float], tmp_path: Path, groups: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"rope_scaling": YARN | yarn} if yarn else {}
-    tiny_model(
-        "glm4_moe_lite", tmp_path, num_hidden_layers=2, num_attention_heads=12, num_key_value_heads=12, **options
-    )
+    tiny_model("glm4_moe_lite", tmp_path, num_hidden_layers=2, **HEADS, **options)
     layer, gpt = attention(tmp_path, groups)
     assert (layer.rotary_pos_emb.factor != 1) == (yarn.get("mscale_all_dim") == 0.2)
     fused = passes(layer, gpt)
