@@ -23,9 +23,8 @@ def test_a_worker_gives_back_what_it_had_and_keeps_two_buckets() -> None:
     torch.empty(2 * GIB, dtype=torch.uint8, device=device)  # and freed: it stays in torch's cache
     before = torch.cuda.memory_reserved(device)
     layouts = [BucketLayout(slots=(), size=size, segments=(Segment(0, 0, size),)) for _ in range(3)]
-    worker = Incoming(device)
-    where = Meeting("127.0.0.1").next(1, 60.0)
-    worker.agree(TransferTerms(layouts=layouts, group=where, first_rank=0, source_rank={0: 0}))
+    worker, meeting = Incoming(device), Meeting("127.0.0.1")
+    worker.agree(TransferTerms(layouts=layouts, group=meeting.next(1, 60.0), first_rank=0, source_rank={0: 0}))
     # A byte went over the communicator, for which torch takes two mebibytes.
     assert torch.cuda.memory_reserved(device) <= before - 2 * GIB + (2 << 20)
     places, held = [], []
@@ -41,7 +40,8 @@ def test_a_worker_gives_back_what_it_had_and_keeps_two_buckets() -> None:
 
 
 def test_broadcasts_go_before_what_else_a_gpu_has_to_do() -> None:
-    group = WeightGroup(Meeting("127.0.0.1").next(1, 60.0), 0, torch.device("cuda", 0))
+    meeting = Meeting("127.0.0.1")  # its store is there as long as it is
+    group = WeightGroup(meeting.next(1, 60.0), 0, torch.device("cuda", 0))
     assert group._groups[None].options.is_high_priority_stream
     group.abort()
 
