@@ -6,6 +6,7 @@ import datetime
 import gc
 import multiprocessing
 import os
+import pickle
 import queue
 import time
 import traceback
@@ -54,7 +55,7 @@ def _rank_main(
         patience = datetime.timedelta(seconds=timeout)
         store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=patience)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=patience)
-        results.put((rank, True, fn(rank, *args)))
+        results.put((rank, True, pickle.dumps(fn(rank, *args))))  # not by memory of a process that may be gone
         dist.barrier()  # nobody tears its sockets down while another rank still computes
         dist.destroy_process_group()
     except BaseException:
@@ -65,9 +66,8 @@ def _rank_main(
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = PATIENCE_S) -> list[Any]:
     """Call `fn(rank, *args)` in `world_size` processes that share a gloo process group; the results in rank order.
 
-    `fn` is a module-level function and its arguments and results can be pickled (tensors come back as numpy arrays or
-    plain values where possible: a tensor shares memory with a process that is gone). The first rank that raises fails
-    the call with its traceback, and the other ranks are ended; so does `timeout` seconds without all results.
+    `fn` is a module-level function and its arguments and results can be pickled. The first rank that raises fails the
+    call with its traceback, and the other ranks are ended; so does `timeout` seconds without all results.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -100,7 +100,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
                 continue
             if not ok:
                 raise AssertionError(f"rank {rank} of {world_size} failed:\n{value}")
-            values[rank] = value
+            values[rank] = pickle.loads(value)
         for process in ranks:
             process.join(timeout=30)
         return [values[rank] for rank in range(world_size)]
