@@ -27,7 +27,7 @@ STEP = st.tuples(
 
 
 @given(st.lists(STEP, min_size=2, max_size=10))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_longest_history(steps: list[tuple[int, int, str, str, str, int]]) -> None:
     history, recorder = History("s"), Recorder(lambda rng, request: [*rng.integers(2, 9, 3)], [])
     known: list[tuple[bool, list[Message], list[int]]] = []

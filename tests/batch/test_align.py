@@ -48,7 +48,7 @@ def test_hand_made_example() -> None:
 lengths = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shape=lengths, top_k=st.sampled_from([0, 1, 5, 28]), seed=st.integers(0, 1000))
 def test_every_sampled_token_is_described_by_the_row_before_it(
     shape: list[tuple[int, int]], top_k: int, seed: int
@@ -90,7 +90,7 @@ def test_every_sampled_token_is_described_by_the_row_before_it(
     np.testing.assert_array_equal(got.routes.experts, batch.routes.experts)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(shape=lengths, seed=st.integers(0, 1000))
 def test_aligning_and_selecting_commute(shape: list[tuple[int, int]], seed: int) -> None:
     batch = random_batch(seed, [p for p, _ in shape], [r for _, r in shape], 3)
@@ -101,7 +101,7 @@ def test_aligning_and_selecting_commute(shape: list[tuple[int, int]], seed: int)
     assert one.routed_per_sequence.tolist() == (batch.lengths[order] - 1).tolist()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(shape=lengths, seed=st.integers(0, 1000), cut=st.integers(0, 5))
 def test_parts_of_an_aligned_batch_join_again(shape: list[tuple[int, int]], seed: int, cut: int) -> None:
     whole = align(random_batch(seed, [p for p, _ in shape], [r for _, r in shape], 3))

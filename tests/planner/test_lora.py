@@ -72,7 +72,7 @@ def test_numbers_of_the_30b_model_written_out() -> None:
     rank=st.integers(1, 40),
     targets=st.lists(st.sampled_from(TARGETS), min_size=1, unique=True),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_numbers_are_those_of_the_stored_adapter(
     layers: int, dense: set[int], experts: int, topk: int, rank: int, targets: list[Target]
 ) -> None:

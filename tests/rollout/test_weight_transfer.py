@@ -27,7 +27,7 @@ from tests.distributed import run_ranks
 shapes = st.lists(st.sampled_from([(), (1,), (3, 5), (0, 4), (17,), (8, 8, 2)]), min_size=1, max_size=12)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(shapes=shapes, bucket=st.sampled_from([1, 64, 100, 1000, 10**6]), seed=st.integers(0, 99))
 def test_what_is_packed_comes_out_again(shapes: list[tuple[int, ...]], bucket: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

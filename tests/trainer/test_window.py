@@ -81,7 +81,7 @@ def test_what_a_group_fails_with_ends_the_step() -> None:
     window.close()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     staleness=st.integers(2, 6),
     steps=st.integers(1, 7),

@@ -61,7 +61,7 @@ def test_gradcheck(outputs: str) -> None:
     assert torch.autograd.gradcheck(run, (problem.hidden, problem.weight))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tokens=st.integers(0, 9),
     vocab_size=st.integers(1, 40),
@@ -95,7 +95,7 @@ def test_default_chunks_split_neither_small_problem() -> None:
     assert_equals_dense(random_problem(4100, 4, 1500, 1500, 1), 1500)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shift=st.sampled_from([-1e4, 0.0, 1e4]), spread=st.sampled_from([1e-3, 1.0, 200.0]), seed=st.integers(0, 99))
 def test_far_and_spread_logits_stay_finite_and_below_zero(shift: float, spread: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
