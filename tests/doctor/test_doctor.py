@@ -20,6 +20,7 @@ from examples.tiny_moe_dppo.model import byte_tokenizer, random_tiny_qwen3_moe, 
 from megatron_dppo.cli import main
 from megatron_dppo.doctor.machine import check_bandwidth
 from tests.distributed import run_ranks
+from tests.processes import free_port
 
 type Tree = dict[str, dict]
 
@@ -237,7 +238,7 @@ def doctor(*arguments: str, before: Callable[[], None] | None = None, **environm
         command,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         preexec_fn=before,
         env=os.environ | environment,
         check=False,
@@ -251,12 +252,6 @@ def doctor(*arguments: str, before: Callable[[], None] | None = None, **environm
 
 def test_a_healthy_machine_is_answered_by_silence() -> None:
     assert doctor() == (0, "")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_few_open_files_are_found() -> None:
@@ -338,7 +333,7 @@ def in_a_mount(mount: str, *arguments: str) -> str:
         ["unshare", "--mount", "sh", "-c", f"{mount} && {command}"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     return done.stdout + done.stderr
@@ -362,7 +357,7 @@ def test_locked_memory_is_limited_for_all_but_root(tmp_path: Path) -> None:
         said = {}
         for user in ("root", "dppo"):
             command = [sys.executable, "-c", body, str(tmp_path), user]
-            said[user] = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout
+            said[user] = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
         assert said["root"] == "[]\n"
         assert "LimitMEMLOCK=infinity in containerd's unit" in said["dppo"]
     finally:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_dppo.doctor.machine import check_listening
 from megatron_dppo.launch import network
+from tests.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK, LAUNCHER = "run_tiny_moe_dppo.sh (rank)", "run_tiny_moe_dppo.sh (launcher)"
@@ -145,16 +146,14 @@ def test_ranks_that_no_torchrun_started_meet() -> None:
         "sockets = [c for c in psutil.Process().net_connections('tcp') if c.status == 'LISTEN']\n"
         "print(int(one), [c.laddr.ip for c in sockets if c.laddr.port == port]); dist.destroy_process_group()"
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     plain = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
     ranks = [
         subprocess.Popen([sys.executable, "-c", body], env=plain | where | {"RANK": str(rank)}, stdout=subprocess.PIPE)
         for rank in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=200)[0].decode() for rank in ranks]
+        said = [rank.communicate(timeout=300)[0].decode() for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -171,5 +170,5 @@ def test_an_engines_store_listens_on_its_address_alone() -> None:
         "dist.init_process_group('gloo', init_method=f'tcp://127.0.0.1:{port}', rank=0, world_size=1)\n"
         "print({c.laddr.ip for c in psutil.Process().net_connections('tcp') if c.laddr.port == port and not c.raddr})"
     )
-    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout == "{'127.0.0.1'}\n", done.stderr[-2000:]

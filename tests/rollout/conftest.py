@@ -25,6 +25,7 @@ from megatron_dppo.rollout.fleet.host import RemoteEngine
 from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.rollout.serving.engine import ServedEngine
 from megatron_dppo.rollout.start import open_engine
+from tests.processes import command_of
 from tests.tiny import VOCAB_SIZE, tiny_qwen3_moe
 
 CONFIG = RolloutConfig(
@@ -121,8 +122,8 @@ def ray_session() -> Iterator[RaySession]:
     with RaySession.start(namespace="tests", object_store_mib=CONFIG.object_store_mib) as session:
         yield session
     ours = ("python", "torch_shm_manager")
-    left = [c for c in psutil.Process().children(recursive=True) if c.pid not in before and c.name() not in ours]
-    assert not [c for c in left if c.status() != psutil.STATUS_ZOMBIE], f"processes left behind: {left}"
+    left = {c.pid: command_of(c) for c in psutil.Process().children(recursive=True) if c.pid not in before}
+    assert not {pid: command for pid, command in left.items() if command and command.split()[0] not in ours}
 
 
 @pytest.fixture(scope="package", params=KINDS)

@@ -19,6 +19,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.fleet.store import RolloutSource
 from megatron_dppo.rollout.ray_session import RayAddress, RaySession
 from tests.distributed import PATIENCE_S
+from tests.processes import command_of
 from tests.rollout.conftest import CONFIG, SAMPLING, Served, requests
 from tests.tiny import tiny_qwen3_moe
 
@@ -66,7 +67,7 @@ def test_another_rank_pulls_its_rows_with_what_was_broadcast(served: Served, tmp
     (tmp_path / "sent").write_bytes(pickle.dumps((where, handle)))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     command = [sys.executable, "-c", OTHER_RANK, str(tmp_path / "sent"), str(tmp_path / "got")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     tokens, experts, mu_logp = pickle.loads((tmp_path / "got").read_bytes())
     expected = RolloutSource(handle).rows(np.array([9, 1]))
@@ -121,7 +122,7 @@ def test_nothing_is_left_of_a_controller_that_ends(tmp_path: Path, how: str, whe
 def _engine_processes(controller: int) -> list[psutil.Process]:
     """The actor's worker and everything under it."""
     for process in psutil.Process(controller).children(recursive=True):
-        if "EngineHost" in " ".join([process.name(), *process.cmdline()]):
+        if "EngineHost" in command_of(process):
             return [process, *process.children(recursive=True)]
     return []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import socket
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from megatron_dppo.vocab_parallel import TokenStats, VocabShard, token_stats, token_stats_from_logits
+from tests.processes import free_port
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -234,7 +234,4 @@ def _nccl_rank(rank: int, world: int, port: int) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs for NCCL")
 def test_tensor_parallel_by_nccl() -> None:
     world = min(4, torch.cuda.device_count())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_nccl_rank, (world, port), nprocs=world)
+    mp.spawn(_nccl_rank, (world, free_port()), nprocs=world)

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from megatron_dppo.tasks.workers import sandbox
+from tests.processes import command_of
 from tests.tasks.workers.evaluating import SECRET
 
 ROOT = Path(__file__).parents[3]
@@ -90,13 +91,13 @@ def test_what_started_the_workers_may_be_killed(tmp_path: Path) -> None:
         deadline = time.monotonic() + 120
         while True:  # two that supervise, and two that evaluate
             started = psutil.Process(trainer.pid).children(recursive=True)
-            commands = [process.cmdline() for process in started]
-            if sum("supervisor" in " ".join(c) and "bwrap" not in c[0] for c in commands if c) == 4:
+            commands = [command_of(process) for process in started]
+            if sum("supervisor" in c and "bwrap" not in c for c in commands) == 4:
                 break
             assert time.monotonic() < deadline
             time.sleep(0.05)
         trainer.kill()
-    _, alive = psutil.wait_procs(started, timeout=60)
+    _, alive = psutil.wait_procs(started, timeout=300)
     assert not alive
     deadline = time.monotonic() + 60
     while list(tmp_path.iterdir()):
