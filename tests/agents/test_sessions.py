@@ -81,8 +81,8 @@ def test_a_client_that_gave_up_gets_its_answer_when_it_tries_again(
 ) -> None:
     session = open_session(serve())
     sample.go.clear()
-    threading.Timer(1.5, sample.go.set).start()
-    assert ask(client_of(session, max_retries=5, timeout=0.5)).choices[0].message.content.startswith("answer")
+    threading.Timer(2.5, sample.go.set).start()
+    assert ask(client_of(session, max_retries=5, timeout=1.0)).choices[0].message.content.startswith("answer")
     assert len(session.finish().turns) == 1
 
 
@@ -96,7 +96,7 @@ def test_answers_under_way_at_the_same_time(serve: Callable[..., SessionServer],
     with ThreadPoolExecutor() as threads:
         asked = [threads.submit(ask, client, [*talk, {"role": "user", "content": str(n)}]) for n in range(4)]
         for _ in range(5):
-            assert sample.asked.acquire(timeout=30)
+            assert sample.asked.acquire(timeout=300)
         sample.go.set()
         assert len({one.result().id for one in asked}) == 4
     record = session.finish()
@@ -272,7 +272,7 @@ def test_turns_stand_in_the_order_in_which_they_were_asked_for(serve: Callable[.
 
     def sample(request: Any, sampling: Any, training: bool) -> Any:
         begun.release()
-        assert not request.request_id.endswith("/0") or slow.wait(60)
+        assert not request.request_id.endswith("/0") or slow.wait(300)
         return recorder(request, sampling, training)
 
     server = SessionServer(sample, tokenizer_of(NAME), stop_token_ids=stop_ids(NAME))
@@ -280,7 +280,7 @@ def test_turns_stand_in_the_order_in_which_they_were_asked_for(serve: Callable[.
         session = open_session(server)
         with ThreadPoolExecutor() as threads:
             first = threads.submit(ask, client_of(session))
-            assert begun.acquire(timeout=30)
+            assert begun.acquire(timeout=300)
             ask(client_of(session), [*HI, *HI])
             slow.set()
             assert first.result().id.endswith("/0")
@@ -335,7 +335,7 @@ def test_the_end_of_a_session(serve: Callable[..., SessionServer], sample: Held)
     with ThreadPoolExecutor() as threads:
         late = threads.submit(ask, client, [*HI, *HI])
         for _ in range(2):
-            assert sample.asked.acquire(timeout=30)
+            assert sample.asked.acquire(timeout=300)
         record = session.finish()
         sample.go.set()
         with pytest.raises(openai.APIStatusError, match="the session is over"):

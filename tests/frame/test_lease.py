@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -73,7 +74,7 @@ def test_two_at_random_delays_never_lose_a_row_or_a_state(tmp_path: Path) -> Non
             time.sleep(rng.uniform(0.02, 0.1))
             os.kill(both[0].pid, signal.SIGKILL)
         for process in both:
-            process.join(60)
+            process.join(PATIENCE_S)
         statuses = [process.exitcode for process in both]
         outcomes.add(tuple(sorted(statuses)))
         assert set(statuses) <= {0, 2, -signal.SIGKILL}
@@ -130,7 +131,7 @@ def test_the_second_is_refused_in_one_line_and_changes_nothing(tmp_path: Path) -
         )
         assert sorted(path.name for path in (tmp_path / "l").iterdir()) == names
     finally:
-        first.communicate(timeout=60)
+        first.communicate(timeout=PATIENCE_S)
     assert first.returncode == 0
     assert not (tmp_path / "l").exists()
     with lease(tmp_path / "l", of="it"):
@@ -173,8 +174,8 @@ def test_a_holder_that_stood_still_for_too_long_ends_before_it_writes_on(tmp_pat
     first.send_signal(signal.SIGSTOP)
     (tmp_path / "l/1").unlink()  # what whoever takes it over does
     first.send_signal(signal.SIGCONT)
-    first.wait(60)
-    _, said = first.communicate(timeout=60)
+    first.wait(PATIENCE_S)
+    _, said = first.communicate(timeout=PATIENCE_S)
     assert first.returncode == 2
     assert said == "megatron-dppo: error: it was taken over by another process; this one stood still\n"
 
@@ -203,7 +204,7 @@ def test_of_many_that_find_the_same_dead_holder_one_follows(tmp_path: Path) -> N
     for process in followers:
         process.start()
     for process in followers:
-        process.join(60)
+        process.join(PATIENCE_S)
     assert (inside.value, refused.value) == (1, 7)
 
 
@@ -238,6 +239,9 @@ def standing_still(arguments: list[str], place: Path) -> Iterator[subprocess.Pop
             assert time.monotonic() < end
             time.sleep(0.001)
         os.kill(process.pid, signal.SIGSTOP)
+        while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:  # what it is writing it writes to the end
+            assert time.monotonic() < end
+            time.sleep(0.001)
         yield process
         os.kill(process.pid, signal.SIGCONT)
         printed = process.communicate(timeout=PATIENCE_S)

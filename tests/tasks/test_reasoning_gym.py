@@ -167,7 +167,7 @@ def test_what_a_verifier_makes_of_an_answer_is_ended_in_time(tokenizer):
     """countdown's verifier gives an answer to sympy's parser, which evaluates any Python: what calls something never
     gets there, and what does not end is ended."""
     config = TaskConfig(
-        dataset="countdown", train_size=4, held_out_size=2, rewards=[{"kind": "verifier", "timeout_s": 2}]
+        dataset="countdown", train_size=4, held_out_size=2, rewards=[{"kind": "verifier", "timeout_s": 6}]
     )
     task = build_task(config, tokenizer)
     prompt = task.held_out(1)[0]

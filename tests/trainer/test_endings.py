@@ -57,7 +57,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, 
         "blocked": at("blocked", fault=(0, 2, "score"), error=ValueError("the reason"), blocked=True),
         "colocated": at("colocated", colocated=True, fault=(0, 2, "score"), error=UserError(REASON)),
     }
-    ranks = run_ranks(run_all, 2, str(model), list(runs.values()), timeout=300)
+    ranks = run_ranks(run_all, 2, str(model), list(runs.values()), timeout=500)
     return {name: [rank[number] for rank in ranks] for number, name in enumerate(runs)}
 
 

@@ -45,7 +45,7 @@ def grader(*configs, pattern: str = DEFAULT_PATTERN, workers: int = 2, memory_mi
 
 @pytest.fixture(scope="module")
 def picky():
-    made = grader(PythonReward(path=f"{HERE}:picky", timeout_s=1.0, name="picky"))
+    made = grader(PythonReward(path=f"{HERE}:picky", timeout_s=3.0, name="picky"))
     yield made
     made.close()
 
@@ -137,7 +137,7 @@ def test_what_a_function_cannot_score_is_counted_and_stalls_nobody(picky, caplog
         ("raise", "raised KeyError: 'no such thing'"),
         ("nan", "returned nan"),
         ("crash", "its worker process ended with status 3"),
-        ("hang", "killed after 1 s"),
+        ("hang", "killed after 3 s"),
         ("eat", "MemoryError"),
     ],
 )

@@ -62,6 +62,6 @@ def test_four_times_the_text_takes_about_four_times_as_long(
 
 
 def _seconds(read: Callable[[str], object], text: str) -> float:
-    start = time.process_time()
+    start = time.thread_time()
     read(text)
-    return time.process_time() - start
+    return time.thread_time() - start

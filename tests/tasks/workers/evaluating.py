@@ -18,7 +18,8 @@ from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
 from megatron_dppo.tasks.workers import sandbox
 
 SECRET = "not for models"
-LIMIT_S = 1.0
+LIMITS_S = {"hasty": 1.0, "patient": 60.0}
+"""For texts that do not end, and for those that must be read to their end on a busy machine too."""
 
 
 def send(frame: bytes) -> None:
@@ -103,7 +104,8 @@ def main() -> None:
         udp.bind(("127.0.0.1", port))
         texts = hostile(marker, port, os.getpid())
         verifier = CustomVerifier(f"{__spec__.name}:evaluate")
-        pool = LocalVerifierPool({"it": TimedVerifier(verifier, LIMIT_S)}, workers=2, memory_mib=4096)
+        timed = {name: TimedVerifier(verifier, limit) for name, limit in LIMITS_S.items()}
+        pool = LocalVerifierPool(timed, workers=2, memory_mib=4096)
         honest = [f"{n} + 3" for n in range(8)] * (len(texts) * 3 // 8 + 1)
         answers, names = [], []
         for name, text in texts.items():
@@ -111,11 +113,16 @@ def main() -> None:
             names += [name, "", "", ""]
         before = (folder / "private").stat()
 
-        def scored(texts: list[str]) -> list[Verdict]:
-            return pool.verify([("it", Answered(question="", reference="7", response=t, answer=t)) for t in texts])
+        def scored(named: list[tuple[str, str]]) -> list[Verdict]:
+            return pool.verify([
+                ("patient" if not name or name.startswith("forge") else "hasty",
+                 Answered(question="", reference="7", response=text, answer=text))
+                for name, text in named
+            ])  # fmt: skip
 
-        clean = scored([answer for name, answer in zip(names, answers, strict=True) if not name])
-        verdicts = scored(answers)
+        all_of_them = list(zip(names, answers, strict=True))
+        clean = scored([(name, text) for name, text in all_of_them if not name])
+        verdicts = scored(all_of_them)
         pool.close()
         server.setblocking(False)
         udp.setblocking(False)
