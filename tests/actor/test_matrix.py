@@ -78,7 +78,7 @@ def check_layout(world: World, layout: str, cases: list[Case]) -> None:
     looks for work a hundred times a second."""
     ranks, sizes = LAYOUTS[layout]
     for few in (cases[i : i + 6] for i in range(0, len(cases), 6)):
-        results = run_ranks(train_cases, ranks, str(world.path), sizes, world.lesson, few, timeout=60 + 60 * len(few))
+        results = run_ranks(train_cases, ranks, str(world.path), sizes, world.lesson, few, timeout=300 + 60 * len(few))
         for number, case in enumerate(few):
             of_ranks = [result[number] for result in results]
             assert all(other.metrics == of_ranks[0].metrics for other in of_ranks), f"{case}: ranks disagree on metrics"
@@ -114,7 +114,7 @@ def check_families(worlds: Callable[[str], World], ranks: int, todo: list[tuple[
     """On fresh ranks for every family, see `check_layout`."""
     for family, of_family in itertools.groupby(todo, key=lambda one: one[0]):
         world, jobs = worlds(family), [(LAYOUTS[layout][1], cases) for _, layout, cases in of_family]
-        results = run_ranks(train_layouts, ranks, str(world.path), world.lesson, jobs, timeout=60 + 60 * len(jobs))
+        results = run_ranks(train_layouts, ranks, str(world.path), world.lesson, jobs, timeout=300 + 60 * len(jobs))
         for number, (sizes, cases) in enumerate(jobs):
             for index, case in enumerate(cases):
                 of_ranks = [result[number][index] for result in results]

@@ -37,7 +37,7 @@ class Held:
 
     def __call__(self, request: GenerationRequest, sampling: SamplingConfig, training: bool) -> RolloutBatch:
         self.asked.release()
-        assert self.go.wait(60)
+        assert self.go.wait(300)
         if self.fails is not None:
             raise self.fails
         return self.recorder(request, sampling, training)
@@ -58,4 +58,4 @@ def ask(client: openai.OpenAI, messages: Any = HI, **options: Any) -> Any:
 
 def post(session: Session, path: str = "/v1/chat/completions", **options: Any) -> httpx.Response:
     headers = {"authorization": f"Bearer {session.api_key}"} | options.pop("headers", {})
-    return httpx.post(session.base_url.removesuffix("/v1") + path, headers=headers, timeout=60, **options)
+    return httpx.post(session.base_url.removesuffix("/v1") + path, headers=headers, timeout=300, **options)

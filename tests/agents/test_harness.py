@@ -88,7 +88,7 @@ def test_anything_is_a_report_within_bounds_or_refused(said: Any, turns: int) ->
 def test_processes_of_episodes_load_no_torch() -> None:
     """Each would carry its pages, and every worker wait for its import."""
     code = "import sys, megatron_dppo.agents.harness; print([m for m in ('torch', 'ray', 'vllm') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -123,5 +123,5 @@ def test_what_a_function_says_last(function: str, said: dict[str, Any]) -> None:
         service = HarnessService(AgentConfig(function={__name__ + ":" + function!r}), None, os.getcwd())
         told = service.open(None)(dict(row={{}}, base_url="http://127.0.0.1:9/v1", api_key="k", timeout_s=5.0))
         os.write(kept, json.dumps(told).encode())"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert json.loads(done.stdout) == said

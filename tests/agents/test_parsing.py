@@ -125,7 +125,7 @@ def test_any_text_can_be_read(form: str, text: str, thinking: bool) -> None:
         assert isinstance(json.loads(arguments), dict)
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("form", FORMATS)
 def test_no_text_takes_long(form: str) -> None:
     """A pattern that tries all ways to read a text would hang on these."""

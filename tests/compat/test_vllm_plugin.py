@@ -33,7 +33,7 @@ def test_a_core_and_a_worker_that_it_forks_end_with_a_starter_that_is_killed() -
     processes = [psutil.Process(int(starter.stdout.readline())) for _ in range(2)]
     try:
         starter.kill()
-        _, left = psutil.wait_procs(processes, timeout=60)
+        _, left = psutil.wait_procs(processes, timeout=300)
         assert not left
     finally:
         for process in (starter, *psutil.wait_procs(processes, timeout=0)[1]):

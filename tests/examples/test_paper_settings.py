@@ -314,7 +314,7 @@ def test_a_script_says_how_to_get_its_model(launcher, tmp_path):
         start[launcher],
         env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "MODEL_DIR": str(tmp_path),
              "HOME": str(tmp_path), "PET_MASTER_PORT": os.environ["PET_MASTER_PORT"]},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == {"bash": 2, "torchrun": 1}[launcher]
     assert f"hf download Qwen/Qwen3-30B-A3B-Base --local-dir {tmp_path}" in done.stderr
@@ -325,7 +325,7 @@ def test_an_experiment_that_is_not_there(tmp_path):
         ["bash", str(ROOT / "examples/run_gem_dppo.sh")],
         env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "EXPERIMENT": "chess",
              "HOME": str(tmp_path)},
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "megatron-dppo: error: EXPERIMENT=chess is none of sudoku, arc_1d, acre"

@@ -42,5 +42,5 @@ def test_an_option_that_does_not_exist_is_refused(line, capsys):
 def test_a_rank_hands_what_is_wrong_with_its_words_to_its_launcher(tmp_path):
     rank = os.environ | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
     command = [sys.executable, "-m", "megatron_dppo.cli", "train"]
-    assert subprocess.run(command, env=rank, capture_output=True, timeout=120, check=False).returncode == 2
+    assert subprocess.run(command, env=rank, capture_output=True, timeout=300, check=False).returncode == 2
     assert "error: the following arguments are required: config" in (tmp_path / "error.json").read_text()

@@ -75,7 +75,7 @@ def project(tmp_path: Path) -> Path:
 def run(command: list[str], project: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(project), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        command, cwd=project, env=environment | variables, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=project, env=environment | variables, capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -152,7 +152,7 @@ def test_the_line_to_go_on_names_the_folder_that_was_trained_in(start: str, proj
         trained = line.partition("'run.dir=")[2].partition("'")[0]
     time.sleep(1.0 if start == "torchrun" else 0.0)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, errors = process.communicate(timeout=100)
+    _, errors = process.communicate(timeout=300)
     (line,) = [line for line in errors.splitlines() if "To go on from the last checkpoint" in line]
     assert f" RUN_DIR={trained} bash " in line
 
@@ -250,7 +250,7 @@ def test_what_an_image_holds_makes_the_models(tmp_path: Path) -> None:
             env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 0, done.stderr

@@ -245,7 +245,7 @@ sys.exit(exit_status(run))
 
 def test_ctrl_c_is_not_lost_where_an_object_is_being_freed() -> None:
     """Python lets no exception out of a `__del__`."""
-    ended = subprocess.run([sys.executable, "-c", FINALIZED], capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run([sys.executable, "-c", FINALIZED], capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stderr) == (130, "megatron-dppo: stopped by SIGINT\n")
 
 

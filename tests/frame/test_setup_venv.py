@@ -75,7 +75,7 @@ class Machine:
 
     def set_up(self, **variables: str) -> tuple[int, str]:
         process = self.start(**variables)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
         return process.returncode, errors
 
     def calls(self) -> list[str]:
@@ -165,7 +165,7 @@ def test_two_at_once_install_once(machine: Machine) -> None:
     machine.add_interpreter("python3", "3.12")
     together = [machine.start(), machine.start()]
     for process in together:
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     assert [process.returncode for process in together] == [0, 0]
     assert machine.calls() == ["venv", "pip", "uv", "uv"]
 

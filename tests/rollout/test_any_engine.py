@@ -83,7 +83,7 @@ def test_a_fleet_of_another_engine_samples_syncs_and_replaces(ray_session: RaySe
 
         first = fleet.members[0]
         with pytest.raises(EngineDead, match="process is gone"):
-            first.ask(lambda engine: os._exit(1), "control").result(60)
+            first.ask(lambda engine: os._exit(1), "control").result(300)
         again = fleet.generate(asked("again", 40), SAMPLING, training=True)
         assert again.request_ids == tuple(request.request_id for request in asked("again", 40))
         assert (again.weight_versions == 3).all()

@@ -64,9 +64,9 @@ def test_a_configuration_that_an_engine_refuses_is_the_users_error(ray_session: 
     engine = RemoteEngine(_refuse, name="refused")
     try:
         with pytest.raises(UserError, match=r"^config.json names no eos_token_id; set rollout.stop_token_ids$"):
-            engine.started.result(120)
+            engine.started.result(300)
         with pytest.raises(UserError, match="names no eos_token_id"):
-            engine.ask(lambda engine: engine.weight_version, "work").result(60)
+            engine.ask(lambda engine: engine.weight_version, "work").result(300)
     finally:
         engine.close()
 
@@ -75,7 +75,7 @@ def test_what_ended_an_engines_start_stands_in_the_first_line(ray_session: RaySe
     engine = RemoteEngine(_break, name="broken-at-once")
     try:
         with pytest.raises(EngineDead, match=r"^the rollout engine's process is gone: KeyError: 'a field that is not"):
-            engine.started.result(120)
+            engine.started.result(300)
     finally:
         engine.close()
 

@@ -97,7 +97,7 @@ class Fleet:
         with ThreadPoolExecutor(1) as threads:
             found: Future[T] = threads.submit(generate)
             if disturb is not None:
-                while sum(len(replica.running) for replica in self.replicas) < 4:
+                while sum(len(replica.running) for replica in self.replicas) < 4 and not found.done():
                     time.sleep(0.005)
                 try:
                     disturb()

@@ -60,7 +60,7 @@ def test_a_call_that_is_given_up_leaves_nothing(engine: ReferenceEngine) -> None
     while "mine" not in engine.alive().ended:
         pass
     engine.abandon("mine")
-    waiting.join(60)
+    waiting.join(300)
     assert [type(error) for error in raised] == [CancelledError]
     engine.resume()
     assert len(engine.generate(requests(20, "given up"), SAMPLING, training=True)) == 20

@@ -54,7 +54,7 @@ def emptied(filling: Filling, turns: int, folder: Path) -> Iterator[tuple[Connec
     finally:
         if process.is_alive():
             mine.send("end")
-        process.join(60)
+        process.join(300)
 
 
 def test_what_is_filled_is_emptied_once_and_in_order(tmp_path: Path) -> None:
