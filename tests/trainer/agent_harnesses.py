@@ -65,9 +65,9 @@ async def misbehaves(client, row):
         case 3:
             return None
         case 4:
-            return {"reward": 1.0, "metadata": "x" * (100 << 20)}
+            return {"reward": 1.0, "metadata": "x" * (24 << 20)}
         case 5:
-            print("x" * (100 << 20), flush=True)
+            print("x" * (24 << 20), flush=True)
             raise ValueError("after much text")
         case 6:
             return 1e9
@@ -87,7 +87,7 @@ async def misbehaves(client, row):
             other = AsyncOpenAI(base_url=os.environ["OPENAI_BASE_URL"], api_key="session-of-somebody-else")
             await _ask(other, list(row["messages"]))
         case 11:
-            messages = [{"role": "user", "content": "x" * (100 << 20)}]
+            messages = [{"role": "user", "content": "x" * (24 << 20)}]
             await _ask(client, messages)
 
 

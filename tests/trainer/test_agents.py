@@ -151,14 +151,14 @@ def test_an_answer_is_scored_by_the_tasks_own_reward(tokenizer) -> None:
 
 
 FAULTS = {
-    1: "killed after 16 s",
+    1: "killed after 12 s",
     2: "KeyError: 'no such tool'",
     3: "it returned None",
     4: "a reply of .* bytes; at most 1,048,576 are read",
     5: "ValueError: after much text; it printed 'x+",
     6: r"the reward is 1000000000.0, outside of task.agent.bounds",
     7: "its worker process ended with status 3",
-    8: "killed after 16 s",
+    8: "killed after 12 s",
     10: "AuthenticationError: Error code: 401",
     11: "APIStatusError: Error code: 413",
 }
@@ -168,7 +168,7 @@ def test_each_fault_ends_its_own_episode_and_no_other(tokenizer, monkeypatch, tm
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     started = time.monotonic()
     episodes = play(
-        Policy(tokenizer), prompts=1, samples=12, function="misbehaves", timeout_s=16, environment=["PIDS"], max_turns=5
+        Policy(tokenizer), prompts=1, samples=12, function="misbehaves", timeout_s=12, environment=["PIDS"], max_turns=5
     )
     assert time.monotonic() - started < 100
     rewards = episodes.rewards
