@@ -1,8 +1,9 @@
 """A Ray of one machine: on loopback, and without the daemons that it has no use for.
 
 Ray 2.60 has no public option for either (`ray start` has one for the first, hidden): the log monitor, which sends what
-workers print to drivers that asked for it, and the autoscaler's monitor. Each is a Python process that takes a second
-of CPU to start, while the trainer and the engines load.
+workers print to drivers that asked for it, the autoscaler's monitor, and the API server, which without a dashboard only
+counts how Ray is used, and for whose start `ray.init` waits. Each is a Python process that takes a second of CPU to
+start, while the trainer and the engines load.
 """
 
 from __future__ import annotations
@@ -12,24 +13,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private.parameter import RayParams
 
 
 @contextmanager
 def fewer_daemons() -> Iterator[None]:
-    """Let a Ray that is started inside have neither monitor."""
-    initialise = RayParams.__init__
+    """Let a Ray that is started inside have neither monitor nor an API server."""
+    initialise, start_api_server = RayParams.__init__, services.start_api_server
 
     @functools.wraps(initialise)
     def without_monitors(self: RayParams, *args: Any, **kwargs: Any) -> None:
         initialise(self, *args, **kwargs | {"include_log_monitor": False, "no_monitor": True})
 
     RayParams.__init__ = without_monitors
+    services.start_api_server = lambda *args, **options: ("", None)  # its address, and no process
     try:
         yield
     finally:
-        RayParams.__init__ = initialise
+        RayParams.__init__, services.start_api_server = initialise, start_api_server
 
 
 @contextmanager

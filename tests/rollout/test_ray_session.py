@@ -79,6 +79,13 @@ def test_another_rank_pulls_its_rows_with_what_was_broadcast(served: Served, tmp
     engine.release(handle)
 
 
+def test_it_has_none_of_rays_daemons_in_python(ray_session: RaySession) -> None:
+    """Monitors and the API server: a second of CPU each."""
+    commands = [child.cmdline() for child in psutil.Process().children()]
+    assert [True for command in commands if command and command[0].endswith("raylet")]
+    assert [part for command in commands for part in command[1:4] if "/ray/" in part and part.endswith(".py")] == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "when"), [("SIGKILL", "ready"), ("SIGINT", "loading")])
 def test_nothing_is_left_of_a_controller_that_ends(tmp_path: Path, how: str, when: str) -> None:
