@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import RolloutEngine, SamplingConfig
 from megatron_dppo.rollout.fleet.host import RemoteEngine
 from megatron_dppo.rollout.ray_session import RaySession
+from megatron_dppo.rollout.start import open_engine
 from tests.actor.matrix import FAMILIES, KIN
 from tests.actor.reference import moe_blocks
 from tests.distributed import run_ranks
@@ -40,8 +44,64 @@ def what_is_wrongly_quantised(engine: Any) -> list[list[str]]:
     return engine._loop.run(engine.core.engine.collective_rpc("wrongly_quantised"))
 
 
+class Place:
+    """Holds the engine of one family after another: what its process has imported, ten seconds for vLLM, stays."""
+
+    weight_version = 0
+    _engine: RolloutEngine | None = None
+
+    def open(self, model: Path, config: RolloutConfig) -> None:
+        self._engine = open_engine(model, config)
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+@pytest.fixture(scope="module")
+def places(ray_session: RaySession) -> Iterator[dict[str, RemoteEngine]]:
+    """By kind of engine."""
+    made: dict[str, RemoteEngine] = {}
+    yield made
+    for place in made.values():
+        place.close()
+
+
+NUMBERS = count()
+
+
+@contextmanager
+def opened(places: dict[str, RemoteEngine], kinds: list[str], model: Path) -> Iterator[list[RemoteEngine]]:
+    """An engine of each kind, all at once. After an error the next family has processes of its own."""
+    try:
+        for kind in kinds:
+            if kind not in places:
+                places[kind] = RemoteEngine(Place, name=f"families-{kind}-{next(NUMBERS)}")
+        for ready in [
+            places[kind].ask(
+                partial(Place.open, model=model, config=CONFIG.model_copy(update={"engine": kind})), "work"
+            )
+            for kind in kinds
+        ]:
+            ready.result()
+        yield [places[kind] for kind in kinds]
+        for ended in [places[kind].ask(Place.close, "weights") for kind in kinds]:
+            ended.result()
+    except BaseException:
+        for kind in kinds:
+            if kind in places:
+                places.pop(kind).close()
+        raise
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(family, marks=pytest.mark.full) for family in KIN)])
-def test_engines_of_the_family(ray_session: RaySession, tmp_path: Path, family: str) -> None:
+def test_engines_of_the_family(
+    ray_session: RaySession, places: dict[str, RemoteEngine], tmp_path: Path, family: str
+) -> None:
     """log mu, top-K and routes of what was loaded; the same of what two ranks sent to all engines at once; and the
     trainer's with R3."""
     folders = [tmp_path / "loaded", tmp_path / "synced"]
@@ -49,11 +109,7 @@ def test_engines_of_the_family(ray_session: RaySession, tmp_path: Path, family: 
         tiny_model(family, folder, seed, **SIZES.get(family, {}))
     loaded, sent = (load(folder) for folder in folders)
     kinds = [kind for kind in KINDS if kind != "vllm" or family not in NOT_ON_A_CPU]
-    remotes = [
-        RemoteEngine(making(folders[0], CONFIG.model_copy(update={"engine": kind})), name=f"{family}-{kind}")
-        for kind in kinds
-    ]
-    try:
+    with opened(places, kinds, folders[0]) as remotes:
         engines = [Asked(remote) for remote in remotes]
         for kind, remote, engine in zip(kinds, remotes, engines, strict=True):
             if kind == "vllm":  # the routers are found, which `rollout.quantization` must leave alone
@@ -63,9 +119,6 @@ def test_engines_of_the_family(ray_session: RaySession, tmp_path: Path, family: 
         names = [remote.name for remote in remotes]
         assert run_ranks(sync, 2, ray_session.where, names, TP2_EP2, syncs)[0] == {}
         batches = [engine.generate(requests(40, "synced"), SAMPLING, training=True) for engine in engines]
-    finally:
-        for remote in remotes:
-            remote.close()
     (parities,) = run_ranks(parity_on_rank, 1, str(folders[1]), *batches)
     for kind, batch, (replayed, live) in zip(kinds, batches, parities, strict=True):
         check(batch, sent, version=1)
