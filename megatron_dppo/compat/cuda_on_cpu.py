@@ -85,6 +85,8 @@ _CUDA_TYPE_NAMES = {
     torch.bfloat16: "torch.cuda.BFloat16Tensor",
     torch.float16: "torch.cuda.HalfTensor",
 }
+_MEANT_FOR_A_GPU = frozenset({torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.type, torch.Tensor.to})
+_PLACES = frozenset({"device", "pin_memory"})
 
 
 def _calling_module() -> str:
@@ -106,9 +108,13 @@ class CudaLiteralsToCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
+        # Every call of torch on a rank comes here: who made it is looked for only where that could matter.
+        if func not in _MEANT_FOR_A_GPU and kwargs.keys().isdisjoint(_PLACES):
+            return func(*args, **kwargs)
         if not _calling_module().startswith("megatron."):
             return func(*args, **kwargs)
+        kwargs = dict(kwargs)
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
