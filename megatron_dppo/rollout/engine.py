@@ -244,7 +244,7 @@ class RolloutFleet(Protocol):
     nonsense lose their work to the others and are replaced. Calls may come from several threads.
 
     Errors of a call: `UserError` for what was asked wrongly, `GenerationTimeout` for a request that took too long
-    twice, `EnginesFailed` once engines failed more than `rollout.max_engine_failures` times.
+    twice, `EnginesFailed` once engines failed too often.
     """
 
     def generate(
@@ -368,7 +368,7 @@ class GenerationTimeout(TimeoutError):
 
 
 class EnginesFailed(UserError):
-    """Engines failed more often in this run than `rollout.max_engine_failures` allows."""
+    """Engines failed more often in this run than `rollout.max_engine_failures` allows, or alike in its first syncs."""
 
 
 class MalformedOutput(RuntimeError):

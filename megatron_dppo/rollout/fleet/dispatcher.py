@@ -31,13 +31,13 @@ from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import (
     EngineClient,
     EngineClosed,
-    EnginesFailed,
     FleetStatus,
     GenerationTimeout,
     Health,
     MalformedOutput,
 )
 from megatron_dppo.rollout.event_loop import EventLoop
+from megatron_dppo.rollout.fleet.failures import Failures
 from megatron_dppo.rollout.fleet.host import RemoteEngine, future_of
 from megatron_dppo.rollout.fleet.replica import Replica, best_for
 from megatron_dppo.rollout.fleet.store import sampled_columns
@@ -72,7 +72,7 @@ class Dispatcher:
         """Whether an engine ever came up: whatever fails then is no fault of the settings."""
         self._unproven: list[tuple[Replica, BaseException]] = []
         """First engines of their replicas that failed to start before any came up, and why."""
-        self._failures = 0
+        self._failures = Failures(config.max_engine_failures)
         self._counts: Counter[str] = Counter()
         self._replacing: list[threading.Thread] = []
         self._end_reason: BaseException | None = None
@@ -141,17 +141,19 @@ class Dispatcher:
 
     def synced(self, version: int, members: Sequence[EngineClient], failed: Mapping[str, Exception]) -> None:
         names = {member.name for member in members}
+        why = {name: f"did not get weight version {version}: {typed_line(error)}" for name, error in failed.items()}
+        if (end := self._failures.of_sync(names, why)) is not None:
+            return self._end(end)
         for replica in self._replicas:
             if replica.engine.name not in names or not replica.up:
                 continue
             replica.version = version
-            if replica.engine.name in failed:
-                error = failed[replica.engine.name]
-                self._lose(replica, f"did not get weight version {version}: {typed_line(error)}")
+            if replica.engine.name in why:
+                self._lose(replica, why[replica.engine.name])
         self._held = self._syncing = False
 
     def begin_run(self) -> None:
-        self._failures = 0
+        self._failures = Failures(self._config.max_engine_failures)
         self._counts.clear()
 
     def take_counts(self) -> dict[str, float]:
@@ -324,18 +326,12 @@ class Dispatcher:
         if self._end_reason is not None:
             return
         lost, tokens = replica.empty()
-        self._failures += 1
         self._counts["engine_failures"] += 1
         self._counts["lost_tokens"] += tokens
         self._requeue(lost)
         told = f"engine {replica.engine.name} {reason}"
-        if self._failures > self._config.max_engine_failures:
-            return self._end(
-                EnginesFailed(
-                    f"{self._failures} engine failures, rollout.max_engine_failures={self._config.max_engine_failures} "
-                    f"are allowed; the last one: {told}; look into the engines' logs"
-                )
-            )
+        if (end := self._failures.another(told)) is not None:
+            return self._end(end)
         logger.warning("%s; another one takes its place, %d sequences are sampled anew", told, _sequences(lost))
         thread = threading.Thread(target=self._replace, args=(replica,), daemon=True)
         self._replacing.append(thread)

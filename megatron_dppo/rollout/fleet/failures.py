@@ -1,0 +1,46 @@
+"""Which failures of engines end a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+from megatron_dppo.rollout.engine import EnginesFailed
+
+
+class Failures:
+    """Of a run's engines: more than `most` (`rollout.max_engine_failures`) end it, and so do two syncs in a row that
+    bring no engine its first weights for one reason. What engines do to the first weights they get they do to them
+    again; once one engine has taken weights, what fails is that engine."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._count = most, 0
+        self._synced = False
+        """Whether an engine ever got weights."""
+        self._reasons: set[str] = set()
+        """What the last sync failed with."""
+
+    def another(self, told: str) -> EnginesFailed | None:
+        """Count one; the end of the run, if it is. `told`: which engine, and why."""
+        self._count += 1
+        if self._count <= self._most:
+            return None
+        return EnginesFailed(
+            f"{self._count} engine failures, rollout.max_engine_failures={self._most} are allowed; the last one: "
+            f"{told}; look into the engines' logs"
+        )
+
+    def of_sync(self, members: Collection[str], failed: Mapping[str, str]) -> EnginesFailed | None:
+        """The end of the run, if it is, after a sync to `members`. `failed`: those that did not get the weights, and
+        why. They are not counted."""
+        self._synced = self._synced or not failed.keys() >= set(members)
+        # Names of engines, sizes, process ids: what differs in the same error.
+        reasons = {re.sub(r"\d+", "", why): f"engine {name} {why}" for name, why in failed.items()}
+        again = [told for reason, told in reasons.items() if reason in self._reasons]
+        self._reasons = set(reasons)
+        if self._synced or not again:
+            return None
+        return EnginesFailed(
+            f"no engine has got weights yet, and two syncs in a row failed alike; the last one: {again[0]}; other "
+            "engines would fail as well: look into the engines' logs"
+        )
