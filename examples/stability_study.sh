@@ -28,11 +28,11 @@ out=${OUT:-$root/runs/stability_study}
 model=${MODEL_DIR:-$root/runs/tiny_moe_model/seed-0}
 study=$root/examples/stability_study
 config=$study/stability_study.yaml
-if [ ! -d "$model" ]; then "$PYTHON" "$root/examples/tiny_moe_dppo/make_model.py" "$model" --seed 0; fi
 
 trap 'exit 130' INT TERM # Ctrl-C ends the study, not just one of its runs
 failed=
 plan=$("$PYTHON" "$study/study.py" plan "$config" "$out" "${SEEDS:-0 1 2}" "${ALGORITHMS:-}" "$@")
+if [ ! -d "$model" ]; then "$PYTHON" "$root/examples/tiny_moe_dppo/make_model.py" "$model" --seed 0; fi
 while read -r -u 3 seed algorithm options; do
   echo "== $algorithm, seed $seed"
   if [ "$options" = complete ]; then continue; fi

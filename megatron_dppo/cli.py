@@ -126,6 +126,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add_train_arguments(train: argparse.ArgumentParser) -> None:
     train.add_argument("config", type=Path, help="YAML file")
     train.add_argument("overrides", nargs="*", metavar="a.b=c", help="config keys to change")
+    train.add_argument(
+        "--check", action="store_true", help="only check CONFIG and the overrides, in seconds; `doctor` finds more"
+    )
 
 
 def _add_evaluate_arguments(evaluate: argparse.ArgumentParser) -> None:
@@ -194,9 +197,16 @@ def _train(arguments: argparse.Namespace) -> int:
     ignore_warnings_of_libraries()
     with uncollected():
         from megatron_dppo.config.load import load_config
-        from megatron_dppo.trainer.train import train
+    config = load_config(arguments.config, arguments.overrides)
+    if arguments.check:
+        from megatron_dppo.preflight.finding import raise_first
+        from megatron_dppo.preflight.rules import check_sections
 
-    return train(load_config(arguments.config, arguments.overrides))
+        raise_first(check_sections(config))
+        return 0
+    with uncollected():
+        from megatron_dppo.trainer.train import train
+    return train(config)
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:

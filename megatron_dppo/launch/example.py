@@ -93,23 +93,31 @@ def run_example(
     script's name.
 
     Started by torchrun (or another launcher that sets LOCAL_RANK) this process is one rank. Started alone, or by a
-    torchrun that was given no options, it makes the model, then starts `processes` ranks of the same `script`.
+    torchrun that was given no options, it makes the model, then starts `processes` ranks of the same `script`. Before a
+    model is made `main` checks the configuration (`--check`).
     `settings` are the variables that name this run: with them the closing line after an interruption says how to go on.
     A run that lost a rank is started again from its newest state, MAX_RESTARTS times without a new one in between.
     """
     extra = sys.argv[1:]
     given = extra if overrides is None else overrides
 
+    def make() -> int:
+        """The model, where it is absent, for a configuration that is in order. Returns the exit status."""
+        status = 0 if model.folder.exists() else main([*arguments, *given, "--check"])
+        if not status:
+            model.ensure()
+        return status
+
     def rank() -> int:
-        model.ensure()
-        return main([*arguments, *given])
+        return make() or main([*arguments, *given])
 
     def launch() -> int:
         if wrong := next((word for word in given if word.startswith("-") or "=" not in word), None):
             raise UserError(f"{wrong}: not an option of {script} or a.b=c; the lines at its top name its options")
         if not processes.isdecimal() or int(processes) < 1:
             raise UserError(f"NPROC={processes}: must be the number of ranks, 1 or more")
-        model.ensure()
+        if status := make():
+            return status
         os.environ.update(
             {name: str(value) for name, value in settings.items()}
         )  # the ranks' folder is the one we name

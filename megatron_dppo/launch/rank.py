@@ -100,7 +100,7 @@ def _signals_interrupt(received: list[signal.Signals], *, once: bool) -> Iterato
         for known in before:
             signal.signal(known, signal.SIG_IGN if once else signal.SIG_DFL)
         received.append(signal.Signals(number))
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(received[-1])
 
     def again(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

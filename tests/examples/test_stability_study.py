@@ -178,6 +178,16 @@ def test_a_run_that_fails_does_not_keep_the_others_from_running(tmp_path: Path) 
     assert row.startswith("| PG-TIS (CISPO) | 2 | 3 |")
 
 
+def test_a_wrong_override_is_refused_before_the_model_is_made(tmp_path: Path) -> None:
+    environment = os.environ | {"OUT": str(tmp_path / "out"), "MODEL_DIR": str(tmp_path / "model")}
+    environment |= {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    command = ["bash", str(ROOT / "examples/stability_study.sh"), "optimizer.lrr=1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    reason = "megatron-dppo: error: unknown config key optimizer.lrr; did you mean optimizer.lr?"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, reason)
+    assert not list(tmp_path.iterdir())
+
+
 def test_noise_is_relative_repeatable_and_leans_one_way() -> None:
     weights = {"a": 3.0 * torch.randn(200, 50), "b": torch.ones(40, dtype=torch.bfloat16)}
     first = dict(perturbed(weights.items(), 0.1, seed=1))

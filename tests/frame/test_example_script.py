@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/run_tiny_moe_dppo.sh"
 BIN = Path(sys.executable).parent
 
-# Stands in for the training command only: prints what it was called with.
+# Stands in for the training command only: prints what it was called with, but for --check.
 ECHO_COMMAND = """
 import os
 import pathlib
@@ -31,9 +31,12 @@ import time
 from collections.abc import Sequence
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch import exit_status
 
 
 def main(argv: Sequence[str]) -> int:
+    if "--check" in argv:
+        return exit_status(lambda: refuse("wrong.key=1", argv))
     print(f"rank {os.environ.get('RANK')}: {list(argv)}\\n", end="", flush=True)  # one write: two ranks speak
     if "wait=1" in argv:
         time.sleep(100)
@@ -47,8 +50,12 @@ def main(argv: Sequence[str]) -> int:
             time.sleep(0.01)
         (state / "state.json").touch()
         os.kill(os.getpid(), 9)
-    if "wrong.key=1" in argv:
-        raise UserError("unknown config key wrong.key; known keys: ...")
+    return refuse("late=1", argv)
+
+
+def refuse(word: str, argv: Sequence[str]) -> int:
+    if word in argv:
+        raise UserError(f"{word} is refused")
     return 0
 """
 MAKE_MODEL = """
@@ -112,7 +119,7 @@ def test_bash_makes_the_model_once_and_passes_arguments_to_every_rank(project: P
 
 
 def test_torchrun_runs_the_file_to_the_letter_and_its_summary_ends_with_the_reason(project: Path) -> None:
-    command = [str(BIN / "torchrun"), "--nproc-per-node", "2", "examples/run_tiny_moe_dppo.sh", "wrong.key=1"]
+    command = [str(BIN / "torchrun"), "--nproc-per-node", "2", "examples/run_tiny_moe_dppo.sh", "late=1"]
     result = run(command, project, MODEL_DIR=str(project / "model"))
     making, *ranks = sorted(result.stdout.splitlines())
     assert making == "making the model"
@@ -121,16 +128,17 @@ def test_torchrun_runs_the_file_to_the_letter_and_its_summary_ends_with_the_reas
         "rank 1:",
     }  # the first to fail may end the other before it speaks
     assert len({line[7:] for line in ranks}) == 1  # the same run folder, too
-    assert "'wrong.key=1'" in ranks[0]
+    assert "'late=1'" in ranks[0]
     assert result.returncode == 1
-    assert result.stderr.splitlines()[-1] == "megatron-dppo: error: unknown config key wrong.key; known keys: ..."
+    assert result.stderr.splitlines()[-1] == "megatron-dppo: error: late=1 is refused"
 
 
 def test_under_a_torchrun_without_options_the_reason_is_the_last_line_too(project: Path) -> None:
     torchrun = [str(BIN / "torchrun"), "examples/run_tiny_moe_dppo.sh", "wrong.key=1"]
     result = run(torchrun, project, MODEL_DIR=str(project / "model"))
-    reason = "megatron-dppo: error: unknown config key wrong.key; known keys: ..."
-    assert result.returncode == 1
+    reason = "megatron-dppo: error: wrong.key=1 is refused"
+    assert (result.returncode, result.stdout) == (1, "")
+    assert not (project / "model").exists()
     lines = result.stderr.splitlines()
     assert lines[-1] == reason
     assert any(line.strip() == f"traceback : {reason}" for line in lines)
@@ -185,6 +193,18 @@ def test_a_word_that_says_nothing_is_refused_before_a_model_is_made(project: Pat
     result = run(["bash", "examples/run_tiny_moe_dppo.sh", "a.b=c", word], project, MODEL_DIR=str(project / "model"))
     assert result.returncode == 2
     assert f"megatron-dppo: error: {word}: not an option of " in result.stderr.splitlines()[-1]
+    assert not (project / "model").exists()
+
+
+@pytest.mark.parametrize("rank", [{}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}])
+@pytest.mark.parametrize("name", ["tiny_moe", "agent"])
+def test_a_wrong_configuration_is_refused_before_a_model_is_made(
+    project: Path, name: str, rank: dict[str, str]
+) -> None:
+    script = [sys.executable, f"examples/run_{name}_dppo.sh", "wrong.key=1"]
+    result = run(script, project, MODEL_DIR=str(project / "model"), **rank)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "megatron-dppo: error: wrong.key=1 is refused\n"
     assert not (project / "model").exists()
 
 

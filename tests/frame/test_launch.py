@@ -249,6 +249,28 @@ def test_ctrl_c_is_not_lost_where_an_object_is_being_freed() -> None:
     assert (ended.returncode, ended.stderr) == (130, "megatron-dppo: stopped by SIGINT\n")
 
 
+TWO_COMMANDS = """
+import os, signal, sys, time
+from megatron_dppo.launch.rank import exit_status
+
+def run():
+    exit_status(lambda: None)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(300)
+
+sys.exit(exit_status(run))
+"""
+
+
+def test_a_rank_that_is_ended_between_two_commands_has_the_status_of_the_signal(tmp_path: Path) -> None:
+    """Handlers of a rank outlive a command."""
+    environment = os.environ | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    assert (
+        subprocess.run([sys.executable, "-c", TWO_COMMANDS], env=environment, timeout=100, check=False).returncode
+        == 143
+    )
+
+
 class InterruptedWhileFreed:
     def __del__(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)

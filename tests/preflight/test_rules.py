@@ -73,6 +73,22 @@ def test_one_fault_is_refused_by_all_in_the_same_words(
     assert main(planned(config, overrides)) == 2
     out, err = capsys.readouterr()
     assert (out, err.splitlines()) == ("", [line])
+    early = any(finding.text == text for finding in check_sections(load_config(config, overrides)))
+    assert main(["train", str(config), "--check", *overrides]) == (2 if early else 0)
+    assert capsys.readouterr().err == (f"megatron-dppo: error: {text}\n" if early else "")
+
+
+@pytest.mark.parametrize("override", ["foo=1", "optimizer.lrr=1", "optimizer.lr=fast", "optimizer.lr=-1"])
+def test_a_wrong_override_is_refused_without_a_model_and_in_the_same_words(
+    override: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(config), override]) == 2
+    said = capsys.readouterr().err
+    assert override.partition("=")[0] in said
+    assert main(["train", str(config), "model.path=absent", override, "--check"]) == 2
+    assert capsys.readouterr().err == said
+    assert main(["train", str(config), "model.path=absent", "--check"]) == 0
+    assert not Path(yaml.safe_load(config.read_text())["run"]["dir"]).exists()
 
 
 def test_every_rule_is_broken_or_is_a_warning(config: Path, model: Path) -> None:
