@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_dppo.actor.pack_shape import PackShape, Split
 from megatron_dppo.batch import AlignedBatch, Columns
+from megatron_dppo.models.packed_logits import pack_params
 from megatron_dppo.router_replay.layout import LocalRoutes, local_routes, sequence_parallel_rows
 from megatron_dppo.router_replay.replay import to_device
 
@@ -89,18 +90,10 @@ class MicrobatchBuilder:
         shape = PackShape.of(batch.lengths, self.split, rows=pack_rows)
         local = shape.context_rows(self.context_rank, self.split.context)
         position = self._tensor(shape.position[local])
-        offsets = self._tensor(np.append(0, np.cumsum(shape.lengths)).astype(np.int32))
-        longest = int(shape.lengths.max())
         return Microbatch(
             input_ids=self._take(batch.input_ids, shape.source[local], 0).long()[None],
             position_ids=position[None],
-            packed=PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=offsets,
-                cu_seqlens_kv=offsets,
-                max_seqlen_q=longest,
-                max_seqlen_kv=longest,
-            ),
+            packed=pack_params(shape.lengths, self.device),
             rows=self._rows(batch, shape, local, sequence_numbers, position) if self.last_stage else None,
             routes=self._routes(batch, shape, local) if replay else None,
             pack_rows=pack_rows,

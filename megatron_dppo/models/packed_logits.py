@@ -1,32 +1,34 @@
-"""Logits of packed sequences from a model under any layout (verification and tests; training never makes them)."""
+"""Packed sequences as Megatron-Core is told of them, and their logits from a model under any layout (verification and
+tests; training never makes these)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_dppo.router_replay.replay import to_device
+
 Pack = tuple[torch.Tensor, list[int]]
 """Token ids `[T]` of sequences one after another, and their lengths, which sum to `T`."""
 
 
-def pack_params(lengths: Sequence[int], device: torch.device) -> PackedSeqParams:
+def pack_params(lengths: Sequence[int] | np.ndarray, device: torch.device) -> PackedSeqParams:
     """Causal attention within each of the sequences."""
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    cumulative = torch.tensor(starts, dtype=torch.int32, device=device)
+    offsets = to_device(np.append(0, np.cumsum(lengths)).astype(np.int32), device)
+    longest = int(np.max(lengths))
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=cumulative,
-        cu_seqlens_kv=cumulative,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
 
 
