@@ -32,12 +32,15 @@ ENGINES = (
     *("test_routes_parity", "test_routes_pressure", "test_routes_record", "test_stored", "test_sync"),
 )
 GROUP_OF = {f"tests/rollout/{name}.py": "engines" for name in ENGINES} | {
+    "tests/checkpoint/test_training_state_damage.py": "states",
+    "tests/checkpoint/test_training_state_faults.py": "states",
+    "tests/checkpoint/test_training_state_index.py": "states",
     "tests/trainer/test_evaluate_model.py": "engines",
     "tests/vocab_parallel/test_cuda.py": "gpu",
     "tests/compat/test_flash_delta_rule.py": "gpu",
 }
-"""Files that share what is slow to start (the engines of tests/rollout, vLLM in the test process) or what one test at a
-time may use (a GPU). Any other file is a group of its own."""
+"""Files that share what is slow to make (the engines of tests/rollout, vLLM in the test process, training states of
+ranks) or what one test at a time may use (a GPU). Any other file is a group of its own."""
 
 FIRST = (
     "engines",
@@ -58,7 +61,7 @@ FIRST = (
 )
 """Groups of a minute and more, longest first: what is long and begins last makes the other workers wait."""
 
-SHARED = {"served": "engines", "served_mixed": "engines"}
+SHARED = {"served": "engines", "served_mixed": "engines", "saved_states": "states"}
 """Fixtures of which there is to be one, and the group whose files may use it."""
 
 

@@ -9,7 +9,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import load_hf_config
 from megatron_dppo.models.parallel import ParallelConfig
 from tests.actor.matrix import FAMILIES, KIN, REFUSED
-from tests.checkpoint.training_ranks import load_and_step, train_and_save
+from tests.checkpoint.training_ranks import generators_after, load_and_step, train_and_save
 from tests.distributed import run_ranks
 from tests.tiny import tiny_model
 
@@ -52,3 +52,8 @@ def test_loads_under_any_layout_with_the_next_step_exact(
     assert found[0] == expected[0]
     assert found[1] == expected[1]
     assert said == (3, {"position": 12, "weight_version": 3}, layout == "same")
+
+
+def test_generators_go_on_where_they_were(model: Path, tmp_path: Path) -> None:
+    for drawn in run_ranks(generators_after, 2, model, tmp_path / "states"):
+        assert drawn[:4] == drawn[4:]

@@ -23,6 +23,9 @@ from megatron_dppo.checkpoint.training_state import Trainee, TrainingStates
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.parallel import ParallelConfig
 from tests.megatron import build_from
+from tests.system_faults import failing
+
+EP2 = {"expert": 2}
 
 
 def trainee_from(path: Path, layout: dict[str, Any], **options: Any) -> Trainee:
@@ -80,14 +83,13 @@ def load_and_step(rank: int, path: Path, root: Path, layout: dict[str, Any]) -> 
     return [before, weights(trainee)], (resumed.step, resumed.progress, resumed.rng_restored)
 
 
-def save_several(rank: int, path: Path, root: Path) -> dict[str, str]:
-    """States of steps 1 to 4, two kept. The weights at step 4."""
+def save_several(rank: int, path: Path, root: Path) -> None:
+    """States of steps 1 to 4, two kept."""
     trainee = trainee_from(path, {"tensor": 2, "expert": 2, "sequence_parallel": True})
     states = TrainingStates(root, trainee, keep=2)
     for number in range(1, 5):
         adam_step(trainee, number)
         states.save(number, {"position": number})
-    return weights(trainee)
 
 
 def load_only(rank: int, path: Path, root: Path, layout: dict[str, Any], options: dict[str, Any]) -> Any:
@@ -148,8 +150,7 @@ def save_and_list_flushed(rank: int, path: Path, root: Path) -> list[str]:
 class UnwritableFile(io.FileIO):
     """On a disk whose device has failed."""
 
-    def write(self, data: Any) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    write = failing(errno.EIO)
 
 
 def save_into(rank: int, path: Path, root: Path, limit: int | None, device_fails: bool = False) -> str:

@@ -18,6 +18,7 @@ import pytest
 from megatron_dppo.config.load import load_config
 from megatron_dppo.errors import SystemFault, UserError
 from megatron_dppo.launch.example import MadeOnce, coin
+from tests.system_faults import failing
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/run_tiny_moe_dppo.sh"
@@ -212,10 +213,7 @@ def test_a_wrong_configuration_is_refused_before_a_model_is_made(
 def test_a_model_that_cannot_be_written_is_the_users_fault_or_the_systems(
     number: int, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(Path, "mkdir", fails)
+    monkeypatch.setattr(Path, "mkdir", failing(number))
     with pytest.raises(kind, match=f"^cannot write {tmp_path}/m: {os.strerror(number)}; choose another folder$"):
         MadeOnce(tmp_path / "m", ["-c", ""]).ensure()
 

@@ -30,6 +30,7 @@ from megatron_dppo.launch.lease import lease
 from megatron_dppo.trainer.history import read_rows
 from megatron_dppo.trainer.tracking import METRICS_FILE, Tracker
 from tests.distributed import PATIENCE_S
+from tests.system_faults import failing
 from tests.tiny import tiny_qwen3_moe
 
 FORK = multiprocessing.get_context("fork")
@@ -111,10 +112,7 @@ def holder(place: Path) -> subprocess.Popen[str]:
 def test_a_folder_that_cannot_be_written_is_the_users_fault_or_the_systems(
     number: int, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "link", fails)
+    monkeypatch.setattr(os, "link", failing(number))
     with pytest.raises(kind, match=f"it cannot be written: {os.strerror(number)}; choose"), lease(tmp_path, of="it"):
         pass
 
