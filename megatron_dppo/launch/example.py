@@ -116,6 +116,7 @@ def run_example(
             raise UserError(f"{wrong}: not an option of {script} or a.b=c; the lines at its top name its options")
         if not processes.isdecimal() or int(processes) < 1:
             raise UserError(f"NPROC={processes}: must be the number of ranks, 1 or more")
+        restarts = Restarts(_run_folder(settings, extra), limit=max_restarts())
         if status := make():
             return status
         os.environ.update(
@@ -125,7 +126,6 @@ def run_example(
         again = " ".join([*variables, "bash", *map(shlex.quote, [script, *extra]), "trainer.resume=true"])
         on_stop = f"To go on from the last checkpoint, if there is one: {again}"
         command = [sys.executable, "-u", script, *extra]
-        restarts = Restarts(_run_folder(settings, extra), limit=max_restarts())
         return launch_local(command, processes=int(processes), on_stop=on_stop, restarts=restarts)
 
     sys.exit(exit_status(rank if "LOCAL_RANK" in os.environ and not _bare_torchrun(script) else launch))

@@ -182,11 +182,13 @@ def test_lost_ranks_are_started_again_from_the_newest_state(how: str, project: P
     assert len((folder / "restarts.jsonl").read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize("nproc", ["two", "0", "-1"])
-def test_a_wrong_number_of_ranks_is_one_clear_line(project: Path, nproc: str) -> None:
-    result = run(["bash", "examples/run_tiny_moe_dppo.sh"], project, NPROC=nproc)
-    assert result.returncode == 2
-    assert result.stderr == f"megatron-dppo: error: NPROC={nproc}: must be the number of ranks, 1 or more\n"
+@pytest.mark.parametrize("wrong", ["NPROC=two", "NPROC=0", "NPROC=-1", "MAX_RESTARTS=often"])
+def test_a_wrong_number_of_ranks_or_restarts_is_one_clear_line(project: Path, wrong: str) -> None:
+    name, _, number = wrong.partition("=")
+    result = run(["bash", "examples/run_tiny_moe_dppo.sh"], project, **{name: number})
+    assert (result.returncode, result.stdout) == (2, "")
+    end = "the number of ranks, 1 or more" if name == "NPROC" else "a whole number; 0 never starts lost ranks again"
+    assert result.stderr == f"megatron-dppo: error: {wrong}: must be {end}\n"
 
 
 @pytest.mark.parametrize("word", ["--family", "--foo", "trainer.steps"])
