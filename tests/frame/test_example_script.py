@@ -23,6 +23,8 @@ from tests.system_faults import failing
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/run_tiny_moe_dppo.sh"
 BIN = Path(sys.executable).parent
+SOURCES = shutil.ignore_patterns("__pycache__")
+"""What Python compiles, other tests write there meanwhile."""
 
 # Stands in for the training command only: prints what it was called with, but for --check.
 ECHO_COMMAND = """
@@ -71,8 +73,8 @@ print("making the model", flush=True)
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A copy of the launcher and the examples, with a training command and a model maker that only echo."""
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    shutil.copytree(ROOT / "megatron_dppo/launch", tmp_path / "megatron_dppo/launch")
+    for folder in ("examples", "megatron_dppo/launch"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=SOURCES)
     for name in ("__init__.py", "errors.py"):
         shutil.copy(ROOT / "megatron_dppo" / name, tmp_path / "megatron_dppo" / name)
     (tmp_path / "megatron_dppo/cli.py").write_text(ECHO_COMMAND)
@@ -258,7 +260,7 @@ def test_ranks_of_several_nodes_are_told_to_name_one_folder(project: Path) -> No
 
 def test_what_an_image_holds_makes_the_models(tmp_path: Path) -> None:
     """An image has the installed package and `examples`: neither the tests nor the tools."""
-    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=SOURCES)
     (tmp_path / "site").mkdir()
     (tmp_path / "site/megatron_dppo").symlink_to(ROOT / "megatron_dppo")
     for script, options, layers in (("tiny_moe_dppo/make_model.py", ["--random"], 4), ("paper/make_shapes.py", [], 48)):
