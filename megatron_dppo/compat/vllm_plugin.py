@@ -9,9 +9,10 @@ import multiprocessing
 import os
 import threading
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial, wraps
 from typing import Any
 
 from torch.distributed.constants import default_pg_timeout
@@ -25,14 +26,16 @@ BACKEND = "megatron_dppo"
 _RECEIVER = "megatron_dppo.rollout.vllm.receiver", "BucketReceiver"
 """Imported when vLLM asks for it."""
 _WATCH = "ends with its parent"
+_OTHERS_S = 30.0
+"""For the answers of an engine's other workers when one has failed."""
 
 
 def register() -> None:
     """Prepare this vLLM process for our rollout engine. Idempotent, since vLLM may call it again.
 
-    Names our weight-transfer backend, lets torch's store listen on one address, and on a CPU lets router replay see the
-    experts that the kernels choose, workers share them out, experts have any size and heads any form; on a GPU vLLM
-    does that itself.
+    Names our weight-transfer backend, lets torch's store listen on one address and an engine hear all of its workers,
+    and on a CPU lets router replay see the experts that the kernels choose, workers share them out, experts have any
+    size and heads any form; on a GPU vLLM does that itself.
 
     A process that has imported vLLM walks 700,000 objects in its last garbage collection: two to five seconds in which
     the engine's core, its work done, is waited for and then killed. Frozen objects are not walked.
@@ -48,6 +51,7 @@ def register() -> None:
     with suppress(ValueError):  # the factory knows the name already
         WeightTransferEngineFactory.register_engine(BACKEND, *_RECEIVER)
     bind_stores()
+    hear_all_workers()
     if on_cpu():
         mend_expert_choice()
         mend_expert_sizes()
@@ -75,6 +79,51 @@ def bind_stores() -> None:
     first of them listens on all interfaces whatever that says, and torch has no option for it.
     """
     _HANDLERS["tcp"] = _bound
+
+
+def hear_all_workers() -> None:
+    """Have vLLM read what each worker of an engine answers, from now on in this process. Idempotent.
+
+    It stops at the first that failed, and takes what the others said for their answers to its next question: an engine
+    of several workers whose weight sync had to be given up failed in the one that followed too.
+    """
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
+
+    executor: Any = MultiprocExecutor
+    stock, well = executor.collective_rpc, WorkerProc.ResponseStatus.SUCCESS
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    def answers(queues: Sequence[Any], timeout: float | None) -> list[Any]:
+        found, failed = [], None
+        for queue in queues:
+            if failed is None:
+                status, answer = queue.dequeue(timeout=timeout)
+                found.append(answer)
+                failed = None if status == well else answer
+            else:
+                with suppress(TimeoutError):
+                    queue.dequeue(timeout=_OTHERS_S)
+        if failed is not None:
+            raise RuntimeError(f"Worker failed with error '{failed}', its stack trace above has the root cause")
+        return found
+
+    @wraps(stock)
+    def collective_rpc(
+        self: Any,
+        method: Any,
+        timeout: Any = None,
+        args: Any = (),
+        kwargs: Any = None,
+        non_block: Any = False,
+        **to: Any,
+    ) -> Any:
+        future = stock(self, method, timeout, args, kwargs, True, **to)
+        if all(option is None for option in to.values()):  # else one worker answers
+            future.get_response = partial(answers, self.response_mqs, timeout)
+        return future if non_block else future.result()
+
+    executor.collective_rpc = collective_rpc
 
 
 def _bound(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> Iterator[Any]:

@@ -14,12 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_dppo.checkpoint.weight_layout import BucketLayout, Segment
 from megatron_dppo.rollout.engine import TransferTerms
 from megatron_dppo.rollout.event_loop import EventLoop
 from megatron_dppo.rollout.serving.weight_updates import Gate, WeightUpdates
 from megatron_dppo.rollout.weight_transfer import ipc
 from megatron_dppo.rollout.weight_transfer.broadcast import BroadcastSender
 from megatron_dppo.rollout.weight_transfer.group import Meeting, WeightGroup
+from megatron_dppo.rollout.weight_transfer.incoming import Incoming
 from megatron_dppo.rollout.weight_transfer.ipc import IpcSender
 from megatron_dppo.rollout.weight_transfer.manifest import Manifest
 from megatron_dppo.rollout.weight_transfer.recipients import Recipients
@@ -145,6 +147,28 @@ def test_a_member_that_gives_up_tells_those_that_wait() -> None:
     assert first.closed
     second._meeting.wait(["given up"], timedelta(seconds=PATIENCE_S))  # a store's `set` returns before it is done
     second.abort()
+
+
+def test_a_worker_that_cannot_load_tells_those_that_wait() -> None:
+    meeting = Meeting("127.0.0.1")
+    where, worker = meeting.next(2, 20.0), Incoming(CPU)
+    layouts = [BucketLayout(slots=(), segments=(Segment(0, 0, 64),), size=64)]
+
+    def fails(slots: Any, payload: torch.Tensor) -> None:
+        raise MemoryError
+
+    def receive() -> None:
+        worker.agree(TransferTerms(layouts=layouts, group=where, first_rank=1, source_rank={0: 0}))
+        worker.take("group", fails)
+
+    with ThreadPoolExecutor(1) as threads:
+        receiving = threads.submit(receive)
+        sender = WeightGroup(where, 0, CPU)
+        sender.wait([sender.broadcast(torch.zeros(64, dtype=torch.uint8), 0)])
+        with pytest.raises(MemoryError):
+            receiving.result(PATIENCE_S)
+    sender._meeting.wait(["given up"], timedelta(seconds=PATIENCE_S))
+    sender.abort()
 
 
 class Slow:

@@ -93,12 +93,16 @@ class Incoming:
                 for part in layout.segments
             ]
 
-        coming = start(0)
-        for turn, index in enumerate(numbers):
-            group.wait(coming)
-            coming = start(turn + 1) if turn + 1 < len(numbers) else []
-            self._load(index, buffers[turn % 2], load)
-        group.finish()
+        try:
+            coming = start(0)
+            for turn, index in enumerate(numbers):
+                group.wait(coming)
+                coming = start(turn + 1) if turn + 1 < len(numbers) else []
+                self._load(index, buffers[turn % 2], load)
+            group.finish()
+        except BaseException:
+            group.give_up()  # an engine answers when all of its workers have: the others would wait for this one
+            raise
 
     def checksums(self) -> dict[int, int]:
         """Of the buckets since `begin`, by number, see `checksum`. Waits for the device."""
