@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from examples.tiny_moe_dppo.demonstrations import DemonstrationBatch, Demonstrator
-from megatron_dppo.tasks.task import Prompt, Task
+from megatron_dppo.tasks.prompt_set import PromptSet
+from megatron_dppo.tasks.task import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class WarmUpFailed(RuntimeError):
 def warm_up(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    task: Task,
+    task: PromptSet,
     *,
     seed: int,
     plan: WarmUpPlan | None = None,
@@ -134,7 +135,7 @@ def teach(
 def measure(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    task: Task,
+    task: PromptSet,
     prompts: Sequence[Prompt],
     *,
     samples: int,
@@ -164,7 +165,8 @@ def measure(
         )
     model.train(training)
     responses = tokenizer.batch_decode(drawn[:, width:], skip_special_tokens=True)
-    rewards = task.score([prompt for prompt in prompts for _ in range(samples)], responses)
+    assert task.grader is not None
+    rewards = task.grader.score([prompt for prompt in prompts for _ in range(samples)], responses)
     return Measurement(accuracy=float(rewards.correct.mean()), well_formed=float(rewards.well_formed.mean()))
 
 

@@ -7,9 +7,9 @@ from transformers import PreTrainedTokenizerBase
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.data_task import DataTask
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
+from megatron_dppo.tasks.prompt_set import PromptSet
 from megatron_dppo.tasks.reasoning_gym import ReasoningGymTask
 from megatron_dppo.tasks.rewards.pool import LocalVerifierPool, MakePool
-from megatron_dppo.tasks.task import Task
 
 
 def build_task(
@@ -19,7 +19,7 @@ def build_task(
     max_prompt_tokens: int = 1024,
     max_response_tokens: int = 16384,
     make_pool: MakePool = LocalVerifierPool,
-) -> Task | EnvironmentTask:
+) -> PromptSet:
     """The task that `config` describes, its prompts encoded by `tokenizer`; the limits are those of the rollout,
     and `make_pool` says where rewards run that need processes of their own.
     Raises UserError for a name or parameter that does not exist, and for data that cannot be used."""

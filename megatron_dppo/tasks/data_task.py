@@ -24,7 +24,7 @@ _MOST_CHARACTERS = 1_000_000
 
 
 class DataTask(PromptSet):
-    """The questions of `task.data` as a `Task`. Which are held out, and the order of each epoch, follow from the seed;
+    """The questions of `task.data`. Which are held out, and the order of each epoch, follow from the seed;
     a question has the number of its place in the source, so that other seeds do not rename it."""
 
     def __init__(
@@ -34,7 +34,7 @@ class DataTask(PromptSet):
         *,
         max_prompt_tokens: int,
         max_response_tokens: int,
-        make_pool: MakePool = LocalVerifierPool,
+        make_pool: MakePool,
     ) -> None:
         assert config.data is not None  # the configuration's own check
         prompts, report = load_prompts(config, config.data, tokenizer, max_prompt_tokens)
@@ -48,9 +48,8 @@ class DataTask(PromptSet):
         order = np.random.default_rng(config.seed).permutation(len(prompts))
         stop = None if config.train_size is None else held_out + config.train_size
         chosen = [prompts[i] for i in order[:stop]]
-        super().__init__(chosen[:held_out], chosen[held_out:], config.seed)
-        self._grader = data_grader(config, max_response_tokens, make_pool)
-        self.score, self.close = self._grader.score, self._grader.close
+        grader = data_grader(config, max_response_tokens, make_pool)
+        super().__init__(chosen[:held_out], chosen[held_out:], config.seed, grader)
         self._report = report
 
     def report(self) -> list[str]:

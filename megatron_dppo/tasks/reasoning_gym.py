@@ -9,20 +9,17 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.errors import UserError, did_you_mean
 from megatron_dppo.tasks.config import TaskConfig
-from megatron_dppo.tasks.prompt_set import PromptSet
+from megatron_dppo.tasks.prompt_set import PromptSet, drawn_sizes
 from megatron_dppo.tasks.prompting import encode_prompt, user_message
 from megatron_dppo.tasks.rewards.config import VerifierReward
 from megatron_dppo.tasks.rewards.grader import build_grader
 from megatron_dppo.tasks.rewards.gym import GymVerifier, gym_factory
-from megatron_dppo.tasks.rewards.pool import LocalVerifierPool, MakePool
+from megatron_dppo.tasks.rewards.pool import MakePool
 from megatron_dppo.tasks.task import Prompt
-
-TRAIN_SIZE, HELD_OUT_SIZE = 2048, 256
-"""Questions, where the configuration does not say."""
 
 
 class ReasoningGymTask(PromptSet):
-    """A dataset of reasoning-gym as a `Task`.
+    """A dataset of reasoning-gym.
 
     Questions are drawn by number until enough distinct ones are found; the first `held_out_size` are held out, the
     others are trained on. Two questions count as the same when their text or their prompt is the same, so no held-out
@@ -36,12 +33,9 @@ class ReasoningGymTask(PromptSet):
         *,
         max_prompt_tokens: int,
         max_response_tokens: int,
-        make_pool: MakePool = LocalVerifierPool,
+        make_pool: MakePool,
     ) -> None:
-        held_out = HELD_OUT_SIZE if config.held_out_size is None else config.held_out_size
-        wanted = held_out + (config.train_size or TRAIN_SIZE)
-        # A space of questions hardly larger than `wanted` repeats itself often before the last new one turns up.
-        draws = 10 * wanted + 1000
+        held_out, wanted, draws = drawn_sizes(config)
         dataset = _create_dataset(config, size=draws)
         items = _distinct_items(dataset, config, wanted, draws)
         prompts = []
@@ -58,8 +52,7 @@ class ReasoningGymTask(PromptSet):
                 )
             )
         _check_lengths(config, prompts, max_prompt_tokens)
-        super().__init__(prompts[:held_out], prompts[held_out:], config.seed)
-        self._grader = build_grader(
+        grader = build_grader(
             config.rewards or (VerifierReward(),),
             answer_pattern=config.answer_pattern,
             workers=config.reward_workers,
@@ -68,7 +61,7 @@ class ReasoningGymTask(PromptSet):
             verifier=GymVerifier(config.dataset, {**config.parameters, "seed": config.seed, "size": draws}),
             make_pool=make_pool,
         )
-        self.score, self.close = self._grader.score, self._grader.close
+        super().__init__(prompts[:held_out], prompts[held_out:], config.seed, grader)
 
 
 def _check_lengths(config: TaskConfig, prompts: list[Prompt], most: int) -> None:

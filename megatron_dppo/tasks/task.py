@@ -1,10 +1,10 @@
-"""What the trainer may ask of a task."""
+"""One question, and the verdicts on its answers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -75,56 +75,3 @@ class Rewards:
             errors={name: sum(one.errors[name] for one in several) for name in first.errors},
             timeouts={name: sum(one.timeouts[name] for one in several) for name in first.timeouts},
         )
-
-
-class Prompts(Protocol):
-    """What is trained on and what is held out. Everything is a function of the configuration and the tokenizer, so any
-    process that builds it sees the same prompts under the same numbers."""
-
-    @property
-    def epoch_size(self) -> int:
-        """Distinct training questions."""
-        ...
-
-    @property
-    def held_out_size(self) -> int:
-        """Distinct held-out questions."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes when the prompts, their references or their order change; a resumed run compares it."""
-        ...
-
-    def prompts(self, start: int, count: int) -> list[Prompt]:
-        """Training prompts at positions `start` to `start + count` of the endless stream: epoch after epoch, each a
-        permutation of the training questions drawn from (seed, epoch). Any position may be asked for at any time."""
-        ...
-
-    def held_out(self, count: int) -> list[Prompt]:
-        """The first `count` held-out prompts. Raises UserError if there are fewer."""
-        ...
-
-    def report(self) -> list[str]:
-        """Lines for people: where the prompts came from, and what was left out. Empty where there is nothing to say."""
-        ...
-
-    def close(self) -> None:
-        """End whatever was started to score responses."""
-        ...
-
-
-class Task(Prompts, Protocol):
-    """Prompts whose responses are scored by themselves."""
-
-    def score(
-        self,
-        prompts: Sequence[Prompt],
-        responses: Sequence[str],
-        lengths: Sequence[int] | np.ndarray | None = None,
-        finish_reasons: Sequence[str] | None = None,
-    ) -> Rewards:
-        """Score `responses[i]`, of `lengths[i]` tokens, as a response to `prompts[i]`; the text has no special tokens.
-        Rewards that look at lengths need them. Where `finish_reasons[i]` is "length" the response was cut off, and has
-        no answer."""
-        ...

@@ -34,6 +34,7 @@ from megatron_dppo.rollout.engine import Generates, GenerationRequest, SamplingC
 from megatron_dppo.rollout.seeds import TRAINING, request_seed
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.prompting import user_message, with_system_prompt
+from megatron_dppo.tasks.rewards.grader import Grader
 from megatron_dppo.tasks.task import Prompt, Rewards
 from megatron_dppo.tasks.workers.calls import Call, Hosted, Outcome
 from megatron_dppo.tasks.workers.workers import Workers, printable
@@ -74,12 +75,12 @@ class AgentPlayer:
         config: TaskConfig,
         rollout: RolloutConfig,
         tokenizer: PreTrainedTokenizerBase,
-        score: Callable[[Sequence[Prompt], Sequence[str]], Rewards] | None,
+        grader: Grader | None,
     ) -> None:
-        """`score` has verdicts on answers; None where nothing can be scored (an environment's prompts). Raises
-        UserError where there is no such harness."""
+        """`grader` scores answers; None where nothing can be scored (an environment's prompts). Raises UserError where
+        there is no such harness."""
         assert config.agent is not None
-        self._config, self._agent, self._score = config, config.agent, score
+        self._config, self._agent, self._grader = config, config.agent, grader
         self._service = HarnessService(config.agent, config.environment, os.getcwd())
         self._service.check()
         self._limits = SessionLimits(
@@ -116,7 +117,7 @@ class AgentPlayer:
         run_seed: int,
         step: int,
         stream: int,
-        score: Callable[[Sequence[Prompt], Sequence[str]], Rewards] | None = None,
+        grader: Grader | None = None,
     ) -> Episodes:
         """See `Player.play`."""
         self._engine = engine
@@ -146,7 +147,7 @@ class AgentPlayer:
             for (prompt, _), record, outcome in zip(asked, records, outcomes, strict=True)
         ]
         _report([session.name for session in sessions], played)
-        rewards = self._rewards(played, score or self._score)
+        rewards = self._rewards(played, grader or self._grader)
         return self._episodes(played, rewards, time.monotonic() - started)
 
     def close(self) -> None:
@@ -228,7 +229,7 @@ class AgentPlayer:
             if said is None:
                 raise BadReport("it ended without a report")
             report = read_report(said, len(record.turns), self._agent.bounds)
-            if report.answer is not None and self._score is None:
+            if report.answer is not None and self._grader is None:
                 raise BadReport("it reported an answer, which no task.rewards can score; report a reward")
         except BadReport as problem:
             error = error or str(problem)
@@ -236,15 +237,14 @@ class AgentPlayer:
             error = ""  # it was refused another turn, and gave up
         return _Played(prompt, _masked(record, report.untrained), report, printable(error), outcome.timed_out)
 
-    def _rewards(
-        self, played: Sequence[_Played], score: Callable[[Sequence[Prompt], Sequence[str]], Rewards] | None
-    ) -> Rewards:
+    def _rewards(self, played: Sequence[_Played], grader: Grader | None) -> Rewards:
         total = np.array([one.report.reward + sum(one.report.turns.values()) for one in played], dtype=np.float32)
         correct = total > 0
         answered = [number for number, one in enumerate(played) if one.report.answer is not None]
         errors, timeouts, parts = {}, {}, {}
-        if answered and score is not None:
-            verdicts = score([played[n].prompt for n in answered], [str(played[n].report.answer) for n in answered])
+        if answered and grader is not None:
+            asked = [played[n].prompt for n in answered]
+            verdicts = grader.score(asked, [str(played[n].report.answer) for n in answered])
             total[answered] += verdicts.reward
             correct[answered] = verdicts.correct
             errors, timeouts = dict(verdicts.errors), dict(verdicts.timeouts)

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dppo.rollout.stored import RolloutHandle
-from megatron_dppo.tasks.task import Prompt, Prompts, Rewards
+from megatron_dppo.tasks.prompt_set import PromptSet
+from megatron_dppo.tasks.task import Prompt, Rewards
 
 RESERVE_EPOCH = 1 << 40
 """Epochs from here on are those of the prompts that take another's place. No run gets there by its steps."""
@@ -75,7 +76,7 @@ class Drawn:
     metrics: dict[str, float]
 
 
-def reserve(task: Prompts, step: int, rounds: int, count: int) -> Callable[[int, int], list[Prompt]]:
+def reserve(task: PromptSet, step: int, rounds: int, count: int) -> Callable[[int, int], list[Prompt]]:
     """`(start, count) -> prompts`: of the prompts for the places of others in `step`, `rounds * count` at most."""
     first = RESERVE_EPOCH * task.epoch_size + step * rounds * count
     return lambda start, wanted: task.prompts(first + start, wanted)

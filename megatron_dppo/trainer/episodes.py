@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from megatron_dppo.actor.signal import Spans
 from megatron_dppo.algorithm import Baseline, group_advantages
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.engine import Generates, SamplingConfig
+from megatron_dppo.tasks.rewards.grader import Grader
 from megatron_dppo.tasks.task import Prompt, Rewards
 
 
@@ -95,11 +96,11 @@ class Player(Protocol):
         run_seed: int,
         step: int,
         stream: int,
-        score: Callable[[Sequence[Prompt], Sequence[str]], Rewards] | None = None,
+        grader: Grader | None = None,
     ) -> Episodes:
         """`samples` episodes from each prompt; may be called from several threads. Seeds derive from (run, stream,
-        step, prompt, sample, turn). An episode that fails keeps the rewards that it has and is counted. `score` has
-        verdicts on answers, where it is not the task's own. Raises UserError where all fail, and what the engine
+        step, prompt, sample, turn). An episode that fails keeps the rewards that it has and is counted. `grader`
+        scores answers, where it is not the task's own. Raises UserError where all fail, and what the engine
         raises."""
         ...
 

@@ -96,7 +96,7 @@ def evaluate_model(model: Path, config: EvaluateConfig, out: Path, *, keep: tupl
         tokenizer,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         max_response_tokens=config.rollout.max_response_tokens,
-        scorer=None,
+        grader=None,
     )
     console = Console(highlight=False)
     for line in report:
@@ -111,7 +111,7 @@ def evaluate_model(model: Path, config: EvaluateConfig, out: Path, *, keep: tupl
             for one, file in zip(sets, files, strict=True)
         ]
         for one in sets:
-            stack.callback(one.scorer.close)
+            stack.callback(one.grader.close)
         if any(missing):
             require_unchanged(model, which=lambda name: name.endswith(WEIGHTS))
             console.print("starting the engine")
@@ -144,7 +144,7 @@ def _answer_all(
     for start in range(0, len(prompts), at_once):
         part = prompts[start : start + at_once]
         batch, rewards = answer(
-            engine, sampling, one.scorer, tokenizer, part, one.samples, run_seed=config.seed, step=0
+            engine, sampling, one.grader, tokenizer, part, one.samples, run_seed=config.seed, step=0
         )
         file.add(
             Answer(

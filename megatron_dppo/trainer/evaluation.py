@@ -14,10 +14,10 @@ from megatron_dppo.config.trainer import EvaluationConfig
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import Generates, SamplingConfig
 from megatron_dppo.rollout.seeds import EVALUATION
-from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
+from megatron_dppo.tasks.rewards.grader import Grader
 from megatron_dppo.tasks.task import Prompt, Rewards
 from megatron_dppo.trainer.requests import requests_for
-from megatron_dppo.trainer.task_suite import Scorer, TaskSuite, score_responses
+from megatron_dppo.trainer.task_suite import TaskSuite, score_responses
 
 
 @dataclass(frozen=True)
@@ -39,24 +39,23 @@ class Evaluator:
         count = self.config.prompts if task.held_out_size else 0
         if count:
             prompts = task.held_out(count)
-            batch, rewards = self._answer(task, prompts, self.config.samples, step)
+            batch, rewards = self._answer(task.grader, prompts, self.config.samples, step)
             metrics |= _metrics("eval", batch, rewards, self.config.samples)
         for one in self.suite.sets:
-            batch, rewards = self._answer(one.scorer, one.prompts, one.samples, step)
+            batch, rewards = self._answer(one.grader, one.prompts, one.samples, step)
             metrics |= _metrics(f"eval/{one.name}", batch, rewards, one.samples)
         return metrics
 
     def _answer(
-        self, scorer: Scorer | EnvironmentTask, prompts: Sequence[Prompt], samples: int, step: int
+        self, grader: Grader | None, prompts: Sequence[Prompt], samples: int, step: int
     ) -> tuple[RolloutBatch, Rewards]:
         sampling = evaluation_sampling(self.config, self.rollout)
         player, named = self.suite.player, {"run_seed": self.run_seed, "step": step}
-        if player is not None and (scorer is self.suite.task or player.any_prompts):
-            score = None if isinstance(scorer, EnvironmentTask) else scorer.score
-            played = player.play(self.engine, sampling, prompts, samples, stream=EVALUATION, score=score, **named)
+        if player is not None and (grader is self.suite.task.grader or player.any_prompts):
+            played = player.play(self.engine, sampling, prompts, samples, stream=EVALUATION, grader=grader, **named)
             return played.batch, played.rewards
-        assert not isinstance(scorer, EnvironmentTask)
-        return answer(self.engine, sampling, scorer, self.suite.tokenizer, prompts, samples, **named)
+        assert grader is not None  # what has none is played
+        return answer(self.engine, sampling, grader, self.suite.tokenizer, prompts, samples, **named)
 
 
 def evaluation_sampling(config: EvaluationConfig, rollout: RolloutConfig) -> SamplingConfig:
@@ -72,7 +71,7 @@ def evaluation_sampling(config: EvaluationConfig, rollout: RolloutConfig) -> Sam
 def answer(
     engine: Generates,
     sampling: SamplingConfig,
-    scorer: Scorer,
+    grader: Grader,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     samples: int,
@@ -84,7 +83,7 @@ def answer(
     requests = requests_for(prompts, samples, run_seed=run_seed, step=step, stream=EVALUATION)
     batch = engine.generate(requests, sampling, training=False)
     responses = [batch.response_ids(i) for i in range(len(batch))]
-    return batch, score_responses(scorer, tokenizer, prompts, samples, responses, batch.finish_reasons)
+    return batch, score_responses(grader, tokenizer, prompts, samples, responses, batch.finish_reasons)
 
 
 def _metrics(prefix: str, batch: RolloutBatch, rewards: Rewards, samples: int) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +15,7 @@ from megatron_dppo.rollout.engine import Generates, GenerationRequest, SamplingC
 from megatron_dppo.rollout.seeds import TRAINING, request_seed
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.environments.episode import Begun, Turn
+from megatron_dppo.tasks.rewards.grader import Grader
 from megatron_dppo.tasks.task import Prompt, Rewards
 from megatron_dppo.trainer.episodes import Episodes
 from megatron_dppo.trainer.requests import numbered, sequence_name
@@ -63,7 +64,7 @@ class EnvironmentPlayer:
         run_seed: int,
         step: int,
         stream: int,
-        score: Callable[[Sequence[Prompt], Sequence[str]], Rewards] | None = None,
+        grader: Grader | None = None,
     ) -> Episodes:
         """See `Player.play`. Turn n of all unfinished episodes is one call of `generate`. An episode is cut off after
         the task's most turns, or where the prompt of its next turn would be longer than `max_prompt_tokens`, and where

@@ -22,7 +22,6 @@ from megatron_dppo.rollout.engine import GenerationRequest, RolloutFleet, Sampli
 from megatron_dppo.rollout.seeds import TRAINING
 from megatron_dppo.rollout.start import open_rollout
 from megatron_dppo.rollout.stored import LayerGroups, RolloutHandle
-from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.task import Prompt, Rewards
 from megatron_dppo.trainer.coordinator import RankCoordinator
 from megatron_dppo.trainer.dynamic_sampling import Groups, draw, reserve
@@ -283,7 +282,7 @@ class RolloutCollector:
         enough: int | None,
     ) -> Groups:
         """Sample and score answers. `enough` see `RolloutFleet.generate_stored`."""
-        assert not isinstance(suite.task, EnvironmentTask)
+        assert suite.task.grader is not None  # what has none is played
         samples = self._config.trainer.samples_per_prompt
         sampling = training_sampling(self._config.rollout)
         handle = engine.generate_stored(requests, sampling, self._layer_groups, samples=samples, enough=enough)
@@ -293,7 +292,8 @@ class RolloutCollector:
         tokens = open_rollout(handle).token_ids()
         responses = [ids[n:] for ids, n in zip(tokens, handle.prompt_lengths, strict=True)]
         answered = [prompts[group] for group in came]
-        rewards = score_responses(suite.task, suite.tokenizer, answered, samples, responses, handle.finish_reasons)
+        grader, tokenizer, ended = suite.task.grader, suite.tokenizer, handle.finish_reasons
+        rewards = score_responses(grader, tokenizer, answered, samples, responses, ended)
         return Groups(answered, handle, responses, rewards)
 
 

@@ -15,15 +15,13 @@ from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.data_task import DataTask, data_grader, load_prompts
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
+from megatron_dppo.tasks.prompt_set import PromptSet
 from megatron_dppo.tasks.rewards.grader import Grader
 from megatron_dppo.tasks.rewards.pool import LocalVerifierPool, MakePool
 from megatron_dppo.tasks.rewards.ray_workers import RayVerifierPool
-from megatron_dppo.tasks.task import Prompt, Rewards, Task
+from megatron_dppo.tasks.task import Prompt, Rewards
 from megatron_dppo.trainer.episodes import Player
 from megatron_dppo.trainer.lockstep import EnvironmentPlayer
-
-Scorer = Task | Grader
-"""Whatever scores responses one by one."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +31,14 @@ class EvaluationSet:
     name: str
     prompts: Sequence[Prompt]
     samples: int
-    scorer: Scorer
+    grader: Grader
 
 
 @dataclass(frozen=True)
 class TaskSuite:
     """Only the controller has one: prompts and verdicts are made once."""
 
-    task: Task | EnvironmentTask
+    task: PromptSet
     tokenizer: PreTrainedTokenizerBase
     player: Player | None = None
     """Who plays its episodes; None where a response is all there is."""
@@ -54,11 +52,11 @@ class TaskSuite:
             self.player.close()
         self.task.close()
         for one in self.sets:
-            one.scorer.close()
+            one.grader.close()
 
 
 def score_responses(
-    scorer: Scorer,
+    grader: Grader,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     samples: int,
@@ -68,7 +66,7 @@ def score_responses(
     """The verdicts on `responses`, the token ids of `samples` answers to each prompt in turn, and why each ended."""
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     asked = [prompt for prompt in prompts for _ in range(samples)]
-    return scorer.score(asked, texts, [len(ids) for ids in responses], finish_reasons)
+    return grader.score(asked, texts, [len(ids) for ids in responses], finish_reasons)
 
 
 def build_task_suite(config: Config, tokenizer: PreTrainedTokenizerBase) -> TaskSuite:
@@ -88,7 +86,7 @@ def build_task_suite(config: Config, tokenizer: PreTrainedTokenizerBase) -> Task
         tokenizer,
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_response_tokens=rollout.max_response_tokens,
-        scorer=task if isinstance(task, DataTask) else None,
+        grader=task.grader if isinstance(task, DataTask) else None,
         make_pool=make_pool,
     )
     if evaluation.every and not sets and not (evaluation.prompts and task.held_out_size):
@@ -104,12 +102,11 @@ def build_task_suite(config: Config, tokenizer: PreTrainedTokenizerBase) -> Task
     return TaskSuite(task, tokenizer, _player(config, task, tokenizer), sets, [*task.report(), *report])
 
 
-def _player(config: Config, task: Task | EnvironmentTask, tokenizer: PreTrainedTokenizerBase) -> Player | None:
+def _player(config: Config, task: PromptSet, tokenizer: PreTrainedTokenizerBase) -> Player | None:
     if config.task.kind == "agent":
         from megatron_dppo.trainer.agents import AgentPlayer  # with a web server, which other runs do without
 
-        score = None if isinstance(task, EnvironmentTask) else task.score
-        return AgentPlayer(config.task, config.rollout, tokenizer, score)
+        return AgentPlayer(config.task, config.rollout, tokenizer, task.grader)
     if isinstance(task, EnvironmentTask):
         return EnvironmentPlayer(task, tokenizer, max_prompt_tokens=config.rollout.max_prompt_tokens)
     return None
@@ -122,19 +119,19 @@ def build_sets(
     *,
     max_prompt_tokens: int,
     max_response_tokens: int,
-    scorer: Scorer | None,
+    grader: Grader | None,
     make_pool: MakePool = LocalVerifierPool,
 ) -> tuple[list[EvaluationSet], list[str]]:
-    """The sets of `evaluation`, scored by `scorer` or, without one, by a grader of their own; and their report."""
+    """The sets of `evaluation`, scored by `grader` or, without one, by one of their own; and their report."""
     if not evaluation.sets:
         return [], []
-    if scorer is None:
+    if grader is None:
         rewards = task.rewards if task.data is not None else ()
-        scorer = data_grader(task.model_copy(update={"rewards": rewards}), max_response_tokens, make_pool)
+        grader = data_grader(task.model_copy(update={"rewards": rewards}), max_response_tokens, make_pool)
     sets, lines = [], []
     for one in evaluation.sets:
         put = task if one.prompt is None else task.model_copy(update={"prompt": one.prompt})
         prompts, report = load_prompts(put, one.data, tokenizer, max_prompt_tokens)
         lines += [f"evaluation set {one.name}: {line}" for line in report.lines()]
-        sets.append(EvaluationSet(one.name, prompts, one.samples or evaluation.samples, scorer))
+        sets.append(EvaluationSet(one.name, prompts, one.samples or evaluation.samples, grader))
     return sets, lines

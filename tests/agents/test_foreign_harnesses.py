@@ -57,7 +57,7 @@ def taught(name: str, task: TaskConfig, folder: Path) -> None:
     """Write a tiny model that has learned its lines from episodes of the same harness."""
     tokenizer = agent_tokenizer()
     questions = build_task(task, tokenizer)
-    player = AgentPlayer(task, RolloutConfig(**ROLLOUT), tokenizer, questions.score)
+    player = AgentPlayer(task, RolloutConfig(**ROLLOUT), tokenizer, questions.grader)
     try:
         sampling = SamplingConfig(max_tokens=ROLLOUT["max_response_tokens"])
         scripted = Scripted(tokenizer, HARNESSES[name])

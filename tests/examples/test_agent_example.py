@@ -33,7 +33,7 @@ def test_a_demonstration_is_an_episode() -> None:
     config, tokenizer = load_config(CONFIG), agent_tokenizer()
     task = build_task(config.task, tokenizer)
     prompts = task.prompts(0, 2)
-    player = AgentPlayer(config.task, config.rollout, tokenizer, task.score)
+    player = AgentPlayer(config.task, config.rollout, tokenizer, task.grader)
     try:
         named = {"run_seed": 0, "step": 0, "stream": TRAINING}
         episodes = player.play(Shown(tokenizer, prompts), SamplingConfig(max_tokens=24), prompts, 3, **named)

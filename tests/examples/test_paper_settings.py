@@ -251,8 +251,8 @@ def test_tasks_of_gem_are_built_and_scored(name):
         task.close()
         return
     right = [f"I think, so \\boxed{{1}}? No: \\boxed{{{prompt.answer}}}." for prompt in prompts]
-    assert task.score(prompts, right).correct.all()
-    verdict = task.score(prompts, ["\\boxed{nothing}", "no box", prompts[2].answer])
+    assert task.grader.score(prompts, right).correct.all()
+    verdict = task.grader.score(prompts, ["\\boxed{nothing}", "no box", prompts[2].answer])
     assert not verdict.correct.any()
     assert verdict.well_formed.tolist() == [True, False, False]
 

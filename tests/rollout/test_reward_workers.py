@@ -102,5 +102,5 @@ def test_the_configuration_decides(tmp_path: Path) -> None:
     for placement, kind in (("ray", "RayVerifierPool"), ("local", "LocalVerifierPool")):
         config = build_config(Config, tree, [f"task.reward_placement={placement}"], where="here")
         suite = build_task_suite(config, byte_tokenizer())
-        assert type(suite.task._grader.pool).__name__ == kind
+        assert type(suite.task.grader.pool).__name__ == kind
         suite.close()

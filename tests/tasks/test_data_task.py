@@ -123,7 +123,7 @@ def test_math_verify_scores_by_default(path, tokenizer):
     task = build_task(config(path, reward_workers=1), tokenizer)
     prompt = next(p for p in task.prompts(0, 26) if p.question == "7 + 7")
     try:
-        verdict = task.score([prompt] * 4, ["\\boxed{14}", "so it is $28/2$", "15", "no idea"])
+        verdict = task.grader.score([prompt] * 4, ["\\boxed{14}", "so it is $28/2$", "15", "no idea"])
     finally:
         task.close()
     assert verdict.correct.tolist() == [True, True, False, False]
@@ -160,7 +160,7 @@ def test_the_finish_reason_reaches_the_rewards(path, tokenizer):
     prompt = next(p for p in task.prompts(0, 26) if p.question == "7 + 7")
     ids = np.asarray(tokenizer.encode("\\boxed{14}", add_special_tokens=False))
     try:
-        rewards = score_responses(task, tokenizer, [prompt], 2, [ids, ids], ["stop", "length"])
+        rewards = score_responses(task.grader, tokenizer, [prompt], 2, [ids, ids], ["stop", "length"])
     finally:
         task.close()
     assert rewards.correct.tolist() == [True, False]

@@ -118,7 +118,7 @@ def test_verdicts(task):
     prompt = next(p for p in task.prompts(0, 100) if len(p.answer) == 1 and p.answer != "0")
     wrong = str(int(prompt.answer) + 1)
     responses = [prompt.answer, wrong, "", "-", "12-", f" {prompt.answer}", f"{prompt.answer}\n{prompt.answer}"]
-    verdict = task.score([prompt] * len(responses), responses)
+    verdict = task.grader.score([prompt] * len(responses), responses)
     assert verdict.correct.tolist() == [True] + [False] * 6
     assert verdict.reward.tolist() == [1.0] + [0.0] * 6
     assert verdict.well_formed.tolist() == [True, True] + [False] * 5
@@ -130,7 +130,7 @@ def test_verdicts(task):
 def test_reward_is_the_verifiers_own_partial_credit(task):
     """reasoning-gym's chain_sum gives an answer that contains the right one its share of the length."""
     prompt = next(p for p in task.prompts(0, 100) if len(p.answer) == 1 and p.answer != "0")
-    verdict = task.score([prompt], [f"{prompt.answer}{prompt.answer}"])
+    verdict = task.grader.score([prompt], [f"{prompt.answer}{prompt.answer}"])
     assert verdict.reward.tolist() == [0.5]
     assert not verdict.correct[0]
 
@@ -140,16 +140,16 @@ def test_answers_come_from_the_pattern(sums, tokenizer):
     task = build_task(tagged, tokenizer)
     prompt = task.held_out(1)[0]
     responses = [f"so\nthat <answer>{prompt.answer}</answer>\n", prompt.answer, "<answer>1000</answer>"]
-    verdict = task.score([prompt] * 3, responses)
+    verdict = task.grader.score([prompt] * 3, responses)
     assert verdict.correct.tolist() == [True, False, False]
     assert verdict.well_formed.tolist() == [True, False, True]
 
 
 def test_every_prompts_reference_answer_is_right_and_only_its_own(task):
     prompts = task.held_out(200)
-    assert task.score(prompts, [p.answer for p in prompts]).correct.all()
+    assert task.grader.score(prompts, [p.answer for p in prompts]).correct.all()
     shifted = [str(int(p.answer) + 100) for p in prompts]
-    assert not task.score(prompts, shifted).correct.any()
+    assert not task.grader.score(prompts, shifted).correct.any()
 
 
 def test_a_verifier_that_fails_is_counted(tokenizer):
@@ -157,7 +157,7 @@ def test_a_verifier_that_fails_is_counted(tokenizer):
     task = build_task(TaskConfig(dataset="calendar_arithmetic", train_size=4, held_out_size=2), tokenizer)
     good = task.held_out(1)[0]
     broken = dataclasses.replace(good, metadata={})
-    verdict = task.score([good, broken], [good.answer, good.answer])
+    verdict = task.grader.score([good, broken], [good.answer, good.answer])
     assert verdict.reward.tolist() == [1.0, 0.0]
     assert verdict.well_formed.all()
     assert verdict.verifier_errors == 1
@@ -172,7 +172,7 @@ def test_what_a_verifier_makes_of_an_answer_is_ended_in_time(tokenizer):
     task = build_task(config, tokenizer)
     prompt = task.held_out(1)[0]
     start = time.monotonic()
-    verdict = task.score([prompt] * 3, ["9**9**9**9", "__import__('time').sleep(1000)", prompt.answer])
+    verdict = task.grader.score([prompt] * 3, ["9**9**9**9", "__import__('time').sleep(1000)", prompt.answer])
     task.close()
     assert time.monotonic() - start < 300
     assert verdict.timeouts == {"verifier": 1}
@@ -186,7 +186,9 @@ def test_a_dataset_that_gives_no_answer_because_many_are_right(tokenizer):
     assert prompt.answer == ""
     found = prompt.metadata["possible_answer"]
     try:
-        rewards = task.score([prompt] * 2, [json.dumps({str(node): colour for node, colour in found.items()}), "{}"])
+        rewards = task.grader.score(
+            [prompt] * 2, [json.dumps({str(node): colour for node, colour in found.items()}), "{}"]
+        )
     finally:
         task.close()
     assert rewards.correct.tolist() == [True, False]
@@ -195,7 +197,7 @@ def test_a_dataset_that_gives_no_answer_because_many_are_right(tokenizer):
 
 def test_score_wants_one_response_per_prompt(task):
     with pytest.raises(ValueError, match="2 prompts but 1 responses"):
-        task.score(task.held_out(2), ["1"])
+        task.grader.score(task.held_out(2), ["1"])
 
 
 def test_more_held_out_prompts_than_there_are(task):

@@ -78,7 +78,7 @@ def test_engines_stay_busy_while_half_of_the_episodes_wait(tmp_path) -> None:
     engine = open_engine(tmp_path / "model", rollout)
     try:
         task = build_task(agent, tokenizer)
-        player = AgentPlayer(agent, rollout, tokenizer, task.score)
+        player = AgentPlayer(agent, rollout, tokenizer, task.grader)
         ours = play(player, task, engine, sampling)
         player.close()
         task.close()

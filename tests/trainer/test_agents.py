@@ -75,7 +75,7 @@ def task_config(**agent) -> TaskConfig:
 def play(policy, prompts: int = 2, samples: int = 2, metadata=None, **agent) -> Episodes:
     config = task_config(**agent)
     task = build_task(config, policy.tokenizer)
-    player = AgentPlayer(config, ROLLOUT, policy.tokenizer, task.score)
+    player = AgentPlayer(config, ROLLOUT, policy.tokenizer, task.grader)
     try:
         sampling = SamplingConfig(max_tokens=16)
         asked = [
@@ -336,7 +336,7 @@ def test_the_end_of_a_run_does_not_wait_for_harnesses(tokenizer) -> None:
     policy = Policy(tokenizer)
     config = task_config(function="sleeps", timeout_s=1000)
     task = build_task(config, tokenizer)
-    player = AgentPlayer(config, ROLLOUT, tokenizer, task.score)
+    player = AgentPlayer(config, ROLLOUT, tokenizer, task.grader)
     named = {"run_seed": 5, "step": 3, "stream": TRAINING}
     failed: list[BaseException] = []
 

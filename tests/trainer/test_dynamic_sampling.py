@@ -109,12 +109,12 @@ def test_a_part_of_a_rollout_has_what_the_whole_has_of_it() -> None:
 
 def test_prompts_that_come_instead_depend_on_the_step_alone() -> None:
     task = PromptSet([], [prompt(number) for number in range(50)], seed=7)
-    third = [one.index for one in reserve(task, 3, 4, 10)(0, 40)]  # type: ignore[arg-type]
-    fourth = [one.index for one in reserve(task, 4, 4, 10)(0, 10)]  # type: ignore[arg-type]
+    third = [one.index for one in reserve(task, 3, 4, 10)(0, 40)]
+    fourth = [one.index for one in reserve(task, 4, 4, 10)(0, 10)]
     both = [*third, *fourth]
     assert sorted(both) == list(range(50)) or len(set(both)) > 25  # a stretch of an order of its own
     task.prompts(0, 50)
-    assert [one.index for one in reserve(task, 3, 4, 10)(5, 3)] == third[5:8]  # type: ignore[arg-type]
+    assert [one.index for one in reserve(task, 3, 4, 10)(5, 3)] == third[5:8]
     assert third != [one.index for one in task.prompts(120, 40)]
     seeds = [
         request.seed for request in requests_for([prompt(1), prompt(2), prompt(1)], 2, run_seed=0, step=3, stream=0)

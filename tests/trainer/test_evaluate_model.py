@@ -144,7 +144,7 @@ def test_what_is_kept_is_put_to_the_model_as_it_was(tmp_path):
         return load_prompts(task, DataConfig(path=str(file)), byte_tokenizer(), 256)[0]
 
     (tmp_path / "set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    one = EvaluationSet("set", read(tmp_path / "set.jsonl"), 2, scorer=None)
+    one = EvaluationSet("set", read(tmp_path / "set.jsonl"), 2, grader=None)
     with AnswerFile(tmp_path / "answers.jsonl", {}) as file:
         file.add(replace(answer(0, sample), correct=sample == 0) for sample in range(2))
         file.add(replace(answer(1, sample), correct=True) for sample in range(2))

@@ -9,7 +9,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.environments.episode import Begun, Episode, Episodes
 from megatron_dppo.tasks.environments.make import environment_maker
-from megatron_dppo.tasks.prompt_set import PromptSet
+from megatron_dppo.tasks.prompt_set import PromptSet, drawn_sizes
 from megatron_dppo.tasks.prompting import encode_prompt, encode_text, render, split_special, user_message
 from megatron_dppo.tasks.task import Prompt
 
@@ -50,12 +50,8 @@ class TurnEncoder:
         return ids[1:] if len(ids) and ids[0] == last_sampled else ids
 
 
-TRAIN_SIZE, HELD_OUT_SIZE = 2048, 256
-"""Initial states, where the configuration does not say."""
-
-
 class EnvironmentTask(PromptSet):
-    """Initial states of an environment as `Prompts`, a training and a held-out set. The number of a prompt decides the
+    """Initial states of an environment as prompts, a training and a held-out set. The number of a prompt decides the
     seed of its episodes, so all samples of a prompt start alike."""
 
     def __init__(self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int) -> None:
@@ -66,8 +62,8 @@ class EnvironmentTask(PromptSet):
         self.episodes = Episodes(config.environment, config.reward_workers, config.reward_memory_mib)
         self.max_turns = config.environment.max_turns
         self.turns = TurnEncoder(config, tokenizer)
-        held_out = HELD_OUT_SIZE if config.held_out_size is None else config.held_out_size
-        prompts = self._distinct(config, tokenizer, held_out + (config.train_size or TRAIN_SIZE), max_prompt_tokens)
+        held_out, wanted, draws = drawn_sizes(config)
+        prompts = self._distinct(config, tokenizer, wanted, draws, max_prompt_tokens)
         super().__init__(prompts[:held_out], prompts[held_out:], config.seed)
 
     def begin(self, prompt: Prompt) -> Begun:
@@ -79,12 +75,11 @@ class EnvironmentTask(PromptSet):
         self.episodes.close()
 
     def _distinct(
-        self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, wanted: int, max_prompt_tokens: int
+        self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, wanted: int, draws: int, max_prompt_tokens: int
     ) -> list[Prompt]:
         prompts: list[Prompt] = []
         seen: set[str] = set()
         episode = Episode(self._make(), self._name)
-        draws = 10 * wanted + 1000
         for number in range(draws):
             seed = int(np.random.SeedSequence((self._seed, number)).generate_state(1)[0])
             observation = episode.reset(seed)
