@@ -68,7 +68,6 @@ class ShardExporter:
         shapes: Mapping[str, Shape],
         groups: ProcessGroupCollection,
         *,
-        destination: int = 0,
         written_in: Mapping[str, str] | None = None,
     ) -> None:
         """
@@ -77,7 +76,6 @@ class ShardExporter:
         written_in  what each tensor is a part of (`HFConfig.written_in`): such parts come one after another. Default:
                     experts matrix by matrix
         """
-        self.destination = destination
         self._rank = dist.get_rank()
         self._local: dict[tuple[str, Block], Callable[[], torch.Tensor]] = {}
         dtypes: dict[str, torch.dtype] = {}
@@ -125,17 +123,17 @@ class ShardExporter:
     ) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Every tensor in the order of `tensors`, whole, in `dtype` (default: the parameters').
 
-        A collective: every rank of the world iterates to the end. The destination rank (default: rank 0) gets
-        `(name, tensor)` on the parameters' device, the others `(name, None)`. Tensors travel in buckets of at most
-        `bucket_bytes` (or one tensor, where it is larger), point to point, so the destination needs two buckets beside
-        its shard and a sender one; a layer's experts are never all in one place. No gradients.
+        A collective: every rank of the world iterates to the end. Rank 0 gets `(name, tensor)` on the parameters'
+        device, the others `(name, None)`. Tensors travel in buckets of at most `bucket_bytes` (or one tensor, where it
+        is larger), point to point, so rank 0 needs two buckets beside its shard and a sender one; a layer's experts are
+        never all in one place. No gradients.
         """
         buckets = self.buckets(bucket_bytes)
         for index, layout in enumerate(buckets.layouts):
             # Memory of its own for each: who iterates may keep what it got.
             payload = torch.empty(layout.size, dtype=torch.uint8, device=self._device)
-            buckets.gather(index, payload, self.destination)
-            if self._rank != self.destination:
+            buckets.gather(index, payload)
+            if self._rank != 0:
                 yield from ((name, None) for slot in layout.slots for name in slot.names())
                 continue
             for slot, tensor in unpack(layout.slots, payload):
@@ -156,25 +154,12 @@ class WeightExporter(ShardExporter):
         model: HFConfig,
         groups: ProcessGroupCollection,
         *,
-        destination: int = 0,
         in_files: bool = False,
     ) -> None:
         """`in_files`: tensors come in the order in which a checkpoint's files hold them."""
         written_in = model.written_in if in_files and model.written_in else None
         shards = owned_parameters(models, model, groups)
-        super().__init__(shards, model.tensors, groups, destination=destination, written_in=written_in)
-
-
-def export_weights(
-    models: Sequence[torch.nn.Module],
-    model: HFConfig,
-    groups: ProcessGroupCollection,
-    *,
-    dtype: torch.dtype | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
-) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """`WeightExporter(...).stream(...)` for one use."""
-    return WeightExporter(models, model, groups).stream(dtype=dtype, bucket_bytes=bucket_bytes)
+        super().__init__(shards, model.tensors, groups, written_in=written_in)
 
 
 def check_tiling(name: str, shape: Shape, blocks: list[Block]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -58,6 +58,17 @@ def most_common_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype:
     for tensor in tensors:
         numbers[tensor.dtype] += prod(tensor.shape)
     return numbers.most_common(1)[0][0]
+
+
+_LISTED = 5
+
+
+def refuse_tensors(where: object, faults: Mapping[str, Sequence[str]], why: str) -> None:
+    """`UserError` for the first of `faults` (what is wrong, with which tensors) that has some: names a few of them."""
+    for what, names in faults.items():
+        if names:
+            more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+            raise UserError(f"{where} {what} {', '.join(names[:_LISTED])}{more}; {why}")
 
 
 class TensorFiles(Protocol):

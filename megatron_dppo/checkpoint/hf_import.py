@@ -11,14 +11,13 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_dppo.checkpoint.first_rank import raise_from_any
-from megatron_dppo.checkpoint.hf_files import HFFiles, TensorFiles, converted
+from megatron_dppo.checkpoint.hf_files import HFFiles, TensorFiles, converted, refuse_tensors
 from megatron_dppo.checkpoint.weight_layout import extent
 from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import owned_parameters
 
-_LISTED = 5
 _COMPARED_ROWS = 8192
 
 
@@ -101,7 +100,6 @@ def check_tensors(files: HFFiles, model: HFConfig, stacked: bool) -> None:
     """Names and shapes in the files against the model's table: a bijection, or `UserError`."""
     expected = model.stacked_tensors if stacked else model.tensors
     stored = dict(files.tensors)
-    where = files.folder
     ends = (model.family.ends[f"{end}.weight"] for end in ("output_layer", "embedding.word_embeddings"))
     head, embedding = (next(iter(end.sources(model))) for end in ends)
     if model.tied and head in stored:
@@ -113,14 +111,8 @@ def check_tensors(files: HFFiles, model: HFConfig, stacked: bool) -> None:
         for name, shape in expected.items()
         if name in stored and stored[name].shape != shape
     ]
-    for what, names in (
-        ("lacks", missing),
-        ("has tensors of the wrong shape:", wrong),
-        ("has unused tensors:", unused),
-    ):
-        if names:
-            more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-            raise UserError(f"{where} {what} {', '.join(names[:_LISTED])}{more}; it does not match its config.json")
+    faults = {"lacks": missing, "has tensors of the wrong shape:": wrong, "has unused tensors:": unused}
+    refuse_tensors(files.folder, faults, "it does not match its config.json")
     if model.tied and head in stored:
         _check_tied(files, head, embedding)
 

@@ -29,7 +29,7 @@ import torch
 from megatron.core.safe_globals import register_safe_globals
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from megatron_dppo.checkpoint.hf_files import DTYPES, StoredTensor, most_common_dtype
+from megatron_dppo.checkpoint.hf_files import DTYPES, StoredTensor, most_common_dtype, refuse_tensors
 from megatron_dppo.checkpoint.safe_dcp import INDEX, read_index
 from megatron_dppo.checkpoint.weight_layout import extent
 from megatron_dppo.errors import UserError
@@ -41,7 +41,6 @@ MARKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 COMMON, COMMON_KEY = "common.pt", "common_state/"
 OUTPUT_LAYER = "output_layer.weight"
 _FORMAT = "metadata.json"
-_LISTED = 5
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
 _NO_WEIGHT = re.compile(r"(optimizer|chained_\d+)\.")
@@ -209,17 +208,12 @@ class MegatronFiles:
             for piece in transform.pieces(self._model, 0, 1):
                 self._places[piece.hf_name].append(_Place(piece, tuple(slabs)))
         kind = self._model.family.model_type
-        for what, names in (
-            ("lacks", missing),
-            ("does not fit:", wrong),
-            (f"has what {kind} has no place for:", sorted(self._stored.keys() - used)),
-        ):
-            if names:
-                more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-                raise UserError(
-                    f"{self.folder} {what} {', '.join(names[:_LISTED])}{more}; it is of another model than the "
-                    f"config.json in {self._model.path}"
-                )
+        faults = {
+            "lacks": missing,
+            "does not fit:": wrong,
+            f"has what {kind} has no place for:": sorted(self._stored.keys() - used),
+        }
+        refuse_tensors(self.folder, faults, f"it is of another model than the config.json in {self._model.path}")
 
     def _find(self, name: str, rows: int) -> list[_Slab]:
         for key, indices in self._forms(name):

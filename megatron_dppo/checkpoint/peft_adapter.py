@@ -16,7 +16,7 @@ from megatron_dppo.checkpoint.atomic import whole_folder, write_synced
 from megatron_dppo.checkpoint.checksums import write_checksums
 from megatron_dppo.checkpoint.first_rank import raise_everywhere
 from megatron_dppo.checkpoint.hf_export import ShardExporter
-from megatron_dppo.checkpoint.hf_files import require_unchanged
+from megatron_dppo.checkpoint.hf_files import refuse_tensors, require_unchanged
 from megatron_dppo.checkpoint.peft_stacked import StackedExperts
 from megatron_dppo.checkpoint.safetensors_stream import SafetensorsStream
 from megatron_dppo.errors import UserError, of_file
@@ -39,22 +39,13 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "layer_replication": None,
 }
 """Settings that would change the mathematics, with the only value supported."""
-_LISTED = 5
 
 
-class AdapterExporter(ShardExporter):
-    """Streams the adapters of one model by PEFT's names; see `ShardExporter`."""
-
-    def __init__(
-        self,
-        models: Sequence[torch.nn.Module],
-        model: HFConfig,
-        groups: ProcessGroupCollection,
-        config: LoraConfig,
-        *,
-        destination: int = 0,
-    ) -> None:
-        super().__init__(owned_adapters(models), adapter_tensors(model, config), groups, destination=destination)
+def adapter_exporter(
+    models: Sequence[torch.nn.Module], model: HFConfig, groups: ProcessGroupCollection, config: LoraConfig
+) -> ShardExporter:
+    """Of the adapters of one model, by PEFT's names."""
+    return ShardExporter(owned_adapters(models), adapter_tensors(model, config), groups)
 
 
 def owned_adapters(models: Sequence[torch.nn.Module]) -> Iterator[Owned]:
@@ -81,7 +72,7 @@ def save_peft_adapter(
     """
     target = Path(path)
     problem: UserError | OSError | None = None
-    exporter = AdapterExporter(models, model, groups, config)
+    exporter = adapter_exporter(models, model, groups, config)
     stream = exporter.stream()
     if dist.get_rank() == 0:
         try:
@@ -158,17 +149,13 @@ class _AdapterFile:
         if StackedExperts.stored(model, config, shapes):
             self._stacked = StackedExperts(self._handle, model, config, str(self._file))
             expected = self._stacked.shapes(expected, shapes)
-        for what, names in (
-            ("lacks", [n for n in expected if n not in shapes]),
-            ("has tensors of the wrong shape:", [n for n in expected if n in shapes and shapes[n] != expected[n]]),
-            ("has unused tensors:", sorted(n for n in shapes if n not in expected)),
-        ):
-            if names:
-                more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-                raise UserError(
-                    f"{self._file} {what} {', '.join(names[:_LISTED])}{more}; it does not fit lora.rank={config.rank}, "
-                    f"lora.targets={list(config.targets)} and the model"
-                )
+        faults = {
+            "lacks": [n for n in expected if n not in shapes],
+            "has tensors of the wrong shape:": [n for n in expected if n in shapes and shapes[n] != expected[n]],
+            "has unused tensors:": sorted(n for n in shapes if n not in expected),
+        }
+        settings = f"lora.rank={config.rank}, lora.targets={list(config.targets)}"
+        refuse_tensors(self._file, faults, f"it does not fit {settings} and the model")
 
     def read(self, name: str, block: Block) -> torch.Tensor:
         found = self._stacked.find(name) if self._stacked else None

@@ -52,7 +52,7 @@ def random_tensor(name: str, model: HFConfig, seed: int, device: torch.device) -
     if "norm" in name.rsplit(".", 2)[-2]:
         neutral = torch.zeros if model.centred_norms and ".linear_attn." not in name else torch.ones
         return neutral(shape, dtype=dtype, device=device)
-    return (_spread(name, model) * _draw(name, shape, seed, device)).to(dtype)
+    return (_spread(name, model) * normal(name, shape, seed, device)).to(dtype)
 
 
 def _spread(name: str, model: HFConfig) -> float:
@@ -66,7 +66,8 @@ def _spread(name: str, model: HFConfig) -> float:
     return weights
 
 
-def _draw(name: str, shape: Shape, seed: int, device: torch.device) -> torch.Tensor:
+def normal(name: str, shape: Shape, seed: int, device: torch.device) -> torch.Tensor:
+    """Standard normal numbers in float32, from a generator of `seed` and a tensor's name."""
     words = np.random.SeedSequence((seed, zlib.crc32(name.encode()))).generate_state(1, np.uint64)
     generator = torch.Generator(device=device).manual_seed(int(words[0] >> np.uint64(1)))
     return torch.randn(shape, generator=generator, device=device)

@@ -216,20 +216,20 @@ class WeightBuckets:
             else:
                 torch.cat(parts, out=target)
 
-    def gather(self, index: int, payload: torch.Tensor, destination: int) -> None:
-        """`write`, and the whole bucket on rank `destination`. Collective over the world, point to point."""
+    def gather(self, index: int, payload: torch.Tensor) -> None:
+        """`write`, and the whole bucket on rank 0. Collective over the world, point to point."""
         self.write(index, payload)
         under_way = []
         for segment in self.layouts[index].segments:
-            if segment.source == destination:
+            if segment.source == 0:
                 continue
             part = payload[segment.start : segment.stop]
-            if self._rank == destination:
+            if self._rank == 0:
                 under_way.append(dist.P2POp(dist.irecv, part, segment.source))
             elif self._rank == segment.source:
-                under_way.append(dist.P2POp(dist.isend, part, destination))
-        # As a batch they go over the job's communicator: one by one NCCL would make one for every sender, and rank
-        # `destination` would keep them all.
+                under_way.append(dist.P2POp(dist.isend, part, 0))
+        # As a batch they go over the job's communicator: one by one NCCL would make one for every sender, and rank 0
+        # would keep them all.
         for request in dist.batch_isend_irecv(under_way) if under_way else ():
             request.wait()
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
-import numpy as np
 import torch
 
 from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.actor.runtime import Runtime
+from megatron_dppo.checkpoint.random_weights import normal
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.config.schema import Config
 from megatron_dppo.rollout.engine import EngineClient, WorkerReport
@@ -134,7 +134,7 @@ class WeightSync:
         buckets = self._buckets()
         if self._sender is None:
             noise = self._config.trainer.engine_weight_noise
-            change = _noisy(noise, self._config.run.seed) if noise else None
+            change = partial(perturbed, noise=noise, seed=self._config.run.seed) if noise else None
             control = self._runtime.control
             self._sender = weight_sender(self._rollout, buckets, self._runtime.device, change, control)
         with clock("begin"):
@@ -188,21 +188,9 @@ def _memory(device: torch.device) -> dict[str, float]:
     }
 
 
-def _noisy(noise: float, seed: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return next(perturbed([(name, tensor)], noise, seed))[1]
-
-    return change
-
-
-def perturbed(
-    weights: Iterable[tuple[str, torch.Tensor]], noise: float, seed: int
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """`weights` with Gaussian noise of `noise` times each tensor's root mean square. The noise of a name is the same in
-    every sync of a run: like another kernel's rounding it leans one way, rather than averaging out over steps."""
-    for name, tensor in weights:
-        words = np.random.SeedSequence((seed, zlib.crc32(name.encode()))).generate_state(1, np.uint64)
-        generator = torch.Generator(device=tensor.device).manual_seed(int(words[0] >> np.uint64(1)))
-        values = tensor.float()
-        drawn = torch.randn(tensor.shape, generator=generator, device=tensor.device)
-        yield name, (values + noise * values.square().mean().sqrt() * drawn).to(tensor.dtype)
+def perturbed(name: str, tensor: torch.Tensor, *, noise: float, seed: int) -> torch.Tensor:
+    """A weight with Gaussian noise of `noise` times its root mean square. The noise of a name is the same in every sync
+    of a run: like another kernel's rounding it leans one way, rather than averaging out over steps."""
+    values = tensor.float()
+    drawn = normal(name, tuple(tensor.shape), seed, tensor.device)
+    return (values + noise * values.square().mean().sqrt() * drawn).to(tensor.dtype)

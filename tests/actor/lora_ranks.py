@@ -37,7 +37,7 @@ def train_adapters(
 ) -> TrainedAdapters:
     from megatron_dppo.actor.actor import TrainingSignal
     from megatron_dppo.batch import InMemorySource
-    from megatron_dppo.checkpoint.peft_adapter import AdapterExporter, save_peft_adapter
+    from megatron_dppo.checkpoint.peft_adapter import adapter_exporter, save_peft_adapter
     from megatron_dppo.checkpoint.state_parts import distributed_parts
     from megatron_dppo.models.hf_config import load_hf_config
     from megatron_dppo.models.lora.config import LoraConfig
@@ -47,7 +47,7 @@ def train_adapters(
     config = LoraConfig(**lora)
     actor = build_actor(path, layout, case, lora=lora | {"adapter": adapter})
     model, groups = actor.trainee.model, actor.runtime.groups
-    exporter = AdapterExporter(actor.model, model, groups, config)
+    exporter = adapter_exporter(actor.model, model, groups, config)
 
     def adapters() -> dict[str, np.ndarray]:
         return {name: t.numpy().copy() for name, t in exporter.stream() if t is not None}

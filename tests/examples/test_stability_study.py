@@ -190,9 +190,9 @@ def test_a_wrong_override_is_refused_before_the_model_is_made(tmp_path: Path) ->
 
 def test_noise_is_relative_repeatable_and_leans_one_way() -> None:
     weights = {"a": 3.0 * torch.randn(200, 50), "b": torch.ones(40, dtype=torch.bfloat16)}
-    first = dict(perturbed(weights.items(), 0.1, seed=1))
-    again = dict(perturbed(((name, tensor) for name, tensor in weights.items()), 0.1, seed=1))
-    other = dict(perturbed(weights.items(), 0.1, seed=2))
+    first, again, other = (
+        {name: perturbed(name, tensor, noise=0.1, seed=seed) for name, tensor in weights.items()} for seed in (1, 1, 2)
+    )
     assert torch.equal(first["a"], again["a"])
     assert not torch.equal(first["a"], other["a"])
     assert first["b"].dtype == torch.bfloat16

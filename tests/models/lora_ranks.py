@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatron_dppo.checkpoint.hf_export import WeightExporter
-from megatron_dppo.checkpoint.peft_adapter import AdapterExporter, load_peft_adapter, save_peft_adapter
+from megatron_dppo.checkpoint.peft_adapter import adapter_exporter, load_peft_adapter, save_peft_adapter
 from megatron_dppo.models.lora.attach import attach_adapters
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.packed_logits import packed_logits
@@ -30,7 +30,7 @@ def in_buckets(exporter: WeightExporter, rank: int) -> dict[str, np.ndarray]:
     buckets, found = exporter.buckets(40_000), {}
     payload = torch.empty(buckets.largest, dtype=torch.uint8)
     for index, layout in enumerate(buckets.layouts):
-        buckets.gather(index, payload, 0)
+        buckets.gather(index, payload)
         for slot in layout.slots if rank == 0 else ():
             flat = payload[slot.offset : slot.offset + slot.nbytes].view(getattr(torch, slot.dtype)).float()
             for name, one in zip(slot.names(), flat.chunk(slot.count), strict=True):
@@ -54,7 +54,7 @@ def attach_and_look(rank: int, path: Path, layout: dict, folder: Path, saved: Pa
     found: dict[str, Any] = {
         "step_0": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
         "trained": {n for chunk in models for n, p in chunk.named_parameters() if p.requires_grad},
-        "first": named(AdapterExporter(models, model, groups, CONFIG)),
+        "first": named(adapter_exporter(models, model, groups, CONFIG)),
     }
     exporter = WeightExporter(models, model, groups)
     merged = named(exporter)
@@ -76,7 +76,7 @@ def attach_and_look(rank: int, path: Path, layout: dict, folder: Path, saved: Pa
 def first_adapters(rank: int, path: Path, layout: dict) -> dict[str, np.ndarray]:
     models, model, groups = build_from(path, layout)
     attach_adapters(models, model, groups, CONFIG, seed=7)
-    return named(AdapterExporter(models, model, groups, CONFIG))
+    return named(adapter_exporter(models, model, groups, CONFIG))
 
 
 def logits_and_folder(rank: int, path: Path, layout: dict, folder: Path, saved: Path) -> np.ndarray:

@@ -139,7 +139,7 @@ def send_to_a_full_store(rank: int) -> tuple[list[int], dict[str, str]]:
     buckets: Any = SimpleNamespace(
         layouts=[SimpleNamespace(slots=(), size=8)] * 3,
         largest=8,
-        gather=lambda index, payload, destination: gathered.append(index),
+        gather=lambda index, payload: gathered.append(index),
     )
 
     def put(value: object) -> None:

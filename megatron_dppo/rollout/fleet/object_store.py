@@ -29,7 +29,7 @@ class ObjectStoreSender(WeightSender):
         payload = torch.empty(self._buckets.largest, dtype=torch.uint8, device=self._device)
         loading: Pending[None] | None = None
         for index, layout in enumerate(self._buckets.layouts):
-            self._buckets.gather(index, payload, destination=0)
+            self._buckets.gather(index, payload)
             if to is None:
                 continue
             if self._change is not None:
