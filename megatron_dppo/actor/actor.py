@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -227,9 +226,7 @@ class MegatronActor:
             totals.add_plan(plan)
             self._aux_losses.start(plan.padded_rows)
             controller = RouterReplayController(self._passes.routers) if self._passes.replay != "none" else None
-            with self.phases("forward and backward"), progress.inside(), ExitStack() as stack:
-                if controller is not None:
-                    stack.enter_context(controller.installed())
+            with self.phases("forward and backward"), progress.inside():
                 reports = self._passes.run(microbatches, objective, replay=controller, forward_only=False)
                 prepare_step(self.optimizer)
             with self.phases("metrics"):
@@ -306,11 +303,7 @@ class MegatronActor:
         controller = RouterReplayController(self._passes.routers, force=replay) if watch else None
         plan = self._passes.plan(source, np.arange(len(source.lengths)))
         microbatches = self._passes.build(source, plan, replay="r3" if watch else "none")
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())  # the schedule builds a graph, and `passed` would keep all activations
-            if controller is not None:
-                stack.enter_context(controller.installed())
-            passed = self._passes.run(microbatches, collect, replay=controller, forward_only=True)
+        passed = self._passes.run(microbatches, collect, replay=controller)
         kept: list[Tensor] = []
         gap = torch.zeros(1, dtype=torch.float64, device=self.runtime.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -132,28 +132,36 @@ class Passes:
 
         return MicrobatchStream(make, plan.rows[rank])
 
-    def run(self, microbatches: MicrobatchStream, loss: Any, **options: Any) -> list[Any]:
-        return run_schedule(
-            self._chunks,
-            microbatches,
-            loss,
-            vocab_size=self._vocab_size,
-            device=self._runtime.device,
-            tensor_group=self._runtime.groups.tp,
-            temperature=self._temperature,
-            **options,
-        )
+    def run(
+        self,
+        microbatches: MicrobatchStream,
+        loss: Any,
+        *,
+        replay: RouterReplayController | None,
+        forward_only: bool = True,
+    ) -> list[Any]:
+        """`run_schedule` with the routers under `replay`."""
+        # Without a backward the schedule would build a graph all the same, and what is kept would keep all activations.
+        with torch.set_grad_enabled(not forward_only), replay.installed() if replay else nullcontext():
+            return run_schedule(
+                self._chunks,
+                microbatches,
+                loss,
+                vocab_size=self._vocab_size,
+                device=self._runtime.device,
+                tensor_group=self._runtime.groups.tp,
+                temperature=self._temperature,
+                replay=replay,
+                forward_only=forward_only,
+            )
 
     def recompute(self, source: SequenceSource, plan: PackPlan, progress: ProgressTeller) -> BeforeUpdate:
         """This model's own statistics of the rows, before any step, and under R2 the experts it chose."""
         microbatches = self.build(source, plan, replay=self.replay)
         own = self.replay == "r2"
         controller = RouterReplayController(self.routers, keep_routes=own) if self.replay != "none" else None
-        with progress.inside(), ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            if controller is not None:
-                stack.enter_context(controller.installed())
-            passed = self.run(microbatches, collect, replay=controller, forward_only=True)
+        with progress.inside():
+            passed = self.run(microbatches, collect, replay=controller)
         routes = None
         if controller is not None:
             self.account(controller, plan, source, np.zeros_like(source.lengths) if own else source.routed)
@@ -173,11 +181,7 @@ class Passes:
         def loss(_: int, microbatch: Microbatch, stats: TokenStats) -> tuple[torch.Tensor, T]:
             return stats.logp.sum() * 0.0, keep(microbatch, stats)
 
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            if controller is not None:
-                stack.enter_context(controller.installed())
-            kept = self.run(microbatches, loss, replay=controller, forward_only=True)
+        kept = self.run(microbatches, loss, replay=controller)
         if controller is not None:
             self.account(controller, plan, source, source.routed)
         return kept
