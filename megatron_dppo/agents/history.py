@@ -34,7 +34,7 @@ class TurnRecord:
     ended: float
     """And when the last token was there."""
     prompt: int
-    """Tokens before the answer."""
+    """Tokens before the answer in its branch, so the row of its first sampled token."""
     sampled: int
     """Tokens of it."""
     finish_reason: str
@@ -51,11 +51,6 @@ class TurnRecord:
     @property
     def trained(self) -> bool:
         return not self.why_not
-
-    @property
-    def first_token(self) -> int:
-        """Row of its first sampled token in its branch."""
-        return self.prompt
 
 
 @dataclass(eq=False)

@@ -303,7 +303,7 @@ def _masked(record: SessionRecord, numbers: frozenset[int]) -> SessionRecord:
     for number in sorted(numbers):
         turn = turns[number]
         if turn.trained:
-            rows = slice(turn.first_token, turn.first_token + turn.sampled)
+            rows = slice(turn.prompt, turn.prompt + turn.sampled)
             branches[turn.branch] = _context(branches[turn.branch], rows)
             turns[number] = replace(turn, why_not="its harness said so")
     kept = [number for number, branch in enumerate(branches) if branch.loss_mask.any()]
@@ -358,7 +358,7 @@ def _turn_returns(played: Sequence[_Played], rewards: np.ndarray, discount: floa
             left = gained[turn] + (left if turn == len(gained) - 1 else discount * left)
             record = one.record.turns[turn]
             if record.trained:
-                rows.append((first + record.branch, record.first_token - 1, number, turn, left))
+                rows.append((first + record.branch, record.prompt - 1, number, turn, left))
         first += len(one.record.branches)
     return TurnReturns.of(rows)
 
