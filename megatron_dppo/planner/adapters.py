@@ -83,8 +83,7 @@ def merged_tensors(layout: Layout, stage: int) -> int:
         return 0
     return sum(
         count * sum(one.kinds * max(1, one.experts) for one in _adapters(layout, layer))
-        for chunk in stage_layers(model.layers, parallel)[stage].kinds(model)
-        for layer, count in chunk
+        for layer, count in stage_layers(model.layers, parallel)[stage].kinds(model)
     )
 
 

@@ -56,12 +56,12 @@ class StageLayers:
     chunks: tuple[tuple[int, ...], ...]
     """Numbers of the layers (from 0) of each model chunk."""
 
-    def kinds(self, model: HFConfig) -> list[list[tuple[int, int]]]:
-        """Per chunk: (a layer, how many of its kind)."""
-        return [_kinds(model, chunk) for chunk in self.chunks]
+    def kinds(self, model: HFConfig) -> list[tuple[int, int]]:
+        """(a layer, how many of its kind), chunk by chunk."""
+        return [kind for chunk in self.chunks for kind in _kinds(model, chunk)]
 
     def divided(self, model: HFConfig, first: int) -> list[tuple[list[tuple[int, int]], list[tuple[int, int]]]]:
-        """Per chunk the same of its first `first` layers, and of its others."""
+        """Of each chunk the same of its first `first` layers, and of its others."""
         return [(_kinds(model, chunk[:first]), _kinds(model, chunk[first:])) for chunk in self.chunks]
 
 
@@ -110,9 +110,8 @@ def layer_parameters(model: HFConfig, parallel: ParallelConfig, layer: int) -> P
 def stage_parameters(model: HFConfig, parallel: ParallelConfig, stage: int) -> Parameters:
     """Of every rank of pipeline stage `stage`."""
     total = Parameters()
-    for chunk in stage_layers(model.layers, parallel)[stage].kinds(model):
-        for layer, count in chunk:
-            total += layer_parameters(model, parallel, layer) * count
+    for layer, count in stage_layers(model.layers, parallel)[stage].kinds(model):
+        total += layer_parameters(model, parallel, layer) * count
     vocabulary = model.padded_vocab_size(parallel.tensor) // parallel.tensor * model.hidden_size
     last = stage == parallel.pipeline - 1
     if stage == 0:
@@ -126,12 +125,11 @@ def stage_parameters(model: HFConfig, parallel: ParallelConfig, stage: int) -> P
 def stage_adapters(model: HFConfig, parallel: ParallelConfig, stage: int, lora: LoraConfig) -> Parameters:
     """Of the adapters on every rank of pipeline stage `stage`, by the part of the layer that they are on."""
     total = Parameters()
-    for chunk in stage_layers(model.layers, parallel)[stage].kinds(model):
-        for layer, count in chunk:
-            sizes: Counter[str] = Counter()
-            for size in adapter_sizes(model, parallel, layer, lora):
-                sizes["attention" if size.target in ("qkv", "o") else size.target] += size.parameters(lora.rank)
-            total += Parameters(**sizes) * count
+    for layer, count in stage_layers(model.layers, parallel)[stage].kinds(model):
+        sizes: Counter[str] = Counter()
+        for size in adapter_sizes(model, parallel, layer, lora):
+            sizes["attention" if size.target in ("qkv", "o") else size.target] += size.parameters(lora.rank)
+        total += Parameters(**sizes) * count
     return total
 
 

@@ -96,11 +96,10 @@ def _hidden(layout: Layout, stage: int, e: Efficiency) -> float:
     if not layout.parallel.overlap_expert_exchange:
         return 0.0
     hidden = 0.0
-    for chunk in stage_layers(layout.model.layers, layout.parallel)[stage].kinds(layout.model):
-        for layer, count in chunk:
-            if layout.model.is_moe_layer(layer):
-                spare = layer_time(layout, layer, e).both - _host(layout, layer, e).both
-                hidden += count * max(0.0, min(2 * e.hidden_exchange * _exchange(layout, e), spare))
+    for layer, count in stage_layers(layout.model.layers, layout.parallel)[stage].kinds(layout.model):
+        if layout.model.is_moe_layer(layer):
+            spare = layer_time(layout, layer, e).both - _host(layout, layer, e).both
+            hidden += count * max(0.0, min(2 * e.hidden_exchange * _exchange(layout, e), spare))
     return hidden
 
 
@@ -285,8 +284,7 @@ def _optimizer(layout: Layout, stage: int, e: Efficiency) -> float:
     gather += all_gather(layout, 2 * parameters.experts, layout.expert_copies, span, e)
     tensors = sum(
         count * _trained_tensors(layout, layer)
-        for chunk in stage_layers(model.layers, parallel)[stage].kinds(model)
-        for layer, count in chunk
+        for layer, count in stage_layers(model.layers, parallel)[stage].kinds(model)
     )
     return adam + gather + tensors * e.parameter_s
 

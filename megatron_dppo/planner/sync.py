@@ -34,7 +34,7 @@ def sync_memory(layout: Layout, settings: EngineSettings, tensor: int, *, coloca
     """`tensor`: GPUs of an engine. `colocated`: buckets lie in the memory of trainer ranks on the same GPUs, else in
     the engine's."""
     model, one = layout.model, ParallelConfig()
-    kinds = [layer for chunk in stage_layers(model.layers, one)[0].kinds(model) for layer, _ in chunk]
+    kinds = [layer for layer, _ in stage_layers(model.layers, one)[0].kinds(model)]
     sizes: dict[bool, list[int]] = {False: [], True: []}
     for table in (model.family.ends, *(model.layer_tables[layer] for layer in kinds)):
         for transform in table.values():
