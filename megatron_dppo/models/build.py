@@ -21,23 +21,15 @@ from megatron_dppo.models.layers.latent_attention import share_rotary
 from megatron_dppo.models.rope import rope_frequencies
 
 
-def build_model(
-    model: HFConfig,
-    config: TransformerConfig,
-    groups: ProcessGroupCollection,
-    *,
-    max_sequence_length: int | None = None,
-) -> list[GPTModel]:
+def build_model(model: HFConfig, config: TransformerConfig, groups: ProcessGroupCollection) -> list[GPTModel]:
     """The chunks this rank holds, one per virtual pipeline stage, weights allocated but not set.
 
     `groups` are the ones Megatron-Core's `parallel_state` was initialised with
     (`ProcessGroupCollection.use_mpu_process_groups()`): its pipeline helpers read the global state as well. Only the
     first chunk of the pipeline has an embedding, only the last an output layer, whose logits stay sharded
-    (`parallel_output`). `max_sequence_length` (tokens, default `max_position_embeddings`) is what a sequence may reach.
-    With a GPU the weights are on the current device, otherwise (and under `torch.device("meta")`) where torch's default
-    device says. No collectives.
+    (`parallel_output`). With a GPU the weights are on the current device, otherwise (and under `torch.device("meta")`)
+    where torch's default device says. No collectives.
     """
-    length = max_sequence_length or model.max_position_embeddings
     frequencies, rope_factor = rope_frequencies(model.config)
     if rope_factor != 1.0 and not model.latent:  # the fused kernel for packed sequences knows no such factor
         if 2 * len(frequencies) == model.head_dim:
@@ -54,7 +46,7 @@ def build_model(
             config=config,
             transformer_layer_spec=_layer_spec(model, config, groups, chunk_of_stage),
             vocab_size=model.padded_vocab_size(config.tensor_model_parallel_size),
-            max_sequence_length=length,
+            max_sequence_length=model.max_position_embeddings,
             pre_process=(stage, chunk) == (0, 0),
             post_process=(stage, chunk) == last,
             parallel_output=True,

@@ -149,32 +149,6 @@ class Vocabulary(Named):
 
 
 @dataclass(frozen=True)
-class GateUp(Named):
-    """Two `[rows, cols]` matrices, each divided by rows, the gate's share above the up projection's."""
-
-    gate: str = tensor_name()
-    up: str = tensor_name()
-    rows: str = "ffn"
-    cols: str = "hidden"
-
-    def sources(self, model: Architecture) -> dict[str, Shape]:
-        shape = model.dims[self.rows], model.dims[self.cols]
-        return {self.gate: shape, self.up: shape}
-
-    def shape(self, model: Architecture, parts: int) -> Shape:
-        return 2 * model.dims[self.rows] // parts, model.dims[self.cols]
-
-    def pieces(self, model: Architecture, part: int, parts: int) -> list[Piece]:
-        both, cols = self.shape(model, parts)
-        height = both // 2
-        source = ((part * height, (part + 1) * height), (0, cols))
-        return [
-            Piece(self.gate, source, ((0, height), (0, cols))),
-            Piece(self.up, source, ((height, both), (0, cols))),
-        ]
-
-
-@dataclass(frozen=True)
 class QKV(Named):
     """Query, key and value projections (or their biases, `cols=None`) interleaved by query group:
 
@@ -286,6 +260,11 @@ class Below:
                 result.append(replace(piece, local=((place + start, place + stop), *rest)))
             place += one.shape(model, parts)[0]
         return result
+
+
+def gate_up(gate: str, up: str, rows: str = "ffn") -> Below:
+    """Two `[rows, hidden]` matrices, each divided by rows, the gate's share above the up projection's."""
+    return Below(tuple(Sections(name, (rows,), ("hidden",)) for name in (gate, up)))
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from megatron_dppo.models.names import (
     Buffer,
     ByKeyHead,
     Columns,
-    GateUp,
     Sections,
     Table,
     Vocabulary,
     Whole,
+    gate_up,
 )
 
 _L, _H = "decoder.layers.{layer}", "model.layers.{layer}"
@@ -36,7 +36,7 @@ QKV_BIAS: Table = {
     ),
 }
 DENSE_MLP: Table = {
-    f"{_L}.mlp.linear_fc1.weight": GateUp(f"{_H}.mlp.gate_proj.weight", f"{_H}.mlp.up_proj.weight"),
+    f"{_L}.mlp.linear_fc1.weight": gate_up(f"{_H}.mlp.gate_proj.weight", f"{_H}.mlp.up_proj.weight"),
     f"{_L}.mlp.linear_fc2.weight": Columns(f"{_H}.mlp.down_proj.weight", cols="ffn"),
 }
 DELTA_RULE: Table = {
@@ -60,7 +60,7 @@ def shared_expert(block: str = "shared_experts", gate: str = "") -> Table:
     """The MLP that every token passes, by the name that it has, and its gate where there is one."""
     here, there = f"{_L}.mlp.shared_experts", f"{_H}.mlp.{block}"
     table: Table = {
-        f"{here}.linear_fc1.weight": GateUp(f"{there}.gate_proj.weight", f"{there}.up_proj.weight", rows="shared_ffn"),
+        f"{here}.linear_fc1.weight": gate_up(f"{there}.gate_proj.weight", f"{there}.up_proj.weight", rows="shared_ffn"),
         f"{here}.linear_fc2.weight": Columns(f"{there}.down_proj.weight", cols="shared_ffn"),
     }
     return {**table, f"{here}.gate_weight": Whole(f"{_H}.mlp.{gate}.weight", ("one", "hidden"))} if gate else table
@@ -107,7 +107,7 @@ def experts(
     expert = f"{_H}.{block}.experts.{{expert}}"
     return {
         f"{_L}.mlp.router.weight": Whole(f"{_H}.{block}.gate.weight", ("experts", "hidden")),
-        _FC1: GateUp(f"{expert}.{gate}.weight", f"{expert}.{up}.weight", rows=ffn),
+        _FC1: gate_up(f"{expert}.{gate}.weight", f"{expert}.{up}.weight", rows=ffn),
         _FC2: Columns(f"{expert}.{down}.weight", cols=ffn),
     }
 
