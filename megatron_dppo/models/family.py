@@ -49,8 +49,6 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Config fields that change the mathematics, with the only value supported; any other is refused by name. They come
     on top of `decoder.FIXED`."""
-    largest: Mapping[str, int] = field(default_factory=dict)
-    """Config fields with the largest size that any model has, besides `decoder.LARGEST`."""
     amend: Callable[[PreTrainedConfig], None] = lambda config: None
     """Puts right what transformers makes of a published config.json, before `read` and wherever its class computes."""
     engine: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

@@ -213,7 +213,7 @@ def resolve_hf_config(raw: dict[str, Any], path: Path | None = None) -> HFConfig
             convert = "; `megatron-dppo convert` makes plain weights of those in 8 or 4 bits"
             hint = convert if name == "quantization_config" else ""
             raise UserError(f"{where}: {name} is set, which is not supported{hint}")
-    for name, limit in (decoder.LARGEST | dict(family.largest)).items():
+    for name, limit in decoder.LARGEST.items():
         # transformers and the table of tensors would take all memory
         if isinstance(size := raw.get(name), int) and not size <= limit:
             raise UserError(f"{where}: {name} is {size:,}, more than {limit:,}, which no model has; correct it")

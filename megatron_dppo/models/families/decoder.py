@@ -33,16 +33,14 @@ FIXED: dict[str, Any] = {
 }
 UNTIED = {"tie_word_embeddings": False}
 """For `Family.engine_takes`: vLLM's model has an output layer of its own, and leaves it as it is without weights."""
-LARGEST = {
-    "num_hidden_layers": 2**10,
-    "hidden_size": 2**20,
-    "num_attention_heads": 2**14,
-    "num_key_value_heads": 2**14,
-    "head_dim": 2**14,
-    "intermediate_size": 2**24,
-    "vocab_size": 2**26,
-    "max_position_embeddings": 2**40,
-}
+LARGEST = {"num_hidden_layers": 2**10, "vocab_size": 2**26, "max_position_embeddings": 2**40}
+LARGEST |= dict.fromkeys(words("hidden_size q_lora_rank kv_lora_rank"), 2**20)
+LARGEST |= dict.fromkeys(words("intermediate_size moe_intermediate_size shared_expert_intermediate_size"), 2**24)
+LARGEST |= dict.fromkeys(words("num_attention_heads num_key_value_heads num_experts num_local_experts"), 2**14)
+LARGEST |= dict.fromkeys(words("n_routed_experts linear_num_key_heads linear_num_value_heads"), 2**14)
+LARGEST |= dict.fromkeys(words("head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim linear_key_head_dim"), 2**14)
+LARGEST |= dict.fromkeys(words("linear_value_head_dim linear_conv_kernel_dim"), 2**14)
+"""Config fields of all families with the largest size that any model has."""
 
 
 def whole(config: PreTrainedConfig, name: str) -> int:

@@ -59,9 +59,6 @@ ENGINE |= dict.fromkeys(words("index_topk index_topk_freq index_topk_pattern ind
 ENGINE |= dict.fromkeys(words("index_n_heads index_head_dim indexer_rope_interleave attn_module_list_cfg"), ())
 FIXED = {"attention_bias": False, "rope_interleave": True}
 SPEC = "megatron_dppo.models.layers.latent_attention:spec"
-LARGEST = {"n_routed_experts": 2**14, "num_local_experts": 2**14, "moe_intermediate_size": 2**24}
-LARGEST |= dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 2**20)
-LARGEST |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 2**14)
 
 FAMILY = Family(
     model_type="deepseek_v3",
@@ -71,7 +68,6 @@ FAMILY = Family(
     layer=layer,
     reads=READS,
     fixed=FIXED,
-    largest=LARGEST,
     engine=ENGINE,
     engine_takes=UNTIED,
     engine_scales_by_mscale=True,

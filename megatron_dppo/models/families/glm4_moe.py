@@ -49,7 +49,6 @@ FAMILY = Family(
             num_nextn_predict_layers num_mtp_layers
         """
     ),
-    largest={"n_routed_experts": 2**14, "num_local_experts": 2**14, "moe_intermediate_size": 2**24},
     engine_takes=UNTIED,
     stacked=STACKED_EXPERTS,
 )

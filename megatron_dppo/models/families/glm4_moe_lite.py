@@ -29,7 +29,6 @@ FAMILY = Family(
     layer=deepseek_v3.layer,
     reads=deepseek_v3.READS - words("scoring_func topk_method") | words("mlp_layer_types"),
     fixed=deepseek_v3.FIXED,
-    largest=deepseek_v3.LARGEST,
     engine=deepseek_v3.ENGINE,
     engine_takes=UNTIED,
     engine_scales_by_mscale=True,

@@ -71,7 +71,6 @@ FAMILY = Family(
     layer=lambda model, layer: _LAYER,
     reads=words("num_experts num_local_experts num_experts_per_tok"),
     fixed={"attention_bias": True, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5},
-    largest={"num_experts": 2**14, "num_local_experts": 2**14},
     megatron=_megatron,
     engine_takes=UNTIED,
     spec="megatron_dppo.models.layers.sink_attention:spec",

@@ -60,7 +60,6 @@ FAMILY = Family(
         """
     ),
     fixed={"router_jitter_noise": 0.0},
-    largest={"num_experts": 2**14, "num_local_experts": 2**14},
     engine={"attention_bias": (None, False)},
     engine_takes=UNTIED,
     stacked=STACKED_EXPERTS

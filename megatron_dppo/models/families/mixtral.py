@@ -27,6 +27,5 @@ FAMILY = Family(
     layer=lambda model, layer: {**ATTENTION, **experts("block_sparse_moe", "w1", "w3", "w2")},
     reads=words("num_experts num_local_experts num_experts_per_tok"),
     fixed={"router_jitter_noise": 0.0},
-    largest={"num_experts": 2**14, "num_local_experts": 2**14},
     stacked=STACKED_EXPERTS | {"decoder.layers.{layer}.mlp.router.weight": "model.layers.{layer}.mlp.gate.weight"},
 )

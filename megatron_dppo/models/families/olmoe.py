@@ -28,7 +28,6 @@ FAMILY = Family(
     reads=words("num_experts num_local_experts num_experts_per_tok norm_topk_prob"),
     # vLLM's q_norm and k_norm have this epsilon, whatever the config says
     fixed={"attention_bias": False, "clip_qkv": None, "rms_norm_eps": 1e-5},
-    largest={"num_experts": 2**14, "num_local_experts": 2**14},
     engine_takes=UNTIED | {"norm_topk_prob": False},
     engine_divides_heads=True,
     stacked=STACKED_EXPERTS,

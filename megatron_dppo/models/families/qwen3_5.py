@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 from megatron_dppo.models.architecture import Architecture
 from megatron_dppo.models.families.decoder import whole
-from megatron_dppo.models.families.qwen3_next import DENSE_LARGEST, DENSE_READS, ENGINE, SPEC, hybrid, hybrid_layer
+from megatron_dppo.models.families.qwen3_next import DENSE_READS, ENGINE, SPEC, hybrid, hybrid_layer
 from megatron_dppo.models.families.tables import ENDS
 from megatron_dppo.models.family import Family
 from megatron_dppo.models.names import Below, Sections, Table, moved
@@ -50,6 +50,5 @@ FAMILY = Family(
     architecture="Qwen3_5ForConditionalGeneration",
     read=_read,
     reads=DENSE_READS,
-    largest=DENSE_LARGEST,
     **COMMON,
 )

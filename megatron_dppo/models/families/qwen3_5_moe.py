@@ -5,7 +5,7 @@ from transformers import PreTrainedConfig
 from megatron_dppo.models.architecture import Architecture
 from megatron_dppo.models.families.decoder import whole
 from megatron_dppo.models.families.qwen3_5 import COMMON, HERE
-from megatron_dppo.models.families.qwen3_next import LARGEST, READS, hybrid
+from megatron_dppo.models.families.qwen3_next import READS, hybrid
 from megatron_dppo.models.families.tables import STACKED_EXPERTS
 from megatron_dppo.models.family import Family
 
@@ -20,7 +20,6 @@ FAMILY = Family(
     architecture="Qwen3_5MoeForConditionalGeneration",
     read=_read,
     reads=READS,
-    largest=LARGEST,
     stacked={parameter: tensor.replace(*HERE, 1) for parameter, tensor in STACKED_EXPERTS.items()},
     writes_stacked=True,
     **COMMON,

@@ -49,7 +49,6 @@ FAMILY = Family(
         """
     ),
     fixed={"attention_bias": False},
-    largest={"num_experts": 2**14, "num_local_experts": 2**14, "moe_intermediate_size": 2**24},
     stacked=STACKED_EXPERTS,
     engine={"shared_expert_intermediate_size": (0,)},
 )

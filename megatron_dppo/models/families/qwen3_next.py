@@ -80,14 +80,17 @@ def hybrid_layer(model: Architecture, layer: int) -> Table:
     return {**mixer, **experts(), **shared_expert("shared_expert", gate="shared_expert_gate")}
 
 
-_WIDTHS = words("moe_intermediate_size shared_expert_intermediate_size")
-_DELTA = words(
-    "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim"
+DENSE_READS = words(
+    """
+        linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim
+        full_attention_interval
+    """
 )
-DENSE_READS = _DELTA | words("full_attention_interval")
-READS = DENSE_READS | _WIDTHS | words("num_experts num_local_experts num_experts_per_tok")
-DENSE_LARGEST = dict.fromkeys(_DELTA, 2**14)
-LARGEST = DENSE_LARGEST | dict.fromkeys(_WIDTHS, 2**24) | dict.fromkeys(("num_experts", "num_local_experts"), 2**14)
+READS = DENSE_READS | words(
+    """
+        num_experts num_local_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size
+    """
+)
 ENGINE = {"attn_output_gate": (True,), "layer_scale": (None, False), "qkv_bias": (None, False)}
 SPEC = "megatron_dppo.models.layers.gated_delta:spec"
 
@@ -98,7 +101,6 @@ FAMILY = Family(
     layer=hybrid_layer,
     reads=READS | words("norm_topk_prob decoder_sparse_step mlp_only_layers"),
     fixed={"attention_bias": False},
-    largest=LARGEST,
     engine_takes=UNTIED,
     stacked=STACKED_EXPERTS,
     carried=("mtp.",),
