@@ -223,13 +223,8 @@ class RolloutCollector:
         looked_at = choose_samples(
             self._config.tracking.samples,
             suite.tokenizer,
-            groups.prompts,
-            samples,
-            groups.responses,
-            groups.rewards,
+            groups,
             _advantages(self._config, groups.rewards.reward),
-            handle.finish_reasons,
-            handle.prompt_lengths,
             played,
             None if played is None or played.turn_returns is None else _spans(self._config, played.turn_returns),
         )

@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.actor.signal import Spans
-from megatron_dppo.tasks.task import Prompt, Rewards
+from megatron_dppo.trainer.dynamic_sampling import Groups
 from megatron_dppo.trainer.episodes import Episodes
 
 MaskedTokens = Mapping[str, Sequence[tuple[int, int]]]
@@ -60,18 +60,15 @@ class Sample:
 def choose_samples(
     count: int,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    samples: int,
-    responses: Sequence[np.ndarray],
-    rewards: Rewards,
+    groups: Groups,
     advantages: np.ndarray,
-    finish_reasons: Sequence[str],
-    prompt_lengths: Sequence[int] | np.ndarray,
     played: Episodes | None = None,
     spans: Spans | None = None,
 ) -> list[Sample]:
     """The first answer to each of the first `count` prompts; more answers to them where there are fewer prompts. Of
     episodes that were `played` all sequences, each after what it began with."""
+    prompts, responses, rewards = groups.prompts, groups.responses, groups.rewards
+    samples, prompt_lengths = len(rewards) // len(prompts), groups.handle.prompt_lengths
     of = np.arange(len(responses)) if played is None else played.episode
     chosen = sorted(range(len(rewards)), key=lambda e: (e % samples, e // samples))[:count]
 
@@ -99,7 +96,7 @@ def choose_samples(
             parts={name: float(scores[episode]) for name, scores in rewards.parts.items()},
             correct=bool(rewards.correct[episode]),
             tokens=len(responses[i]),
-            finish_reason=finish_reasons[i],
+            finish_reason=groups.handle.finish_reasons[i],
             sequence=i,
             episode=episode,
             prompt_tokens=int(prompt_lengths[i]),

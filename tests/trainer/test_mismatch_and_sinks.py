@@ -15,13 +15,16 @@ from megatron_dppo.actor.signal import Spans
 from megatron_dppo.cli import main
 from megatron_dppo.config.trainer import TrackingConfig
 from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.stored import columns_of
 from megatron_dppo.tasks.task import Prompt, Rewards
+from megatron_dppo.trainer.dynamic_sampling import Groups
 from megatron_dppo.trainer.history import History, Series
 from megatron_dppo.trainer.mismatch import Mismatch
 from megatron_dppo.trainer.plots import PANELS, panels_for, plot_runs
 from megatron_dppo.trainer.samples import choose_samples, spelled
 from megatron_dppo.trainer.sinks import require_services
 from megatron_dppo.trainer.tracking import Tracker
+from tests.batch.rollouts import random_batch
 
 
 def mismatch(spread: float, tokens: int = 4000) -> Mismatch:
@@ -70,11 +73,14 @@ def test_samples_and_blocked_tokens(tmp_path: Path) -> None:
         Prompt(index=i, prompt_ids=np.zeros(1, np.int32), text=f"Q{i}", question=f"Q{i}", answer="4") for i in range(2)
     ]
     responses = [np.array([*tokenizer.encode(f"a{i}\n"), tokenizer.eos_token_id]) for i in range(4)]
+    batch = random_batch(3, [7, 1, 5, 1], [len(response) for response in responses], 4)
+    handle, _ = columns_of(batch, store="s", key="k", layer_groups=None)
     scores = np.array([0.0, 1.0, 0.5, 0.25], dtype=np.float32)
     rewards = Rewards(
         reward=scores, correct=scores >= 1, well_formed=scores >= 0, parts={"exact-match": scores, "format": scores}
     )
-    chosen = choose_samples(3, tokenizer, prompts, 2, responses, rewards, scores - 0.5, ["stop"] * 4, [7, 1, 5, 1])
+    groups = Groups(prompts, handle, responses, rewards)
+    chosen = choose_samples(3, tokenizer, groups, scores - 0.5)
     assert [(s.prompt, s.response, s.reward) for s in chosen] == [
         ("Q0", "a0\n<|end|>", 0.0),
         ("Q1", "a2\n<|end|>", 0.5),
@@ -84,8 +90,7 @@ def test_samples_and_blocked_tokens(tmp_path: Path) -> None:
     assert chosen[2].pieces == ["a", "1", "\n", "<|end|>"]
     # Two turns of sequence 1, with the first piece and the third.
     spans = Spans(np.array([0, 1, 1]), np.array([6, 0, 2]), np.array([1.0, 0.25, -2.0], dtype=np.float32))
-    given = (responses, rewards, scores, ["stop"] * 4, [7, 1, 5, 1], None, spans)
-    of_turns = choose_samples(3, tokenizer, prompts, 2, *given)
+    of_turns = choose_samples(3, tokenizer, groups, scores, spans=spans)
     assert [s.turn_advantages for s in of_turns] == [((0, 1.0),), (), ((0, 0.25), (2, -2.0))]
     # Row t predicts token t + 1: of sequence 1, whose prompt is one token, row 0 predicts the first piece.
     watched = np.array([[0, 6, 1], [1, 0, 0], [1, 2, 1], [1, 3, 0], [2, 4, 0]])
