@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import regex
@@ -30,81 +31,56 @@ from megatron_dppo.tasks.rewards.pool import (
     Verifier,
     VerifierPool,
 )
-from megatron_dppo.tasks.rewards.verdict import Answered, Reward, Verdict
+from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
 from megatron_dppo.tasks.task import Prompt, Rewards
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class ExactMatch:
+Reward = Callable[[Sequence[Answered]], list[Verdict]]
+"""Scores responses one by one; the verdicts have the order of the items."""
+
+
+def exact_match(items: Sequence[Answered], *, ignore_case: bool) -> list[Verdict]:
     """1 where the answer is a reference, runs of white space counting as one space."""
 
-    ignore_case: bool = False
-
-    def verify(self, items: Sequence[Answered]) -> list[Verdict]:
-        return [
-            Verdict(score=0.0, well_formed=False)
-            if item.answer is None
-            else Verdict(
-                score=float(self._plain(item.answer) in map(self._plain, (item.reference, *item.also_accepted)))
-            )
-            for item in items
-        ]
-
-    def _plain(self, text: str) -> str:
+    def plain(text: str) -> str:
         text = " ".join(text.split())
-        return text.casefold() if self.ignore_case else text
+        return text.casefold() if ignore_case else text
+
+    return [
+        Verdict(score=0.0, well_formed=False)
+        if item.answer is None
+        else Verdict(score=float(plain(item.answer) in map(plain, (item.reference, *item.also_accepted))))
+        for item in items
+    ]
 
 
-@dataclass(frozen=True)
-class Format:
+def has_format(items: Sequence[Answered], *, pattern: str) -> list[Verdict]:
     """1 where the whole response matches `pattern`."""
-
-    pattern: str
-
-    def verify(self, items: Sequence[Answered]) -> list[Verdict]:
-        responses = [item.response for item in items]
-        matches = match_all(compile_pattern(self.pattern), responses, field="task.rewards: pattern")
-        return [
-            Verdict(score=0.0, well_formed=False, error=str(match), timed_out=True)
-            if isinstance(match, TimeoutError)
-            else Verdict(score=float(match is not None), well_formed=match is not None)
-            for match in matches
-        ]
+    responses = [item.response for item in items]
+    matches = match_all(compile_pattern(pattern), responses, field="task.rewards: pattern")
+    return [
+        Verdict(score=0.0, well_formed=False, error=str(match), timed_out=True)
+        if isinstance(match, TimeoutError)
+        else Verdict(score=float(match is not None), well_formed=match is not None)
+        for match in matches
+    ]
 
 
-@dataclass(frozen=True)
-class Overlong:
-    """Soft punishment of length |y|, with L the longest response and c the buffer (DAPO, arXiv 2503.14476, Eq. 13):
+def overlong(items: Sequence[Answered], *, longest: int, buffer: int) -> list[Verdict]:
+    """Soft punishment of length |y|, with L = `longest` and c = `buffer` (DAPO, arXiv 2503.14476, Eq. 13):
 
     0                       |y| <= L - c
     ((L - c) - |y|) / c     L - c < |y| <= L
     -1                      |y| > L
+
+    Raises ValueError without a length: text alone does not tell how many tokens the policy wrote.
     """
-
-    max_response_tokens: int
-    buffer_tokens: int
-
-    def verify(self, items: Sequence[Answered]) -> list[Verdict]:
-        return [Verdict(score=self.punishment(item.tokens)) for item in items]
-
-    def punishment(self, tokens: int | None) -> float:
-        """Raises ValueError without a length: text alone does not tell how many tokens the policy wrote."""
-        if tokens is None:
-            raise ValueError("the overlong reward needs the lengths of the responses in tokens")
-        over = tokens - (self.max_response_tokens - self.buffer_tokens)
-        return -min(max(over / self.buffer_tokens, 0.0), 1.0)
-
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Pooled:
-    name: str
-    pool: VerifierPool
-
-    def verify(self, items: Sequence[Answered]) -> list[Verdict]:
-        return self.pool.verify([(self.name, item) for item in items])
+    lengths = [item.tokens for item in items]
+    if None in lengths:
+        raise ValueError("the overlong reward needs the lengths of the responses in tokens")
+    over = [(tokens - (longest - buffer)) / buffer for tokens in lengths if tokens is not None]
+    return [Verdict(score=-min(max(share, 0.0), 1.0)) for share in over]
 
 
 @dataclass(frozen=True)
@@ -159,7 +135,7 @@ class Grader:
         scores, errors, timeouts = {}, {}, {}
         well_formed = np.zeros(len(items), dtype=bool)
         for number, part in enumerate(self.parts):
-            verdicts = part.reward.verify(items)
+            verdicts = part.reward(items)
             failed = [verdict for verdict in verdicts if verdict.error]
             if failed:
                 if part.custom and len(failed) == len(items):
@@ -238,16 +214,25 @@ def build_grader(
         reward: Reward
         if config.label in verifiers:
             assert pool is not None
-            reward = _Pooled(config.label, pool)
+            reward = partial(_verified, pool, config.label)
         elif isinstance(config, ExactMatchReward):
-            reward = ExactMatch(config.ignore_case)
+            reward = partial(exact_match, ignore_case=config.ignore_case)
         elif isinstance(config, FormatReward):
-            reward = Format(config.pattern)
+            reward = partial(has_format, pattern=config.pattern)
         else:
             assert isinstance(config, OverlongReward)  # all others are verifiers
-            reward = _overlong(config, max_response_tokens)
+            longest, buffer = config.max_response_tokens or max_response_tokens, config.buffer_tokens
+            if buffer >= longest:
+                raise UserError(
+                    f"task.rewards: buffer_tokens={buffer} must be below the {longest} tokens of a response"
+                )
+            reward = partial(overlong, longest=longest, buffer=buffer)
         parts.append(_Part(config.label, config.weight, reward, isinstance(config, PythonReward)))
     return Grader(parts, compile_pattern(answer_pattern), pool)
+
+
+def _verified(pool: VerifierPool, name: str, items: Sequence[Answered]) -> list[Verdict]:
+    return pool.verify([(name, item) for item in items])
 
 
 def _timed(config: RewardConfig, verifier: Verifier | None) -> TimedVerifier | None:
@@ -268,12 +253,3 @@ def _timed(config: RewardConfig, verifier: Verifier | None) -> TimedVerifier | N
             readable=(custom.folder, *([] if custom.file is None else [str(custom.file.parent)])),
         )
     return None
-
-
-def _overlong(config: OverlongReward, max_response_tokens: int) -> Overlong:
-    longest = config.max_response_tokens or max_response_tokens
-    if config.buffer_tokens >= longest:
-        raise UserError(
-            f"task.rewards: buffer_tokens={config.buffer_tokens} must be below the {longest} tokens of a response"
-        )
-    return Overlong(longest, config.buffer_tokens)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,3 @@ class Verdict:
     """The response has an answer that the reward could read."""
     error: str = ""
     timed_out: bool = False
-
-
-class Reward(Protocol):
-    """Scores responses one by one; the verdicts have the order of the items."""
-
-    def verify(self, items: Sequence[Answered]) -> list[Verdict]: ...
