@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_dppo.models.lora.size import adapter_sizes, joins
+from megatron_dppo.models.lora.size import AdapterSize, adapter_sizes, joins
 from megatron_dppo.planner.parameters import stage_layers
 from megatron_dppo.planner.workload import Layout
 
@@ -31,35 +31,26 @@ class AdapterWork:
         return AdapterWork(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
 
-@dataclass(frozen=True)
-class _Adapter:
-    """One A and B (of all local experts) with `kinds` projections, widths as on this rank."""
-
-    kinds: int
-    input_rows: int
-    input_width: int
-    output_rows: int
-    output_width: int
-    experts: int = 0
-    """Local experts; 0 for a dense layer."""
-
-
 def adapter_work(layout: Layout, layer: int) -> AdapterWork:
     """Of decoder layer number `layer`; nothing without LoRA. The gradients that expert-tensor-parallel ranks reduce are
     not in it."""
     total = AdapterWork(0.0, 0.0, 0.0, 0.0)
     if layout.lora is None:
         return total
+    rows, tokens = layout.rows_per_rank, layout.tokens_per_rank
     for one in _adapters(layout, layer):
         low = one.kinds * layout.lora.rank
-        read, written = one.input_rows * one.input_width, one.output_rows * one.output_width
+        read, written = (tokens, rows) if one.input_sharded else (rows, tokens)
+        if one.experts:
+            read = written = layout.expert_rows
+        read, written = read * one.cols, written * one.rows
         joined = one.experts > 0 and joins(layout.lora.rank)
         in_place = joined or not one.experts
         total += AdapterWork(
             flops=2.0 * low * (read + written),
             forward_bytes=_HALF * (read + (2.0 if in_place else 4.0) * written),
             backward_bytes=_HALF * (2.0 * written + (3.0 if joined else 5.0) * read),
-            gathered=0.0 if one.experts else _HALF * float(layout.tokens_per_rank) * low,
+            gathered=0.0 if one.experts else _HALF * float(tokens) * low,
         )
     return total
 
@@ -87,12 +78,6 @@ def merged_tensors(layout: Layout, stage: int) -> int:
     )
 
 
-def _adapters(layout: Layout, layer: int) -> Iterator[_Adapter]:
-    if layout.lora is None:
-        return
-    for size in adapter_sizes(layout.model, layout.parallel, layer, layout.lora):
-        rows, tokens = layout.rows_per_rank, layout.tokens_per_rank
-        if size.experts:
-            rows = tokens = layout.expert_rows
-        read, written = (tokens, rows) if size.input_sharded else (rows, tokens)
-        yield _Adapter(size.kinds, read, size.cols, written, size.rows, size.experts)
+def _adapters(layout: Layout, layer: int) -> Iterator[AdapterSize]:
+    if layout.lora is not None:
+        yield from adapter_sizes(layout.model, layout.parallel, layer, layout.lora)
