@@ -65,6 +65,10 @@ def test_a_mixed_tied_model_from_every_layout_to_engines_of_one_and_two_workers(
         asked = Asked(engine)
         served = Served(asked, start, asked.generate(requests(4, "first"), SAMPLING, training=True))
         assert compared(served, start, "loaded") <= 1e-4
+        asked.begin_update(1)
+        assert "no communicator" in str(engine.ask(lambda one: one.receive_group(1), "weights").exception(300))
+        asked.begin_update(2)  # where what the other worker said then would be an answer to this
+        asked.abandon_update(2, "given up")
         layouts: list[tuple[str, dict[str, Any]]] = [
             ("broadcast", TP2_EP2),
             ("object_store", {"pipeline": 2}),
