@@ -8,6 +8,7 @@ import importlib
 import multiprocessing
 import os
 import threading
+import time
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -27,7 +28,7 @@ _RECEIVER = "megatron_dppo.rollout.vllm.receiver", "BucketReceiver"
 """Imported when vLLM asks for it."""
 _WATCH = "ends with its parent"
 _OTHERS_S = 30.0
-"""For the answers of an engine's other workers when one has failed."""
+"""For the answers of all of an engine's other workers when one has failed."""
 
 
 def register() -> None:
@@ -95,15 +96,16 @@ def hear_all_workers() -> None:
         return
 
     def answers(queues: Sequence[Any], timeout: float | None) -> list[Any]:
-        found, failed = [], None
+        found, failed, end = [], None, 0.0
         for queue in queues:
             if failed is None:
                 status, answer = queue.dequeue(timeout=timeout)
                 found.append(answer)
-                failed = None if status == well else answer
+                if status != well:
+                    failed, end = answer, time.monotonic() + _OTHERS_S
             else:
                 with suppress(TimeoutError):
-                    queue.dequeue(timeout=_OTHERS_S)
+                    queue.dequeue(timeout=max(0.0, end - time.monotonic()))
         if failed is not None:
             raise RuntimeError(f"Worker failed with error '{failed}', its stack trace above has the root cause")
         return found
