@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Protocol, Self
 
 from torch import Tensor
@@ -76,8 +77,14 @@ class Named:
         return self.renamed(lambda name: name.format(**indices))
 
     def renamed(self, change: Callable[[str], str]) -> Self:
-        names = {f.name: change(getattr(self, f.name)) for f in fields(self) if "tensor" in f.metadata}  # type: ignore[arg-type]
+        names = {name: change(getattr(self, name)) for name in _tensor_names(type(self))}  # type: ignore[arg-type]
         return replace(self, **names)  # type: ignore[type-var]
+
+
+@cache
+def _tensor_names(kind: type) -> tuple[str, ...]:
+    """Looked up once: a model has tens of thousands of transforms, each made for its layer and expert."""
+    return tuple(one.name for one in fields(kind) if "tensor" in one.metadata)
 
 
 def tensor_name() -> str:
