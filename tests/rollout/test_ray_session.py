@@ -118,7 +118,8 @@ def test_nothing_is_left_of_a_controller_that_ends(tmp_path: Path, how: str, whe
         # Ray's own agents take a minute to give a killed cluster up; the engine must not.
         _, alive = psutil.wait_procs(engine if how == "SIGKILL" else family, timeout=40)
         assert not alive, f"left behind: {[(p.pid, p.name()) for p in alive]}"
-        assert folder.exists() == (how == "SIGKILL")
+        # Of one that was killed it stays until any Ray starts on this machine, as other tests' may have already.
+        assert how == "SIGKILL" or not folder.exists()
     finally:
         for process in [controller, *(family if "family" in locals() else [])]:
             if process.pid and psutil.pid_exists(process.pid):
