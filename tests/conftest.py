@@ -67,7 +67,7 @@ SHARED = {"served": "engines", "served_mixed": "engines", "saved_states": "state
 
 @pytest.fixture(autouse=True)
 def same_numbers() -> None:
-    """What a test draws without a generator of its own does not depend on what ran before it in the process."""
+    """What a test draws from torch without a generator does not depend on what ran before it in the process."""
     import torch
 
     torch.manual_seed(0)

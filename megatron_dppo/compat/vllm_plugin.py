@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial, wraps
@@ -86,7 +86,8 @@ def hear_all_workers() -> None:
     """Have vLLM read what each worker of an engine answers, from now on in this process. Idempotent.
 
     It stops at the first that failed, and takes what the others said for their answers to its next question: an engine
-    of several workers whose weight sync had to be given up failed in the one that followed too.
+    of several workers whose weight sync had to be given up failed in the one that followed too. An engine one of whose
+    others does not answer in time either is asked nothing more.
     """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
@@ -95,17 +96,22 @@ def hear_all_workers() -> None:
     if hasattr(stock, "__wrapped__"):
         return
 
-    def answers(queues: Sequence[Any], timeout: float | None) -> list[Any]:
-        found, failed, end = [], None, 0.0
-        for queue in queues:
-            if failed is None:
-                status, answer = queue.dequeue(timeout=timeout)
-                found.append(answer)
-                if status != well:
-                    failed, end = answer, time.monotonic() + _OTHERS_S
-            else:
-                with suppress(TimeoutError):
-                    queue.dequeue(timeout=max(0.0, end - time.monotonic()))
+    def answers(engine: Any, method: Any, deadline: float | None) -> list[Any]:
+        found, failed = [], None
+        for queue in engine.response_mqs:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                status, answer = queue.dequeue(timeout=left)
+            except Exception as error:
+                if failed is not None:  # told below; whatever comes on this queue is no answer to another question
+                    engine.is_failed = True
+                    continue
+                if isinstance(error, TimeoutError):
+                    raise TimeoutError(f"RPC call to {method} timed out.") from error
+                raise
+            found.append(answer)
+            if status != well and failed is None:
+                failed, deadline = answer, time.monotonic() + _OTHERS_S
         if failed is not None:
             raise RuntimeError(f"Worker failed with error '{failed}', its stack trace above has the root cause")
         return found
@@ -120,9 +126,10 @@ def hear_all_workers() -> None:
         non_block: Any = False,
         **to: Any,
     ) -> Any:
+        deadline = None if timeout is None else time.monotonic() + timeout
         future = stock(self, method, timeout, args, kwargs, True, **to)
         if all(option is None for option in to.values()):  # else one worker answers
-            future.get_response = partial(answers, self.response_mqs, timeout)
+            future.get_response = partial(answers, self, method, deadline)
         return future if non_block else future.result()
 
     executor.collective_rpc = collective_rpc

@@ -101,15 +101,15 @@ def run_example(
     extra = sys.argv[1:]
     given = extra if overrides is None else overrides
 
-    def make() -> int:
+    def make(check: Callable[[Sequence[str]], int]) -> int:
         """The model, where it is absent, for a configuration that is in order. Returns the exit status."""
-        status = 0 if model.folder.exists() else main([*arguments, *given, "--check"])
+        status = 0 if model.folder.exists() else check([*arguments, *given, "--check"])
         if not status:
             model.ensure()
         return status
 
     def rank() -> int:
-        return make() or main([*arguments, *given])
+        return make(main) or main([*arguments, *given])
 
     def launch() -> int:
         if wrong := next((word for word in given if word.startswith("-") or "=" not in word), None):
@@ -117,7 +117,7 @@ def run_example(
         if not processes.isdecimal() or int(processes) < 1:
             raise UserError(f"NPROC={processes}: must be the number of ranks, 1 or more")
         restarts = Restarts(_run_folder(settings, extra), limit=max_restarts())
-        if status := make():
+        if status := make(main if "LOCAL_RANK" in os.environ else _apart):  # torchrun is told by its own process
             return status
         os.environ.update(
             {name: str(value) for name, value in settings.items()}
@@ -129,6 +129,11 @@ def run_example(
         return launch_local(command, processes=int(processes), on_stop=on_stop, restarts=restarts)
 
     sys.exit(exit_status(rank if "LOCAL_RANK" in os.environ and not _bare_torchrun(script) else launch))
+
+
+def _apart(words: Sequence[str]) -> int:
+    """The exit status of our command. What it imports, half a gigabyte, would stay in a launcher for the whole run."""
+    return subprocess.run([sys.executable, "-m", "megatron_dppo.cli", *words], check=False).returncode
 
 
 def _run_folder(settings: Mapping[str, object], overrides: Sequence[str]) -> Path:

@@ -103,7 +103,8 @@ class RolloutConfig(ConfigModel):
     stall_timeout_s: float = Field(default=300.0, gt=0.0)
     """An engine with work whose core does not come back from a step for so long hangs, and is replaced."""
     max_engine_failures: int = Field(default=8, ge=0)
-    """Engines that may die, hang or answer nonsense in one run. One more saves the state and ends it."""
+    """Engines that may die, hang or answer nonsense in one run. One more saves the state and ends it. So do two syncs
+    that fail alike before any engine got weights."""
 
     engines: int = Field(default=1, ge=1)
     """Engines of a fleet."""

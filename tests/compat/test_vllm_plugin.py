@@ -79,10 +79,18 @@ def test_an_answer_is_one_to_the_question_that_was_asked(monkeypatch: pytest.Mon
     executor: Any = object.__new__(MultiprocExecutor)
     executor.is_failed, executor.futures_queue, executor.response_mqs = False, deque(), workers
     executor.rpc_broadcast_mq = SimpleNamespace(enqueue=asked)
-    for fails, first in (((0, 1, 2), 0), ((1,), 1), ((2,), 2), ((0, "silent"), 0)):
+    for fails, first in (((0, 1, 2), 0), ((1,), 1), ((2,), 2)):
         with pytest.raises(RuntimeError, match=f"'receive {first}'"):
             executor.collective_rpc("receive", args=fails)
         assert executor.collective_rpc("begin") == ["begin 0", "begin 1", "begin 2"]
     assert executor.collective_rpc("draw", unique_reply_rank=1) == "draw 1"
     assert executor.collective_rpc("draw", non_block=True).result() == ["draw 0", "draw 1", "draw 2"]
+    with pytest.raises(TimeoutError, match="RPC call to draw timed out"):
+        executor.collective_rpc("draw", timeout=0.1, args=("silent",))
     assert not any(worker.qsize() for worker in workers)
+    with pytest.raises(RuntimeError, match="'receive 0'"):
+        executor.collective_rpc("receive", args=(0, "silent"))
+    for worker in workers[1:]:
+        worker.put((WorkerProc.ResponseStatus.SUCCESS, "receive, late"))
+    with pytest.raises(RuntimeError, match="Executor failed"):
+        executor.collective_rpc("begin")

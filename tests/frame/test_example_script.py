@@ -30,6 +30,7 @@ SOURCES = shutil.ignore_patterns("__pycache__")
 ECHO_COMMAND = """
 import os
 import pathlib
+import sys
 import time
 from collections.abc import Sequence
 
@@ -60,6 +61,10 @@ def refuse(word: str, argv: Sequence[str]) -> int:
     if word in argv:
         raise UserError(f"{word} is refused")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
 """
 MAKE_MODEL = """
 import pathlib, sys

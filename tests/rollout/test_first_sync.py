@@ -79,3 +79,20 @@ def test_a_run_ends_only_before_the_first_weights_came_and_for_one_reason(
     ]
     assert ended[:-1] == [None] * (len(syncs) - 1)
     assert isinstance(ended[-1], EnginesFailed) == ends
+
+
+def test_all_reasons_of_the_second_sync_are_told() -> None:
+    failures = Failures(most=8)
+    for number in range(2):
+        failed = {f"a-{number}": "another member gave up", f"b-{number}": "no memory"}
+        end = failures.of_sync(set(failed), failed)
+    assert "engine a-1 another member gave up; engine b-1 no memory; other engines" in str(end)
+
+
+def test_engines_that_a_run_takes_over_have_taken_weights() -> None:
+    failures = Failures(most=1)
+    assert failures.another("engine a-0 died") is None
+    assert failures.of_sync({"a-1"}, {}) is None
+    failures.begin_run()
+    assert [failures.of_sync({"a-1"}, {"a-1": "timed out"}) for _ in range(2)] == [None, None]
+    assert failures.another("engine a-1 timed out") is None  # counted anew

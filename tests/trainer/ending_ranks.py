@@ -271,9 +271,9 @@ def _break(trainer: Any, controller: Any, actor: Any, step: int, where: str, err
         return update(source, signal, **options)
 
     if where == "score":
-        object.__setattr__(controller.suite.task, "score", at(controller.suite.task.score))
+        object.__setattr__(controller.suite.task.grader, "score", at(controller.suite.task.grader.score))
     elif where == "reward":
-        object.__setattr__(controller.suite.task, "score", at(controller.suite.task.score, poison))
+        object.__setattr__(controller.suite.task.grader, "score", at(controller.suite.task.grader.score, poison))
     elif where == "sample":
         controller.fleet.generate_stored = at(controller.fleet.generate_stored)
     elif where == "show":

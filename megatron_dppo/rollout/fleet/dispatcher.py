@@ -153,7 +153,7 @@ class Dispatcher:
         self._held = self._syncing = False
 
     def begin_run(self) -> None:
-        self._failures = Failures(self._config.max_engine_failures)
+        self._failures.begin_run()
         self._counts.clear()
 
     def take_counts(self) -> dict[str, float]:

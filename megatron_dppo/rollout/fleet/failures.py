@@ -20,6 +20,10 @@ class Failures:
         self._reasons: set[str] = set()
         """What the last sync failed with."""
 
+    def begin_run(self) -> None:
+        """Count anew. That engines have taken weights stays true."""
+        self._count, self._reasons = 0, set()
+
     def another(self, told: str) -> EnginesFailed | None:
         """Count one; the end of the run, if it is. `told`: which engine, and why."""
         self._count += 1
@@ -36,11 +40,12 @@ class Failures:
         self._synced = self._synced or not failed.keys() >= set(members)
         # Names of engines, sizes, process ids: what differs in the same error.
         reasons = {re.sub(r"\d+", "", why): f"engine {name} {why}" for name, why in failed.items()}
-        again = [told for reason, told in reasons.items() if reason in self._reasons]
+        # All of them: what one engine failed with the others may tell as "another member gave up".
+        again = "; ".join(told for reason, told in reasons.items() if reason in self._reasons)
         self._reasons = set(reasons)
         if self._synced or not again:
             return None
         return EnginesFailed(
-            f"no engine has got weights yet, and two syncs in a row failed alike; the last one: {again[0]}; other "
+            f"no engine has got weights yet, and two syncs in a row failed alike; the last one: {again}; other "
             "engines would fail as well: look into the engines' logs"
         )
