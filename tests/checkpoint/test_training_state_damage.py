@@ -12,12 +12,7 @@ import xxhash
 from megatron_dppo.checkpoint.state_folder import finished_states, latest_state, read_description
 from megatron_dppo.checkpoint.training_state import TrainingStates
 from megatron_dppo.errors import UserError
-from tests.checkpoint.training_ranks import (
-    EP2,
-    load_only,
-    load_views,
-    trainee_from,
-)
+from tests.checkpoint.training_ranks import EP2, load_only, load_views, trainee_from
 from tests.distributed import run_ranks
 from tests.tiny import tiny_qwen3_moe
 

@@ -11,9 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from megatron_dppo.checkpoint.checksums import write_checksums
 from megatron_dppo.checkpoint.safe_dcp import read_index
-from tests.checkpoint.training_ranks import (
-    load_only,
-)
+from tests.checkpoint.training_ranks import load_only
 from tests.distributed import run_ranks
 
 
