@@ -17,9 +17,9 @@ from megatron_dppo.launch.secrets import redact
 from megatron_dppo.models.hf_config import HFConfig, load_hf_config
 from megatron_dppo.planner.fix import MORE_GPUS, find_fix
 from megatron_dppo.planner.gpus import GIB, Gpu, gpu_of_device
-from megatron_dppo.planner.plan import COMFORTABLE, Plan, memory_problem
+from megatron_dppo.planner.plan import COMFORTABLE, Plan, Run, memory_problem
 from megatron_dppo.planner.report import memory_parts
-from megatron_dppo.planner.run import Run, engine_gpus, planned_run
+from megatron_dppo.planner.run import engine_gpus, planned_run
 from megatron_dppo.preflight.finding import Finding, attempt, error, ok, warning
 from megatron_dppo.preflight.rules import check_model, check_sections
 

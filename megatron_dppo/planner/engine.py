@@ -90,10 +90,9 @@ def plan_engine(
     gpu: Gpu,
     gpus: int,
     workload: Workload,
-    settings: EngineSettings | None = None,
+    settings: EngineSettings,
 ) -> EnginePlan:
     """Engines as `settings` has them, or the smallest whose weights leave room for a cache, repeated over `gpus`."""
-    settings = settings or EngineSettings()
     sizes = [n for n in ENGINE_SIZES if n <= gpus and model.heads % n == 0]
     if settings.tensor:
         sizes = [settings.tensor]

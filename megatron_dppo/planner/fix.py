@@ -12,8 +12,7 @@ from megatron_dppo.actor.pack_shape import Split
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.parallel import Recompute
 from megatron_dppo.planner.engine import ENGINE_SIZES
-from megatron_dppo.planner.plan import Plan, largest_utilization
-from megatron_dppo.planner.run import Run
+from megatron_dppo.planner.plan import Plan, Run, largest_utilization
 from megatron_dppo.planner.search import SIZES
 
 MOST_CHANGES = 3

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.planner.adapters import merged_tensors
@@ -70,28 +71,60 @@ SYNC_EFFICIENCY = 0.5
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Everything about one layout under one workload."""
+class Run:
+    """What is planned."""
 
     layout: Layout
     """Of the training GPUs."""
     workload: Workload
-    rollout_gpus: int
+    settings: EngineSettings = field(default_factory=EngineSettings)
+    """What was decided of the engines."""
+    rollout_gpus: int = 0
     """GPUs that only generate; 0: engines share the GPUs of the trainer, and sleep while it trains if
     `settings.sleeps`."""
+
+    def plan(self) -> Plan:
+        """Raises UserError where the layout is impossible whatever the memory (`ParallelConfig.check_fits`)."""
+        layout = self.layout
+        layout.parallel.check_fits(layout.model, layout.gpus)
+        microbatches = microbatches_per_rank(layout, self.workload)
+        stages = range(layout.parallel.pipeline)
+        engine = plan_engine(layout.model, layout.gpu, self.rollout_gpus or layout.gpus, self.workload, self.settings)
+        return Plan(
+            layout,
+            self.workload,
+            self.settings,
+            self.rollout_gpus,
+            stages=tuple(stage_memory(layout, stage, microbatches) for stage in stages),
+            gradient_step=step_time(layout, microbatches),
+            microbatches=microbatches,
+            engine=engine,
+            sync=sync_memory(layout, self.settings, engine.tensor, colocated=not self.rollout_gpus),
+            traffic=step_traffic(layout.model, self.workload, engine.engines),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Run):
+    """A run with its figures: does it fit, how long does a step take."""
+
     stages: tuple[StageMemory, ...]
     gradient_step: StepTime
     microbatches: int
     """Per data-parallel rank and gradient step."""
     engine: EnginePlan
     sync: SyncMemory
-    settings: EngineSettings
-    """What was decided of the engines."""
     traffic: Traffic
-    problem: str
-    """Why this cannot run; empty where it can."""
-    extrapolated: tuple[str, ...]
-    """What lies beyond the measured range."""
+
+    @cached_property
+    def problem(self) -> str:
+        """Why this cannot run; empty where it can."""
+        return _problem(self)
+
+    @property
+    def extrapolated(self) -> tuple[str, ...]:
+        """What lies beyond the measured range."""
+        return _extrapolated(self.layout, self.gpus)
 
     @property
     def fullest(self) -> StageMemory:
@@ -201,32 +234,6 @@ def largest_utilization(gpu: Gpu, *, shared: bool) -> float:
     """The usual share of a GPU for engines, or what others leave of it, in whole percent."""
     taken = ENGINE_OUTSIDE + (OUTSIDE_ALLOCATOR + LENT if shared else 0)
     return min(UTILIZATION, math.floor(100 * (1 - taken / gpu.memory)) / 100)
-
-
-def make_plan(
-    layout: Layout, workload: Workload, *, rollout_gpus: int = 0, settings: EngineSettings | None = None
-) -> Plan:
-    """Raises UserError where the layout is impossible whatever the memory (`ParallelConfig.check_fits`)."""
-    layout.parallel.check_fits(layout.model, layout.gpus)
-    settings = settings or EngineSettings()
-    microbatches = microbatches_per_rank(layout, workload)
-    stages = tuple(stage_memory(layout, stage, microbatches) for stage in range(layout.parallel.pipeline))
-    engine = plan_engine(layout.model, layout.gpu, rollout_gpus or layout.gpus, workload, settings)
-    plan = Plan(
-        layout=layout,
-        workload=workload,
-        rollout_gpus=rollout_gpus,
-        stages=stages,
-        gradient_step=step_time(layout, microbatches),
-        microbatches=microbatches,
-        engine=engine,
-        sync=sync_memory(layout, settings, engine.tensor, colocated=not rollout_gpus),
-        settings=settings,
-        traffic=step_traffic(layout.model, workload, engine.engines),
-        problem="",
-        extrapolated=_extrapolated(layout, layout.gpus + rollout_gpus),
-    )
-    return replace(plan, problem=_problem(plan))
 
 
 def microbatches_per_rank(layout: Layout, workload: Workload) -> int:

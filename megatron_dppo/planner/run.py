@@ -4,7 +4,6 @@ way back: the configuration that runs a plan."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,8 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.planner.engine import EngineSettings
 from megatron_dppo.planner.gpus import GIB, Gpu
-from megatron_dppo.planner.plan import Plan, make_plan
+from megatron_dppo.planner.plan import Plan, Run
 from megatron_dppo.planner.workload import EXPERT_IMBALANCE, Layout, Workload
-
-
-@dataclass(frozen=True)
-class Run:
-    """What `make_plan` is given."""
-
-    layout: Layout
-    workload: Workload
-    settings: EngineSettings
-    rollout_gpus: int
-    """0: engines share the trainer's GPUs."""
-
-    def plan(self) -> Plan:
-        """Raises UserError where the layout is impossible whatever the memory."""
-        return make_plan(self.layout, self.workload, rollout_gpus=self.rollout_gpus, settings=self.settings)
 
 
 def engine_gpus(config: Config) -> int:

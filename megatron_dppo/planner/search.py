@@ -15,7 +15,7 @@ from megatron_dppo.models.parallel import ParallelConfig, Recompute
 from megatron_dppo.planner.engine import EngineSettings
 from megatron_dppo.planner.gpus import Gpu
 from megatron_dppo.planner.parameters import stage_layers
-from megatron_dppo.planner.plan import Plan, largest_utilization, make_plan
+from megatron_dppo.planner.plan import Plan, Run, largest_utilization
 from megatron_dppo.planner.workload import EXPERT_IMBALANCE, Layout, Workload
 
 SIZES = (1, 2, 4, 8)
@@ -81,11 +81,10 @@ def _search(
     impossible: list[tuple[ParallelConfig, str]] = []
     for parallel in layouts(model, gpus - rollout_gpus, wanted):
         try:
-            parallel.check_fits(model, gpus - rollout_gpus)
+            plan = _leanest_needed(model, gpu, gpus - rollout_gpus, parallel, workload, wanted, rollout_gpus)
         except UserError as error:
             impossible.append((parallel, str(error)))
             continue
-        plan = _leanest_needed(model, gpu, gpus - rollout_gpus, parallel, workload, wanted, rollout_gpus)
         (others if plan.problem else fitting).append(plan)
     fitting.sort(key=_order)
     others.sort(key=lambda plan: plan.on_gpu)
@@ -125,7 +124,7 @@ def _leanest_needed(
         )
         share = largest_utilization(gpu, shared=not rollout_gpus)
         settings = EngineSettings(tensor=wanted.engine_tensor, utilization=share)
-        return make_plan(layout, workload, rollout_gpus=rollout_gpus, settings=settings)
+        return Run(layout, workload, settings, rollout_gpus).plan()
 
     barely: Plan | None = None
     kinds = tuple(kind for kind in get_args(Recompute) if model.moe or kind != "activation")

@@ -30,7 +30,7 @@ from megatron_dppo.planner.activations import LayerMemory, layer_memory
 from megatron_dppo.planner.gpus import GIB, GPUS, Efficiency
 from megatron_dppo.planner.memory import stage_memory
 from megatron_dppo.planner.parameters import stage_adapters
-from megatron_dppo.planner.plan import make_plan
+from megatron_dppo.planner.plan import Run
 from megatron_dppo.planner.report import memory_parts
 from megatron_dppo.planner.step_time import step_time
 from megatron_dppo.planner.workload import Layout
@@ -255,7 +255,7 @@ def test_a_step_with_adapters_reduces_and_updates_them_alone() -> None:
 
 
 def test_merged_weights_are_sent() -> None:
-    full, lora = (make_plan(layout(8, 8, lora=some, expert=8), short()) for some in (None, LORA))
+    full, lora = (Run(layout(8, 8, lora=some, expert=8), short()).plan() for some in (None, LORA))
     assert lora.traffic == full.traffic
     tensors = 8 * (3 + 1 + 16 * 3)
     assert lora.sync_s - full.sync_s == pytest.approx(tensors * Efficiency.merge_s)
@@ -263,8 +263,8 @@ def test_merged_weights_are_sent() -> None:
 
 
 def test_passes_multiply_training_and_nothing_else() -> None:
-    once = make_plan(layout(8, 8, lora=None, expert=8), short())
-    twice = make_plan(layout(8, 8, lora=None, expert=8), dataclasses.replace(short(), ppo_epochs=2))
+    once = Run(layout(8, 8, lora=None, expert=8), short()).plan()
+    twice = Run(layout(8, 8, lora=None, expert=8), dataclasses.replace(short(), ppo_epochs=2)).plan()
     assert (once.workload.gradient_steps, twice.workload.gradient_steps) == (8, 16)
     assert twice.train_s == 2 * once.train_s
     assert twice.training_tokens_per_second == pytest.approx(once.training_tokens_per_second)

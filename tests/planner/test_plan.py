@@ -15,10 +15,10 @@ from megatron_dppo.models.hf_config import HFConfig, resolve_hf_config
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.planner.activations import layer_memory
-from megatron_dppo.planner.engine import plan_engine
+from megatron_dppo.planner.engine import EngineSettings, plan_engine
 from megatron_dppo.planner.gpus import GIB, GPUS
 from megatron_dppo.planner.memory import stage_memory
-from megatron_dppo.planner.plan import make_plan, microbatches_per_rank, step_traffic
+from megatron_dppo.planner.plan import Run, microbatches_per_rank, step_traffic
 from megatron_dppo.planner.report import memory_parts
 from megatron_dppo.planner.search import Wanted, search
 from megatron_dppo.planner.step_time import step_time
@@ -156,7 +156,7 @@ def test_a_search_recomputes_as_few_layers_as_it_must() -> None:
     assert plan.layout.recompute_layers is not None
     fewer = dataclasses.replace(plan.layout, recompute_layers=plan.layout.recompute_layers - 1)
     assert plan.comfortable
-    assert not make_plan(fewer, workload, settings=plan.settings).comfortable
+    assert not Run(fewer, workload, plan.settings).plan().comfortable
     asked = search(model(), GPUS["h200-141g"], 1, workload, Wanted(lora=lora, recompute="full")).fitting[0]
     assert asked.layout.recompute_layers is None
     assert asked.train_s > plan.train_s
@@ -178,7 +178,7 @@ def test_half_the_bytes_of_a_gradient_take_half_the_time_on_the_way() -> None:
 def test_uneven_expert_load_takes_memory_and_more_gpus_take_time_off() -> None:
     even = layout(8, expert=8)
     assert stage_memory(dataclasses.replace(even, expert_imbalance=1.5), 0, 2).peak > stage_memory(even, 0, 2).peak
-    seconds = [make_plan(layout(gpus, layers=8, expert=8, recompute="full"), short()).train_s for gpus in (8, 16, 32)]
+    seconds = [Run(layout(gpus, layers=8, expert=8, recompute="full"), short()).plan().train_s for gpus in (8, 16, 32)]
     assert seconds == sorted(seconds, reverse=True)
 
 
@@ -195,7 +195,7 @@ def test_bytes_of_a_step_at_the_papers_size() -> None:
 
 
 def test_an_engine_holds_what_its_cache_holds() -> None:
-    engine = plan_engine(model(), H100, 8, PAPER)
+    engine = plan_engine(model(), H100, 8, PAPER, EngineSettings())
     assert engine.kv_per_token == 2 * 2 * 48 * (4 // engine.tensor) * 128
     assert engine.concurrent == engine.kv_cache // (engine.kv_per_token * PAPER.sequence)
     assert engine.engines * engine.tensor == 8

@@ -17,8 +17,8 @@ from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.planner.engine import EngineSettings
 from megatron_dppo.planner.fix import _recompute, find_fix
 from megatron_dppo.planner.gpus import GIB, GPUS, gpu_of_device
-from megatron_dppo.planner.plan import ENGINE_OUTSIDE, largest_utilization, make_plan
-from megatron_dppo.planner.run import Run, beside_figures, planned_run
+from megatron_dppo.planner.plan import ENGINE_OUTSIDE, Run, largest_utilization
+from megatron_dppo.planner.run import beside_figures, planned_run
 from megatron_dppo.planner.search import Wanted, search
 from megatron_dppo.planner.workload import Layout, Workload
 from tests.models.public_configs import CONFIGS
@@ -235,7 +235,7 @@ def test_measured_gpus_that_change_hands() -> None:
     parallel = ParallelConfig(tensor=2, expert=2, sequence_parallel=True)
     workload = Workload(sequences=256, mini_batches=2, prompt_tokens=256, response_tokens=192, mean_response_tokens=192)
     layout = Layout(model, GPUS["h200-141g"], 2, parallel, microbatch_tokens=18432)
-    plan = make_plan(layout, workload, settings=EngineSettings(tensor=1, utilization=0.5))
+    plan = Run(layout, workload, EngineSettings(tensor=1, utilization=0.5)).plan()
     assert (plan.moments["weight sync"] - plan.sync.usual) / GIB == pytest.approx(19.15, rel=0.01)  # measured behind it
     assert plan.moments["generation"] / GIB == pytest.approx(75.6, rel=0.01)
 
