@@ -103,8 +103,8 @@ def _option(name: str) -> str:
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """0 where something fits, 1 where nothing does, 2 where the configuration is refused."""
-    if not arguments.imbalance >= 1:
-        raise UserError(f"--imbalance {arguments.imbalance}: must be 1 or more")
+    if not 1 <= arguments.imbalance <= 1e6:
+        raise UserError(f"--imbalance {arguments.imbalance}: must be from 1 to 1e6")
     if arguments.config is not None:
         return _plan_config(arguments)
     if not arguments.model:

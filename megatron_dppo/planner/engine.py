@@ -73,7 +73,7 @@ class EnginePlan:
     concurrent: int
     """Sequences of full length whose cache fits at once."""
     decode_tokens_per_second: float
-    """Of the fleet."""
+    """Of the fleet, as long as it has a step's sequences to decode."""
 
     @property
     def fits(self) -> bool:
@@ -93,7 +93,7 @@ def plan_engine(
     settings: EngineSettings,
 ) -> EnginePlan:
     """Engines as `settings` has them, or the smallest whose weights leave room for a cache, repeated over `gpus`."""
-    sizes = [n for n in ENGINE_SIZES if n <= gpus and model.heads % n == 0]
+    sizes = [n for n in ENGINE_SIZES if gpus % n == 0 and model.heads % n == 0]
     if settings.tensor:
         sizes = [settings.tensor]
     usable = int(settings.utilization * gpu.memory)
@@ -124,7 +124,7 @@ def _engine(
         concurrent=concurrent,
         decode_tokens_per_second=0.0,
     )
-    return replace(plan, decode_tokens_per_second=engines * _decode_rate(model, gpu, workload, plan, settings))
+    return replace(plan, decode_tokens_per_second=_decode_rate(model, gpu, workload, plan, settings))
 
 
 def own_experts(model: HFConfig, tensor: int, settings: EngineSettings) -> float:
@@ -163,16 +163,18 @@ def _state(model: HFConfig, settings: EngineSettings) -> int:
 
 
 def _decode_rate(model: HFConfig, gpu: Gpu, workload: Workload, engine: EnginePlan, settings: EngineSettings) -> float:
-    """Tokens/s of one engine: each step reads the weights of the experts hit and the cache, and the host handles what
-    is recorded of each token."""
+    """Tokens/s of the fleet: each step of an engine reads the weights of the experts hit and the cache, and the host
+    handles what is recorded of each token."""
     e = efficiency_of(gpu.name)
     mean = workload.prompt_tokens + workload.mean_response_tokens / 2
-    sequences = max(1, min(settings.max_sequences, int(engine.concurrent * workload.sequence / mean)))
+    share = -(-workload.sequences // engine.engines)
+    sequences = max(1, min(settings.max_sequences, share, int(engine.concurrent * workload.sequence / mean)))
     kept = mean * engine.kv_per_token + 2 * _state(model, settings) / engine.tensor  # a state is written too
     read = settings.bytes_of(_weights_read(model, sequences)) / engine.tensor + sequences * kept
     step = read / (gpu.memory_bandwidth * e.decode)
     step = max(step, 2 * sequences * active_per_token(model) / engine.tensor / (gpu.bf16_flops * e.grouped))
-    return sequences / (step + sequences * e.engine_token_s)
+    together = min(engine.engines * sequences, workload.sequences)
+    return together / (step + sequences * e.engine_token_s)
 
 
 def _weights_read(model: HFConfig, sequences: int) -> Parameters:

@@ -193,7 +193,7 @@ class Plan(Run):
 
     @property
     def rollout_s(self) -> float:
-        """Seconds of generation: the fleet's rate, but never less than one sequence from start to end."""
+        """Seconds of generation, at the fleet's rate; that the last sequences are decoded by few is not in it."""
         tokens = self.workload.sequences * self.workload.mean_response_tokens
         return tokens / self.engine.decode_tokens_per_second
 

@@ -177,10 +177,10 @@ LORA_LEARNING_RATE = 1e-5
 
 def recommended_config(plan: Plan, model_path: Path, *, prompts_per_step: int) -> str:
     """YAML of the plan, checked against the schema. Keys that are absent keep their defaults."""
-    workload, layout, engine = plan.workload, plan.layout, plan.engine
+    workload, layout, engine, name = plan.workload, plan.layout, plan.engine, model_path.resolve().name
     parallel = {k: v for k, v in layout.parallel.model_dump().items() if v is True or (v and v != 1)}
     tree: dict[str, Any] = {
-        "run": {"dir": f"runs/{model_path.name}", "name": model_path.name},
+        "run": {"dir": f"runs/{name}", "name": name},
         "model": {"path": str(model_path)},
         "parallel": parallel,
         "actor": {

@@ -64,10 +64,16 @@ def search(model: HFConfig, gpu: Gpu, gpus: int, workload: Workload, wanted: Wan
         raise UserError(f"--gpus {gpus}: must be 1 or more")
     if wanted.rollout_gpus is not None and not 0 <= wanted.rollout_gpus < gpus:
         raise UserError(f"--rollout-gpus {wanted.rollout_gpus}: must be from 0 to {gpus - 1} (of --gpus {gpus})")
+    size, own = wanted.engine_tensor or 1, wanted.rollout_gpus or gpus
+    if own % size or model.heads % size or (not wanted.rollout_gpus and size > gpu.gpus_per_node):
+        raise UserError(
+            f"--engine-tp {size}: must divide the {own} GPUs of the engines and the model's {model.heads} heads, "
+            f"and be at most {gpu.gpus_per_node} (a node) where they share the trainer's GPUs"
+        )
     if wanted.rollout_gpus is not None:
         return _search(model, gpu, gpus, workload, wanted, wanted.rollout_gpus)
     shared = _search(model, gpu, gpus, workload, wanted, 0)
-    if shared.fitting or gpus == 1:
+    if shared.fitting or gpus == 1 or gpus // 2 % size:
         return shared
     apart = _search(model, gpu, gpus, workload, wanted, gpus // 2)
     return apart if apart.fitting else shared

@@ -201,6 +201,25 @@ def test_an_engine_holds_what_its_cache_holds() -> None:
     assert engine.engines * engine.tensor == 8
 
 
+def test_engines_take_all_of_their_gpus() -> None:
+    """Colocated engines have to divide the ranks among them: of 12 GPUs one engine of 8 would leave four over."""
+    engine = plan_engine(model("Qwen3-235B-A22B"), GPUS["h200-141g"], 12, PAPER, EngineSettings())
+    assert (engine.engines, engine.tensor) == (3, 4)
+
+
+def test_more_engines_do_not_decode_few_sequences_faster() -> None:
+    def rate(gpus: int, sequences: int) -> float:
+        workload = dataclasses.replace(short(), sequences=sequences)
+        return plan_engine(
+            model(), GPUS["h200-141g"], gpus, workload, EngineSettings(tensor=1)
+        ).decode_tokens_per_second
+
+    assert rate(8, 1) == rate(1, 1)
+    assert rate(8, 8) == pytest.approx(8 * rate(1, 1))
+    assert rate(8, 2048) == pytest.approx(8 * rate(1, 2048))
+    assert rate(1, 2) < 2 * rate(1, 1)
+
+
 def test_packs_of_a_gradient_step() -> None:
     plan = layout(8, expert=8)
     assert microbatches_per_rank(plan, PAPER) == -(-4096 * 17408 // (8 * 8 * 16384))
@@ -254,6 +273,15 @@ def test_the_command_prints_a_configuration_that_loads(
     assert (config.rollout.placement, config.rollout.enable_sleep) == ("colocated", True)
 
 
+def test_a_run_planned_inside_of_its_models_folder_has_a_name(
+    config_json: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(config_json)
+    assert main(["plan", ".", "--gpus", "64", "--json"]) == 0
+    found = yaml.safe_load(json.loads(capsys.readouterr().out)["config"])
+    assert found["run"] == {"dir": "runs/Qwen3-30B-A3B", "name": "Qwen3-30B-A3B"}
+
+
 def test_a_dense_model_gets_a_configuration_without_router_replay(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -300,7 +328,15 @@ def test_nothing_fits(config_json: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["--gpus", "8", "--prompt", "20000"], "leaves no room for a response"),
         (["--gpus", "8", "--mini-batch", "7"], "--mini-batch 7 does not divide --prompts 256"),
         (["--gpus", "8", "--mean-response", "99999"], "must be from 1 to 16384"),
-        (["--gpus", "8", "--imbalance", "0.5"], "--imbalance 0.5: must be 1 or more"),
+        (["--gpus", "8", "--imbalance", "0.5"], "--imbalance 0.5: must be from 1 to 1e6"),
+        (["--gpus", "8", "--imbalance", "inf"], "--imbalance inf: must be from 1 to 1e6"),
+        (["--gpus", "6", "--engine-tp", "4"], "--engine-tp 4: must divide the 6 GPUs of the engines"),
+        (
+            ["--gpus", "12", "--engine-tp", "3"],
+            "--engine-tp 3: must divide the 12 GPUs of the engines and the model's 32",
+        ),
+        (["--gpus", "8", "--rollout-gpus", "4", "--engine-tp", "8"], "--engine-tp 8: must divide the 4 GPUs"),
+        (["--gpus", "16", "--engine-tp", "16"], "at most 8 (a node) where they share the trainer's GPUs"),
     ],
 )
 def test_bad_arguments(
