@@ -98,7 +98,7 @@ def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides:
 
 def _merged(tree: Any, given: Any, override: str) -> Any:
     try:
-        return OmegaConf.merge(tree, given)
+        return OmegaConf.unsafe_merge(tree, given)  # without a copy of the tree for each override
     except TypeError as error:  # what OmegaConf raises for a list in place of a section, or the other way round
         raise UserError(
             f"override {override}: a list and a section do not merge; give a section as {{...}}, a list as [...]"
