@@ -19,15 +19,13 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from enum import Enum, auto
 from pathlib import Path
 from threading import Timer
-from typing import Any
+from typing import IO, Any
 
 from torch.cuda import empty_cache
 
 from examples.smollm2.plan import Job
-from examples.smollm2.settings import arguments, model
 from examples.smollm2.share import GpuShare
 from megatron_dppo.checkpoint.state_folder import finished_states
-from megatron_dppo.config.load import load_config
 from megatron_dppo.launch.stop import REQUEST, StopRequest
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import RolloutFleet
@@ -88,7 +86,8 @@ class Ended(Enum):
 
 
 def run_lane(jobs: Iterable[Job], out: Path, until: float, share: GpuShare) -> int:
-    """Run what is left of `jobs` and nobody runs, in this process, as rank 0 of one; 1 where a run failed.
+    """Run what is left of `jobs` and nobody runs, in this process, as rank 0 of one; 1 where a run failed. One that
+    failed with engines of its own, in a lane with the same `until`, is not tried again.
 
     until  of `time.monotonic`: then nothing is started, and what runs is asked to stop
     share  of the GPU's memory: it takes what a run needs
@@ -97,13 +96,19 @@ def run_lane(jobs: Iterable[Job], out: Path, until: float, share: GpuShare) -> i
     engines, failed = KeptEngines(), False
     try:
         for job in jobs:
-            with _claimed(out / f"{job.folder}.lock") as mine:
-                if not mine:
+            with _claimed(out / f"{job.folder}.lock") as lock:
+                if lock is None:
+                    continue
+                if lock.read() == str(until):
+                    failed = True
                     continue
                 ended = _run(job, out, engines, until, share)
                 if ended is Ended.FAILED and engines.used and time.monotonic() < until:
                     ended = _run(job, out, engines, until, share)  # with engines of its own
-                failed |= ended is Ended.FAILED
+                if ended is Ended.FAILED:
+                    failed = True
+                    lock.truncate(0)
+                    lock.write(str(until))
                 if ended is Ended.STOPPED:
                     break
     finally:
@@ -112,16 +117,17 @@ def run_lane(jobs: Iterable[Job], out: Path, until: float, share: GpuShare) -> i
 
 
 @contextmanager
-def _claimed(file: Path) -> Iterator[bool]:
-    """Whether nobody else has the run; it is ours inside."""
+def _claimed(file: Path) -> Iterator[IO[str] | None]:
+    """The run's lock, to be read from its beginning, where nobody else has the run; it is ours inside."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "a") as lock:
+    with open(file, "a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            yield False
+            yield None
         else:
-            yield True
+            lock.seek(0)
+            yield lock
 
 
 def _run(job: Job, out: Path, engines: KeptEngines, until: float, share: GpuShare) -> Ended:
@@ -129,11 +135,7 @@ def _run(job: Job, out: Path, engines: KeptEngines, until: float, share: GpuShar
     stop, ended, started = StopRequest(run), Ended.FAILED, time.monotonic()
     with open(out / f"{job.folder}.log", "a") as log, redirect_stdout(log), redirect_stderr(log):
         try:
-            made = model(job.experts, job.seed, package=os.environ.get("PACKAGE"))
-            folder = job.model or made.folder
-            _, file, *settings = arguments(os.environ.get("TASK", "sums"), job.experts, job.seed, folder, run)
-            settings += job.overrides
-            config = load_config(Path(file), settings)
+            config = job.configuration(out)
             if complete(run, config.trainer.steps):
                 return Ended.COMPLETE
             if not share.fits(job.gib):
@@ -144,9 +146,9 @@ def _run(job: Job, out: Path, engines: KeptEngines, until: float, share: GpuShar
             if time.monotonic() >= until:
                 return Ended.STOPPED
             if job.model is None:
-                made.ensure()
+                job.made.ensure()
             if finished_states(run / CHECKPOINTS):
-                config = load_config(Path(file), [*settings, "trainer.resume=true"])
+                config = job.configuration(out, "trainer.resume=true")
             else:
                 shutil.rmtree(run, ignore_errors=True)
             started = time.monotonic()

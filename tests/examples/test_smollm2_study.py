@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from examples.smollm2 import lane, make_model, plan, report, supervised
+from examples.smollm2 import lane, make_model, plan, report, study, supervised
 from examples.smollm2.share import GpuShare
 from tests.examples.test_smollm2 import tiny_llama
 
@@ -50,17 +50,21 @@ def test_runs_are_named_by_what_varies(tmp_path: Path) -> None:
     assert "rollout.max_staleness=4" in old.overrides
     with pytest.raises(plan.UserError, match="--parted"):
         list(plan.of_experiment("replay", 0, chosen(tmp_path)))
-    r3, live = plan.of_experiment("replay", 0, chosen(tmp_path, parted=Path("m")))
-    assert (r3.model, r3.experts) == (Path("m"), 8)
+    (tmp_path / "config.json").touch()
+    r3, live = plan.of_experiment("replay", 0, chosen(tmp_path, parted=tmp_path))
+    assert (r3.model, r3.experts) == (tmp_path, 8)
     assert set(live.overrides) - set(r3.overrides) == {"run.name=live", "actor.router_replay=none"}
 
 
-def logged(out: Path, folder: str, rewards: list[float]) -> None:
+def logged(out: Path, folder: str, rewards: list[float], stale: int = 0) -> None:
+    """As the trainer writes it: the first policy answers until the window is full, and the mismatch is measured where
+    no answer is old."""
     run = out / folder
     run.mkdir(parents=True)
     rows = [
-        {"step": i + 1, "reward/mean": r, "mismatch/mean_abs_pi_mu": 0.01, "mismatch/max_abs_pi_mu": 0.5}
-        | {"policy/masked_fraction": 0.02}
+        {"step": i + 1, "reward/mean": r, "rollout/staleness_mean": min(i, stale), "policy/masked_fraction": 0.02}
+        | {"policy/mean_abs_pi_mu": (i + 1) / 100, "policy/abs_prob_diff_max": (i + 1) / 10}
+        | ({} if min(i, stale) else {"mismatch/mean_abs_pi_mu": 0.0073})
         for i, r in enumerate(rewards)
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -79,8 +83,27 @@ def test_a_run_is_complete_by_the_steps_of_its_configuration(tmp_path: Path, mon
     longer = replace(job, overrides=("trainer.steps=21",))
     assert lane.run_lane([longer], tmp_path, time.monotonic(), share) == 0, "time is over"
     assert metrics.exists()
-    assert lane.run_lane([longer], tmp_path, time.monotonic() + 600, share) == 1, "there is no model"
+    until, log = time.monotonic() + 600, tmp_path / f"{job.folder}.log"
+    assert lane.run_lane([longer], tmp_path, until, share) == 1, "there is no model"
     assert not metrics.exists()
+    tried = log.stat().st_size
+    assert lane.run_lane([longer], tmp_path, until, share) == 1
+    assert log.stat().st_size == tried, "tried again by another lane"
+    assert lane.run_lane([longer], tmp_path, until + 1, share) == 1
+    assert log.stat().st_size > tried, "the study was started again"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("PACKAGE", "PACKAGE=absent: no such file; name the wheel"), ("TASK", "TASK=absent is none of the tasks")],
+)
+def test_what_variables_name_is_looked_for_before_lanes_start(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "absent")
+    assert study.main([str(tmp_path / "o"), "learn", "--seeds", "4294967295"]) == 2  # nobody has its mixture
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
 
 
 def held(file: Path, gib: int) -> subprocess.Popen[str]:
@@ -118,6 +141,7 @@ def test_lanes_take_no_more_of_a_gpu_than_there_is(tmp_path: Path) -> None:
 def test_a_lane_that_is_killed_starts_again_and_nothing_failed(tmp_path: Path) -> None:
     for arm in ("r3", "live"):
         logged(tmp_path, f"replay/{arm}/seed-0", [0.1] * 30)
+    (tmp_path / "config.json").touch()
     options = ["--parted", str(tmp_path), "--seeds", "0", "--lanes", "1"]
     command = [sys.executable, str(Path(plan.__file__).with_name("study.py")), str(tmp_path), "replay", *options]
     study = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -152,15 +176,29 @@ def test_the_largest_value_that_learns(tmp_path: Path, capsys: pytest.CaptureFix
         report.report(tmp_path / "none")
 
 
-def test_answers_that_are_not_old_are_the_runs_of_the_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for folder, end in (("staleness/pg-is/4", 0.3), ("rates/pg-is/2e-05", 0.7), ("rates/pg-is/4e-05", 0.9)):
-        logged(tmp_path, f"{folder}/seed-2", [0.1, end])
-        (tmp_path / folder / "seed-2/config.yaml").write_text("optimizer: {lr: 2.0e-5}\n")
+def test_stale_answers_are_compared_by_the_policy_that_gave_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two steps old, ten steps show the policy after 0, 0, 0, 1 ... 7 steps; all arms have those after 6 and 7.
+    Answers that are not old are the runs of the rate."""
+    for folder, gain, stale in (
+        ("staleness/pg-is/2", 0.01, 2),
+        ("rates/pg-is/2e-05", 0.1, 0),
+        ("rates/pg-is/4e-05", 9, 0),
+    ):
+        logged(tmp_path, f"{folder}/seed-2", [gain * i for i in range(10)], stale)
+    with pytest.raises(report.UserError, match=r"config\.yaml"):
+        report.report(tmp_path)
+    (tmp_path / "staleness/pg-is/2/seed-2/config.yaml").write_text("optimizer: {lr: 2.0e-5}\n")
     report.report(tmp_path)
     stale = capsys.readouterr().out.partition("## staleness")[2]
-    assert "| PG-IS 0 | 1 | 2 | 0.100 | 0.700 |" in stale
-    assert "| PG-IS 4 | 1 | 2 | 0.100 | 0.300 |" in stale
-    assert "0.900" not in stale
+    assert "of the policy after 7 steps" in stale
+    assert "| PG-IS 0 | 1 | 10 | 0.000 | 0.650 | 7.3e-03 | 9.5e-02 | 0.95 | 2.00% |" in stale
+    assert "| PG-IS 2 | 1 | 10 | 0.000 | 0.085 | - | 9.5e-02 | 0.95 | 2.00% |" in stale, (
+        "the mismatch of the first step"
+    )
+    assert stale.count("| PG-IS ") == 3, "a run of another rate"
+    assert (tmp_path / "staleness.png").stat().st_size > 10_000
 
 
 def test_working_is_right_or_slips() -> None:

@@ -73,6 +73,22 @@ FILES = {
         ("examples/paper/make_shapes.py o --layers 49", "argument --layers: 49 must be 1 or more and less than 49"),
         ("examples/agent/make_model.py model/config.json/o", "argument OUT: model/config.json/o cannot be made in"),
         ("examples/smollm2/study.py o rates --seeds 0.5", "argument --seeds: '0.5' is no whole number"),
+        (
+            "examples/smollm2/study.py o replay",
+            "study replay: --parted is missing; make the mixture whose experts differ",
+        ),
+        ("examples/smollm2/study.py o rates replay --parted absent", "study replay: --parted: absent holds no model"),
+        ("examples/smollm2/study.py o staleness --algorithms ppo", "config section algorithm: unknown preset 'ppo'"),
+        (
+            "examples/smollm2/study.py o noise rollout.schedule=one_step_off trainer.steps=0",
+            "config key trainer.steps=0: ",
+        ),
+        ("examples/smollm2/study.py list.json learn --seeds 0", "OUT: list.json/lanes cannot be made: Not a directory"),
+        (
+            "examples/smollm2/study.py o no",
+            "study: no is no experiment: learn, replay, rates, staleness, noise; or rep",
+        ),
+        ("examples/smollm2/study.py o report", "o: holds no run of the study"),
         ("examples/smollm2/supervised.py absent o", "argument MODEL: absent is no folder of a Hugging Face model"),
     ],
 )
@@ -93,6 +109,7 @@ def test_a_wrong_argument_is_named(
     assert ended.value.code == 2, said
     assert message in said
     assert "Traceback" not in said
+    assert not list((tmp_path / "o").glob("*")), "it was begun"
 
 
 def test_kinds_of_arguments(tmp_path: Path) -> None:
