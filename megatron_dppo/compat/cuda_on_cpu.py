@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 
 class _InertStream:
@@ -74,65 +74,47 @@ def patch_torch_cuda() -> None:
     torch.Tensor.record_stream = lambda self, s: None  # type: ignore[method-assign]
 
 
-def _is_cuda(device: Any) -> bool:
-    return (isinstance(device, str) and device.startswith("cuda")) or (
-        isinstance(device, torch.device) and device.type == "cuda"
-    )
-
-
 _CUDA_TYPE_NAMES = {
     torch.float32: "torch.cuda.FloatTensor",
     torch.bfloat16: "torch.cuda.BFloat16Tensor",
     torch.float16: "torch.cuda.HalfTensor",
 }
-_MEANT_FOR_A_GPU = frozenset({torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.type, torch.Tensor.to})
-_PLACES = frozenset({"device", "pin_memory"})
 
 
-def _calling_module() -> str:
-    """Who called the torch function that a mode sees; other modes (`with torch.device(...)`) may stand in between."""
-    frame = sys._getframe(2)
-    while frame.f_back and frame.f_globals.get("__name__") in ("torch.utils._device", "torch.overrides"):
-        frame = frame.f_back
-    return str(frame.f_globals.get("__name__", ""))
+def _make(stock: Callable[..., torch.Tensor], *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    on_cpu = "cpu" if device is not None and torch.device(device).type == "cuda" else device
+    return stock(*args, device=on_cpu, **kwargs | {"pin_memory": False})
 
 
-class CudaLiteralsToCpu(TorchFunctionMode):
+def _stay(stock: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor
+
+
+def _type(stock: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    name = None if args or kwargs else _CUDA_TYPE_NAMES.get(tensor.dtype)
+    return name or stock(tensor, *args, **kwargs)
+
+
+def patch_cuda_literals() -> None:
     """Inside Megatron-Core's own code, `device="cuda"`, `.cuda()` and `pin_memory` mean the CPU, and `tensor.type()`
     names the GPU type that its optimizer compares with. Calls from anywhere else are left alone."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        # Every call of torch on a rank comes here: who made it is looked for only where that could matter.
-        if func not in _MEANT_FOR_A_GPU and kwargs.keys().isdisjoint(_PLACES):
-            return func(*args, **kwargs)
-        if not _calling_module().startswith("megatron."):
-            return func(*args, **kwargs)
-        kwargs = dict(kwargs)
-        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return _CUDA_TYPE_NAMES.get(args[0].dtype, func(*args))
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = torch.device("cpu")
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], torch.device("cpu"), *args[2:])
-        return func(*args, **kwargs)
+    _device_constructors()  # what `with torch.device(...)` changes, looked up once: torch's own functions
+    for name in ("arange", "empty", "empty_like", "full", "ones", "tensor", "zeros"):
+        _inside_megatron(torch, name, _make)
+    _inside_megatron(torch.Tensor, "cuda", _stay)
+    _inside_megatron(torch.Tensor, "pin_memory", _stay)
+    _inside_megatron(torch.Tensor, "type", _type)
 
 
-_active = threading.local()
+def _inside_megatron(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """`call(stock, ...)` in place of `owner.name(...)` where Megatron-Core makes the call. Single functions are
+    replaced, since a TorchFunctionMode would cost every operation of a rank."""
+    stock = getattr(owner, name)
 
+    @functools.wraps(stock)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        if str(sys._getframe(1).f_globals.get("__name__")).startswith("megatron."):
+            return call(stock, *args, **kwargs)
+        return stock(*args, **kwargs)
 
-def enter_cuda_literals_mode() -> None:
-    """Modes belong to a thread: every thread that runs Megatron-Core enters its own, once."""
-    if getattr(_active, "mode", None) is None:
-        _active.mode = CudaLiteralsToCpu()
-        _active.mode.__enter__()
+    setattr(owner, name, patched)

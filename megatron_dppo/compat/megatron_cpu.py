@@ -13,20 +13,18 @@ _installed = False
 def install() -> None:
     """Make Megatron-Core run on CPU tensors and gloo groups; does nothing where CUDA is available.
 
-    Call it once in every process (and in every thread that runs Megatron-Core) before a model is built. It patches
+    Call it in every process before a model is built. It patches
     `torch.cuda`'s random state, streams and device queries, turns CUDA literals inside Megatron-Core into the CPU, and
     mends what was only ever run with NCCL and TransformerEngine: token-dispatcher splits, uneven collectives and the
     checkpointing of torch's Adam. `torch.compile` is off: one-core compilation costs more than it gains.
     """
     global _installed
-    if torch.cuda.is_available():
+    if _installed or torch.cuda.is_available():
         return
-    from megatron_dppo.compat.cuda_on_cpu import enter_cuda_literals_mode, patch_torch_cuda
+    from megatron_dppo.compat.cuda_on_cpu import patch_cuda_literals, patch_torch_cuda
 
-    enter_cuda_literals_mode()
-    if _installed:
-        return
     patch_torch_cuda()
+    patch_cuda_literals()
     torch._dynamo.config.disable = True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "Apex is not installed", "Transformer Engine is not installed": known here

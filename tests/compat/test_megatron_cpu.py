@@ -1,5 +1,7 @@
 """What makes real Megatron-Core run on a CPU, and that it stays out of everybody else's way."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +22,23 @@ def in_one_process(rank: int) -> None:
     with pytest.raises((RuntimeError, AssertionError)):
         torch.zeros(1, device="cuda")
     assert torch.zeros(1).type() == "torch.FloatTensor"
+    with torch.device("meta"):
+        assert torch.zeros(1).is_meta
+    assert torch._C._len_torch_function_stack() == 0  # a mode would be asked at every operation
+
+    # Megatron-Core's own mean the CPU: a tensor made (in any thread), one moved, and the type of a gradient.
+    from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    from megatron.core.transformer.utils import get_default_causal_mask
+
+    mask = ThreadPoolExecutor(1).submit(get_default_causal_mask, 3).result()
+    assert torch.equal(mask, torch.ones(3, 3).triu(1).bool())
+    positions = get_pos_emb_on_this_cp_rank(torch.arange(4.0)[:, None], 0, dist.new_group([0]))
+    assert torch.equal(positions, torch.arange(4.0)[:, None])
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([6.0, 8.0])
+    clip_grad_by_total_norm_fp32([weight], 5.0, 10.0)
+    assert torch.allclose(weight.grad, torch.tensor([3.0, 4.0]))
 
     from megatron.core.tensor_parallel.random import (
         checkpoint,
