@@ -47,6 +47,14 @@ def read_tree(path: Path) -> dict[str, Any]:
     return OmegaConf.to_container(tree)  # type: ignore[return-value]  # a dict, checked above
 
 
+def section(tree: dict[str, Any], name: str, *, where: str) -> dict[str, Any]:
+    """A section of `read_tree` to be changed, {} where it is absent or empty. Raises UserError where it is none."""
+    found = tree.get(name)
+    if found is not None and not isinstance(found, dict):
+        raise UserError(f"config key {name} of {where} must be a section with keys of its own, not {found!r:.60}")
+    return dict(found or {})
+
+
 def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides: Sequence[str], *, where: str) -> C:
     """A `kind` of the sections in `tree` with `overrides` applied. `where` names the tree in errors, UserErrors all."""
     merged: Any = OmegaConf.create(tree)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -77,6 +78,12 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _given(arguments: argparse.Namespace, *names: str) -> str:
+    """Which of these options were given, in words; "" where none was."""
+    given = [name for name in names if getattr(arguments, name) not in (None, False)]
+    return ", ".join(f"--{name.replace('_', '-')}" for name in given)
+
+
 def _parity(arguments: argparse.Namespace) -> Iterator[Finding]:
     from megatron_dppo.doctor.parity import Precision, parity_config, with_layers
     from megatron_dppo.doctor.parity_report import run_parity
@@ -107,15 +114,19 @@ def _all(arguments: argparse.Namespace) -> Iterator[Finding]:
     from megatron_dppo.doctor import machine
 
     planned_gpu = None if arguments.gpu_kind is None else find_gpu(arguments.gpu_kind, option="--gpu-kind")
-    if planned_gpu is not None and arguments.config is None:
-        raise UserError("--gpu-kind: name a configuration as well, whose memory is planned on it")
-    there = listed_gpus() > 0
     if arguments.parity is not None:
+        if others := _given(arguments, "ranks", "gpu", "gpu_kind", "bandwidth", "min_bandwidth"):
+            raise UserError(f"{others}: not for --parity, which compares and checks nothing else; leave it out")
         yield from _parity(arguments)
         return
-    of_parity = (arguments.precision, arguments.out, arguments.random_weights, arguments.reference)
-    if any(of_parity) or arguments.layers is not None:
+    if arguments.config is None and (others := _given(arguments, "ranks", "gpu_kind")):
+        raise UserError(f"{others}: name a configuration as well, which is checked for that")
+    if _given(arguments, "precision", "out", "random_weights", "reference", "layers"):
         raise UserError("--precision, --out, --random-weights, --reference and --layers belong to --parity MODEL")
+    least = arguments.min_bandwidth
+    if least is not None and not (arguments.bandwidth and 0 < least < math.inf):
+        raise UserError(f"--min-bandwidth {least:g}: must be GB/s above 0, beside --bandwidth")
+    there = listed_gpus() > 0
     yield from machine.check_python()
     yield from machine.check_packages(gpu=there or arguments.gpu)
     yield from machine.check_cuda(expected=arguments.gpu)
@@ -134,7 +145,7 @@ def _all(arguments: argparse.Namespace) -> Iterator[Finding]:
             raise UserError(
                 "--bandwidth: start it with torchrun: torchrun --nproc-per-node 8 --no-python megatron-dppo doctor ..."
             )
-        yield from machine.check_bandwidth(None if arguments.min_bandwidth is None else arguments.min_bandwidth * 1e9)
+        yield from machine.check_bandwidth(None if least is None else least * 1e9)
     if arguments.config is not None:
         from megatron_dppo.doctor.configuration import check_configuration
 

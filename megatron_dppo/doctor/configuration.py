@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,16 +16,19 @@ from megatron_dppo.doctor.machine import MIB, check_shared_memory
 from megatron_dppo.errors import UserError, first_line
 from megatron_dppo.launch.secrets import redact
 from megatron_dppo.models.hf_config import HFConfig, load_hf_config
+from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.planner.fix import MORE_GPUS, find_fix
 from megatron_dppo.planner.gpus import GIB, Gpu, gpu_of_device
+from megatron_dppo.planner.parameters import stage_adapters
 from megatron_dppo.planner.plan import COMFORTABLE, Plan, Run, memory_problem
 from megatron_dppo.planner.report import memory_parts
 from megatron_dppo.planner.run import engine_gpus, planned_run
 from megatron_dppo.preflight.finding import Finding, attempt, error, ok, warning
 from megatron_dppo.preflight.rules import check_model, check_sections
+from megatron_dppo.trainer.sinks import require_services
 
-_STATE_BYTES = 14
-"""Of a training state, per parameter: bf16 weights, float32 master weights and both moments."""
+_OPTIMIZER_BYTES = 12
+"""Of a training state, per trained parameter beside the weight: float32 master weights and both moments."""
 
 
 def check_configuration(
@@ -45,6 +49,7 @@ def check_configuration(
     )
     yield from problems
     yield from check_sections(config)
+    yield from attempt("tracking", "see docs/metrics.md", lambda: require_services(config.tracking))[1]
     yield from _folder(config)
     if config.rollout.object_store_mib:
         yield from check_shared_memory(config.rollout.object_store_mib)
@@ -59,9 +64,9 @@ def check_configuration(
 
 def _secrets(file: Path) -> Iterator[Finding]:
     """A run writes its configuration to its folder: what is secret belongs in the environment."""
-    if not file.is_file():
-        return
-    text = file.read_text(errors="replace")
+    text = ""
+    with suppress(OSError):  # whoever loads it says what is wrong
+        text = file.read_text(errors="replace") if file.is_file() else ""
     if redact(text) != text:
         yield error(
             "secrets", f"{file} holds what looks like a secret", "write ${oc.env:NAME} in its place, and set NAME"
@@ -132,9 +137,15 @@ def _task(config: Config) -> Iterator[Finding]:
 
 def _disk(config: Config, model: HFConfig) -> Iterator[Finding]:
     """Room for the training states that are kept, the one being written, and the exported model."""
+    import torch
+
     parameters = sum(math.prod(shape) for shape in model.tensors.values())
+    adapters = stage_adapters(model, ParallelConfig(), 0, config.lora).total if config.lora else None
+    trained = parameters if adapters is None else adapters
+    weight = getattr(torch, config.actor.dtype).itemsize
     states = (config.trainer.keep_checkpoints + 1) if config.trainer.checkpoint_every else 0
-    wanted = parameters * (states * _STATE_BYTES + (2 if config.trainer.export_hugging_face else 0))
+    wanted = states * trained * (weight + _OPTIMIZER_BYTES)
+    wanted += weight * ((parameters if config.trainer.export_hugging_face else 0) + (adapters or 0))
     there = existing(config.run.dir)
     free = shutil.disk_usage(there).free
     if free < wanted:

@@ -90,16 +90,21 @@ def check_sandbox() -> Iterator[Finding]:
 def check_interfaces(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Network interfaces that the environment names must be there."""
     known = [name for _, name in socket.if_nameindex()]
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        value = environment.get(variable, "")
-        # NCCL's forms: a list of prefixes, `=name` for an exact one, `^name` for all others.
-        if not value or value.startswith("^"):
-            continue
-        wanted = [name.lstrip("=") for name in value.split(",")]
-        if not any(name.startswith(prefix) for name in known for prefix in wanted):
+    gloo, nccl = (environment.get(variable, "") for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"))
+    # gloo takes whole names and needs all of them; NCCL one of a list of prefixes, behind `=` of whole names, and
+    # behind `^` whatever has none of them.
+    exact, wanted = nccl.startswith("="), nccl.removeprefix("=").split(",")
+    nccl_finds = nccl.startswith("^") or any(
+        own == name if exact else own.startswith(name) for own in known for name in wanted
+    )
+    for variable, value, found in (
+        ("GLOO_SOCKET_IFNAME", gloo, set(gloo.split(",")) <= set(known)),
+        ("NCCL_SOCKET_IFNAME", nccl, nccl_finds),
+    ):
+        if value and not found:
             yield error(
                 "interfaces",
-                f"{variable}={value} names no network interface of this machine ({', '.join(known)})",
+                f"{variable}={value} names what is no network interface of this machine ({', '.join(known)})",
                 f"set it to one of them, or unset {variable}",
             )
 
@@ -111,7 +116,7 @@ def check_rendezvous(environment: Mapping[str, str] = os.environ) -> Iterator[Fi
         return
     try:
         socket.getaddrinfo(host, None)
-    except OSError as problem:
+    except (OSError, UnicodeError) as problem:  # "a..b" cannot be written as a name
         yield error(
             "rendezvous", f"MASTER_ADDR={host} has no address ({problem})", "use the first node's name or address"
         )
@@ -133,12 +138,12 @@ def check_ray(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     if not address or address == "auto":
         return
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or "://" in address:
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16 or "://" in address:
         yield error("ray", f"RAY_ADDRESS={address} is no host:port", "set it to the head's address, or unset it")
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-    except OSError as problem:
+    except (OSError, UnicodeError) as problem:
         yield error(
             "ray", f"RAY_ADDRESS={address}: nothing answers ({problem})", "start the cluster, or unset RAY_ADDRESS"
         )
@@ -315,6 +320,9 @@ def check_bandwidth(least: float | None = None) -> Iterator[Finding]:
     from megatron_dppo.launch.network import init_process_group
 
     (world, here), rank = ranks_in_all_and_here(), int(os.environ["RANK"])
+    if world == 1:
+        yield ok("bandwidth", "not measured: one rank has no other to send to")
+        return
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

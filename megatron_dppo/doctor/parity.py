@@ -6,7 +6,6 @@ import fcntl
 import gc
 import json
 import os
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,10 +23,11 @@ from megatron_dppo.batch import InMemorySource, RolloutBatch
 from megatron_dppo.checkpoint.atomic import whole_folder, write_synced
 from megatron_dppo.checkpoint.hf_side_files import CONFIG, copy_side_files
 from megatron_dppo.checkpoint.random_weights import random_tensors
-from megatron_dppo.config.load import build_config, read_tree
+from megatron_dppo.config.load import build_config, read_tree, section
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError, of_file
 from megatron_dppo.json_object import read_json_object
+from megatron_dppo.launch.network import LOOPBACK
 from megatron_dppo.launch.nodes import environment, no_rank
 from megatron_dppo.models.family import text_fields
 from megatron_dppo.models.hf_config import load_hf_config
@@ -107,8 +107,9 @@ def parity_config(
     """The run whose first rollout is compared: of a file, or `DEFAULTS`, with `overrides`. Raises UserError."""
     tree: dict[str, Any] = dict(DEFAULTS) if config_file is None else read_tree(config_file)
     tree["model"] = {"path": str(model), "random_weights": random_weights}
-    tree["run"] = dict(tree.get("run") or {}) | {"dir": str(out)}
-    config = build_config(Config, tree, overrides, where=str(config_file or "the defaults"))
+    where = str(config_file or "the defaults")
+    tree["run"] = section(tree, "run", where=where) | {"dir": str(out)}
+    config = build_config(Config, tree, overrides, where=where)
     hf_config = load_hf_config(model)
     config.parallel.check_fits(hf_config, int(os.environ.get("WORLD_SIZE", "1")))
     if hf_config.moe is not None and not config.rollout.router_replay:
@@ -241,14 +242,11 @@ def _recompute(
 
 @contextmanager
 def _one_rank() -> Iterator[None]:
-    """Where torchrun did not start this process: a job of one rank."""
+    """Where torchrun did not start this process: a job of one rank, whose store takes any port."""
     if any(name in os.environ for name in TORCHRUN):
         yield
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with environment(dict(zip(TORCHRUN, ("0", "1", "0", "127.0.0.1", str(port)), strict=True))):
+    with environment(dict(zip(TORCHRUN, ("0", "1", "0", LOOPBACK, "0"), strict=True))):
         yield
 
 

@@ -15,6 +15,7 @@ from rich.text import Text
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.config.schema import Config
 from megatron_dppo.doctor.parity import Comparison, Precision, measure, spell
+from megatron_dppo.errors import of_file
 from megatron_dppo.preflight.finding import Finding, error
 from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.mismatch_plot import plot_mismatch
@@ -37,11 +38,14 @@ def run_parity(config: Config, precisions: list[Precision], *, reference: bool =
     """Measure, print two tables, write `run.dir`/parity.json and parity.png; findings where float32 does not agree.
 
     Only rank 0 prints, writes and finds."""
+    folder = config.run.dir
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise of_file(problem, f"cannot write {folder}: {problem.strerror}; choose another -o folder") from None
     found, batches = measure(config, precisions, reference=reference)
     if batches is None:
         return
-    folder = config.run.dir
-    folder.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, width=max(Console().width, WIDTH))
     numbers = {name: summarise(one) for name, one in found.items()}
     console.print(_summary(str(config.model.path), numbers))

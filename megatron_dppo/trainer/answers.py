@@ -95,7 +95,7 @@ class AnswerFile:
         return whole
 
     def _check(self, before: dict[str, Any], now: dict[str, Any]) -> None:
-        changed = [name for name in now if before.get(name) != now[name]]
+        changed = [name for name in {**now, **before} if before.get(name) != now.get(name)]
         if changed:
             raise UserError(
                 f"{self.path} holds answers of another evaluation ({', '.join(changed)} changed); name another folder "

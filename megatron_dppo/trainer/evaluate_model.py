@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.checkpoint.atomic import replace_synced
 from megatron_dppo.checkpoint.hf_files import WEIGHTS, require_unchanged
-from megatron_dppo.config.load import build_config, read_tree
+from megatron_dppo.config.load import build_config, read_tree, section
 from megatron_dppo.config.trainer import EvaluationConfig
 from megatron_dppo.config_base import ConfigModel
 from megatron_dppo.errors import UserError
@@ -37,6 +37,8 @@ from megatron_dppo.trainer.answers import Answer, AnswerFile
 from megatron_dppo.trainer.evaluation import accuracy_metrics, answer, evaluation_sampling
 from megatron_dppo.trainer.task_suite import EvaluationSet, build_sets
 
+_OF_ENGINE = ("engine", "dtype", "quantization", "kv_cache_dtype")
+"""What answers depend on besides; kept with them where it is not the default."""
 PAPERS_SAMPLING = {"temperature": 0.7, "top_p": 0.95, "samples": 32}
 """Appendix F; anything else is asked for."""
 
@@ -54,8 +56,8 @@ class EvaluateConfig(ConfigModel):
 def evaluate_config(data: Sequence[str], config_file: Path | None, overrides: Sequence[str]) -> EvaluateConfig:
     """The sections `rollout`, `task` and `evaluation` of a run's YAML file, the sets of `data` (`[NAME=]PATH` each,
     instead of the file's), then `overrides`. Raises UserError."""
-    tree = {} if config_file is None else read_tree(config_file)
-    sections = {name: dict(tree.get(name) or {}) for name in ("rollout", "task", "evaluation")}
+    tree, where = {} if config_file is None else read_tree(config_file), str(config_file or "the defaults")
+    sections = {name: section(tree, name, where=where) for name in ("rollout", "task", "evaluation")}
     if config_file is None:
         sections["evaluation"] = dict(PAPERS_SAMPLING)
     if data:
@@ -63,9 +65,9 @@ def evaluate_config(data: Sequence[str], config_file: Path | None, overrides: Se
     sets = sections["evaluation"].get("sets") or []
     if not sets:
         raise UserError("evaluate: name a file of questions, or a --config that has evaluation.sets")
-    if not sections["task"]:
-        sections["task"] = {"kind": "data", "data": sets[0]["data"]}
-    return build_config(EvaluateConfig, sections, overrides, where=str(config_file or "the defaults"))
+    if not sections["task"] and isinstance(sets, list) and isinstance(sets[0], dict):
+        sections["task"] = {"kind": "data", "data": sets[0].get("data")}
+    return build_config(EvaluateConfig, sections, overrides, where=where)
 
 
 def evaluate_model(model: Path, config: EvaluateConfig, out: Path, *, keep: tuple[float, float] | None = None) -> int:
@@ -225,7 +227,12 @@ def _settings(model: Path, config: EvaluateConfig, one: EvaluationSet) -> dict[s
         "seed": config.seed,
         "answer_pattern": config.task.answer_pattern,
         "rewards": [reward.model_dump(mode="json") for reward in config.task.rewards],
+        **{name: value for name in _OF_ENGINE if (value := getattr(config.rollout, name)) != _default(name)},
     }
+
+
+def _default(name: str) -> object:
+    return RolloutConfig.model_fields[name].default
 
 
 def _date_of(out: Path) -> datetime.date | None:

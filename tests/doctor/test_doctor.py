@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -18,9 +19,11 @@ import yaml
 
 from examples.tiny_moe_dppo.model import byte_tokenizer, random_tiny_qwen3_moe, write_checkpoint
 from megatron_dppo.cli import main
-from megatron_dppo.doctor.machine import check_bandwidth
+from megatron_dppo.doctor.configuration import check_configuration
+from megatron_dppo.doctor.machine import check_bandwidth, check_interfaces, check_ray, check_rendezvous
 from tests.distributed import run_ranks
 from tests.processes import free_port
+from tests.system_faults import failing
 
 type Tree = dict[str, dict]
 
@@ -174,6 +177,10 @@ def too_few_held_out(folder: Path, tree: Tree) -> None:
     tree["evaluation"]["prompts"] = 17
 
 
+def no_tracking_service(folder: Path, tree: Tree) -> None:
+    tree["tracking"] = {"trackio": True}
+
+
 def no_evaluation_file(folder: Path, tree: Tree) -> None:
     tree["evaluation"]["sets"] = [{"name": "aime24", "data": {"path": str(folder / "aime24.jsonl")}}]
 
@@ -200,6 +207,7 @@ FAULTS: list[tuple[Callable[[Path, Tree], None], str]] = [
     (unknown_dataset, "no_such_dataset"),
     (prompts_too_long, "of 80 prompts are longer than rollout.max_prompt_tokens=32"),
     (too_few_held_out, "evaluation.prompts=17, but task.held_out_size=16"),
+    (no_tracking_service, "error: tracking: tracking.trackio=true, but trackio cannot be imported"),
     (no_evaluation_file, "aime24.jsonl: no such file or folder"),
 ]
 
@@ -299,6 +307,10 @@ def test_a_ray_that_does_not_answer_is_found() -> None:
     address = f"127.0.0.1:{free_port()}"
     status, out = doctor(RAY_ADDRESS=address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0123456789")
     assert (status, f"error: ray: RAY_ADDRESS={address}: nothing answers" in out) == (1, True)
+    token = {"RAY_AUTH_TOKEN": "0123456789"}
+    for address, problem in {"localhost:99999": " is no host:port", "a..b:6379": ": nothing answers"}.items():
+        (found,) = check_ray({"RAY_ADDRESS": address, **token})
+        assert found.problem.startswith(f"RAY_ADDRESS={address}{problem}")
 
 
 def test_a_ray_without_a_token_is_a_warning() -> None:
@@ -316,8 +328,20 @@ def test_wrong_interfaces_and_rendezvous_are_found() -> None:
     status, out = doctor(GLOO_SOCKET_IFNAME="eth99", NCCL_SOCKET_IFNAME="^docker", MASTER_ADDR="no-such-host.invalid")
     assert status == 1
     assert "error: interfaces: GLOO_SOCKET_IFNAME=eth99" in out
+    for value, variables in {  # what gloo and NCCL find with it: "lo" is there on every machine
+        "lo": [],
+        "l": ["GLOO_SOCKET_IFNAME"],
+        "=l": ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"],
+        "=lo": ["GLOO_SOCKET_IFNAME"],
+        "^lo": ["GLOO_SOCKET_IFNAME"],
+        "lo,eth99": ["GLOO_SOCKET_IFNAME"],
+    }.items():
+        both = {"GLOO_SOCKET_IFNAME": value, "NCCL_SOCKET_IFNAME": value}
+        assert [one.problem.partition("=")[0] for one in check_interfaces(both)] == variables, value
     assert "NCCL_SOCKET_IFNAME" not in out
     assert "error: rendezvous: MASTER_ADDR=no-such-host.invalid has no address" in out
+    (found,) = check_rendezvous({"MASTER_ADDR": "a..b"})
+    assert found.problem.startswith("MASTER_ADDR=a..b has no address")
 
 
 def in_a_mount(mount: str, *arguments: str) -> str:
@@ -379,6 +403,10 @@ def test_a_disk_without_room_is_found(tmp_path: Path, checkpoint: Path) -> None:
     file.write_text(yaml.safe_dump(tree))
     out = in_a_mount(f"mount -t tmpfs -o size=4m none {small}", str(file), "--ranks", "4")
     assert f"error: disk: {small} has 4 MiB free" in out
+    tree["trainer"]["export_hugging_face"] = False
+    tree["lora"] = {"rank": 1, "targets": ["o"]}  # states then have adapters alone
+    file.write_text(yaml.safe_dump(tree))
+    assert "error: disk" not in in_a_mount(f"mount -t tmpfs -o size=4m none {small}", str(file), "--ranks", "4")
 
 
 def slow_network(rank: int) -> list[list[str]]:
@@ -393,7 +421,31 @@ def test_a_slow_network_is_found_by_rank_0() -> None:
     assert others == [[], [], []]
 
 
-def test_bad_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--ranks", "0"]) == 2
-    assert main(["doctor", "--bandwidth"]) == 2
-    assert "start it with torchrun" in capsys.readouterr().err
+def test_one_rank_has_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    (found,) = check_bandwidth(1e9)
+    assert str(found) == "ok: bandwidth: not measured: one rank has no other to send to"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "0"], "--ranks 0: must be 1 or more"),
+        (["--ranks", "8"], "--ranks: name a configuration as well"),
+        (["--bandwidth"], "start it with torchrun"),
+        (["--min-bandwidth", "5"], "--min-bandwidth 5: must be GB/s above 0, beside --bandwidth"),
+        (["--bandwidth", "--min-bandwidth", "nan"], "--min-bandwidth nan: must be GB/s above 0"),
+        (["--parity", "MODEL", "--gpu", "--ranks", "8"], "--ranks, --gpu: not for --parity"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_that_may_not_be_read_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.yaml").write_text("run: {}\n")
+    monkeypatch.setattr("io.open", failing(errno.EACCES))
+    (found,) = check_configuration(tmp_path / "run.yaml", [], ranks=1)
+    assert "run.yaml cannot be read: Permission denied" in found.problem

@@ -16,6 +16,7 @@ from PIL import Image
 from megatron_dppo.cli import main
 from megatron_dppo.doctor.parity import Comparison, parity_config, with_layers
 from megatron_dppo.doctor.parity_report import summarise
+from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import load_hf_config
 from megatron_dppo.trainer.mismatch import Mismatch
 from tests.tiny import tiny_model, tiny_qwen3_moe
@@ -120,6 +121,7 @@ def test_the_numbers_are_those_of_the_definition() -> None:
         (["rollout.max_respons_tokens=3"], "did you mean rollout.max_response_tokens?"),
         (["rollout.router_replay=false"], "records no routes to replay"),
         (["parallel.tensor=2", "parallel.sequence_parallel=true"], "world size 1 is not a multiple"),
+        (["-o", __file__], "cannot write "),  # before an engine is started
     ],
 )
 def test_bad_arguments(model: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
@@ -135,6 +137,13 @@ def test_a_configuration_gives_layout_and_lengths(model: Path, tmp_path: Path) -
     config = parity_config(model, file, ["trainer.samples_per_prompt=2"], tmp_path / "out")
     assert (config.model.path, config.run.dir, config.run.seed) == (model, tmp_path / "out", 5)
     assert (config.rollout.max_prompt_tokens, config.trainer.samples_per_prompt) == (77, 2)
+
+
+def test_a_section_that_is_none_is_named(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("run: 5\n")
+    with pytest.raises(UserError, match=r"config key run of .*run\.yaml must be a section .* not 5"):
+        parity_config(model, file, [], tmp_path / "out")
 
 
 def test_shapes_with_fewer_layers(model: Path, tmp_path: Path) -> None:

@@ -82,6 +82,8 @@ def test_two_sets_then_going_on(folder, capsys):
     assert "questions\n" not in capsys.readouterr().out.replace("of 5 rows", "")
     assert evaluate(folder, "evaluation.temperature=1.0") == 2
     assert "holds answers of another evaluation (temperature changed)" in capsys.readouterr().err
+    assert evaluate(folder, "rollout.dtype=bfloat16") == 2
+    assert "holds answers of another evaluation (dtype changed)" in capsys.readouterr().err
 
     # Answers of earlier weights are not those of a model that was trained further and exported to the same folder.
     write_checkpoint(folder / "model", random_tiny_qwen3_moe(byte_tokenizer(), seed=2), byte_tokenizer())
@@ -220,6 +222,12 @@ def test_the_papers_sampling_is_the_default(tmp_path):
     ]
     with pytest.raises(UserError, match="name a file of questions"):
         evaluate_config([], None, [])
+    (file := tmp_path / "run.yaml").write_text("rollout: 3\n")
+    with pytest.raises(UserError, match=r"config key rollout of .*run\.yaml must be a section .* not 3"):
+        evaluate_config(["a.jsonl"], file, [])
+    file.write_text("evaluation: {sets: 7}\n")
+    with pytest.raises(UserError, match=r"evaluation\.sets"):
+        evaluate_config([], file, [])
 
 
 def test_a_model_that_is_not_there(tmp_path, capsys):
