@@ -8,6 +8,7 @@ this process ──► ray start            (of several nodes; ends with every s
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import socket
@@ -38,6 +39,7 @@ _PAUSE_S = 2.0
 """Between two of them."""
 _LATE_S = 60.0
 """What a process that waits for Ray may need beyond its time: to load Ray, and for the call that it is in."""
+_PORTS = 1 << 16
 _PR_SET_PDEATHSIG = 1
 
 
@@ -47,13 +49,14 @@ def main(arguments: Sequence[str]) -> int:
     nodes = _nodes(environment)
     run = Path(_needed(environment, "RUN_DIR"))
     command = _command(arguments, run)
+    processes = _number(environment, "NPROC_PER_NODE", listed_gpus() or 1, least=1)
     several = nodes.count > 1
     if several:
         _needed(environment, "RAY_AUTH_TOKEN")
     ray = RayNode(nodes, run) if several or environment.get("RAY_HEAD") else None
-    stopped = int(environment.get("STOPPED_STATUS", "0"))
-    run.mkdir(parents=True, exist_ok=True)
+    stopped = _number(environment, "STOPPED_STATUS", 0, below=256)
     restarts = Restarts(run, limit=max_restarts(), goes_on=True, seen_after_s=_number(environment, "SEEN_AFTER_S", 60))
+    run.mkdir(parents=True, exist_ok=True)
     meeting = Meeting(nodes, restarts, alive=ray.alive if ray else lambda: None)
 
     def ask_to_stop(number: int, frame: FrameType | None) -> None:
@@ -69,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
         os.environ.update(_fabric(nodes))
     status = launch_local(
         command,
-        processes=_number(environment, "NPROC_PER_NODE", listed_gpus() or 1),
+        processes=processes,
         meeting=meeting,
         signals="SIGINT,SIGHUP",
         beside=(lambda: ray.running(meeting.num_nodes_waiting)) if ray else nullcontext,
@@ -78,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _nodes(environment: Mapping[str, str]) -> Nodes:
-    count = _number(environment, "NODES", 1)
+    count = _number(environment, "NODES", 1, least=1)
     if count == 1:
         return Nodes()
     number = _number(environment, "NODE_RANK")
@@ -88,7 +91,7 @@ def _nodes(environment: Mapping[str, str]) -> Nodes:
         count=count,
         number=number,
         head=_needed(environment, "HEAD_ADDRESS"),
-        port=_number(environment, "MASTER_PORT", 29500),
+        port=_port(environment, "MASTER_PORT", 29500),
         join_timeout_s=_number(environment, "JOIN_TIMEOUT_S", 300),
         lost_after_s=_number(environment, "LOST_AFTER_S", 120),
     )
@@ -100,11 +103,21 @@ def _needed(environment: Mapping[str, str], name: str) -> str:
     return environment[name]
 
 
-def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _number(
+    environment: Mapping[str, str], name: str, default: int | None = None, *, least: int = 0, below: float = math.inf
+) -> int:
     text = environment.get(name) or ("" if default is None else str(default))
-    if not text.isdecimal():
-        raise UserError(f"{name}={text}: must be a whole number; see the top of docker/start_node.sh")
+    if not text.isdecimal() or not least <= int(text) < below:
+        of = "" if below == math.inf else f" below {below}"
+        raise UserError(
+            f"{name}={text}: must be a whole number{f' from {least}' if least else ''}{of}; see the top of "
+            "docker/start_node.sh"
+        )
     return int(text)
+
+
+def _port(environment: Mapping[str, str], name: str, default: int) -> int:
+    return _number(environment, name, default, least=1, below=_PORTS)
 
 
 def _command(arguments: Sequence[str], run: Path) -> list[str]:
@@ -135,7 +148,10 @@ class RayNode:
     def __init__(self, nodes: Nodes, run: Path) -> None:
         self._nodes, self._patience = nodes, nodes.join_timeout_s
         self._given = os.environ.get("RAY_HEAD", "")
-        self._head = self._given or f"{nodes.head}:{_number(os.environ, 'RAY_PORT', 6379)}"
+        host, _, port = self._given.rpartition(":")
+        if self._given and not (host and port.isdecimal() and 0 < int(port) < _PORTS):
+            raise UserError(f"RAY_HEAD={self._given}: must be host:port of the cluster's head")
+        self._head = self._given or f"{nodes.head}:{_port(os.environ, 'RAY_PORT', 6379)}"
         self._expected = _number(os.environ, "RAY_NODES", nodes.count)
         self._log = run / f"ray-node-{nodes.number}.log"
         self._process: subprocess.Popen[bytes] | None = None
@@ -205,8 +221,8 @@ class RayNode:
     def _options(self) -> list[str]:
         options = ["--block", "--disable-usage-stats", "--num-cpus", "64"]
         options += ["--num-gpus", str(_number(os.environ, "RAY_GPUS", listed_gpus()))]
-        if size := os.environ.get("RAY_STORE_BYTES"):
-            options += ["--object-store-memory", size]
+        if os.environ.get("RAY_STORE_BYTES"):
+            options += ["--object-store-memory", str(_number(os.environ, "RAY_STORE_BYTES"))]
         if own := os.environ.get("VLLM_HOST_IP"):
             options += ["--node-ip-address", own]
         if not self._is_head:

@@ -34,7 +34,7 @@ class StopRequest:
             return
 
         def note(number: int, frame: FrameType | None) -> None:
-            if not self._signalled and number == signal.SIGTERM:
+            if number == signal.SIGTERM and not any(signal.getitimer(signal.ITIMER_REAL)):
                 signal.setitimer(signal.ITIMER_REAL, TERM_GRACE_SECONDS)
             self._signalled = self._signalled or signal.Signals(number).name
 

@@ -234,6 +234,18 @@ def test_a_step_that_takes_too_long_after_sigterm_is_broken_off(tmp_path: Path) 
     assert (status, out) == (143, ["step 1"])
 
 
+def test_sigterm_is_heard_behind_another_signal(tmp_path: Path) -> None:
+    """As of Slurm: SIGUSR1 some minutes before the end, SIGTERM at it, and SIGKILL soon after."""
+
+    def both(process: subprocess.Popen[str]) -> None:
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+
+    status, out = stopped(tmp_path, both, grace=0.5, step=2000)
+    assert (status, out) == (143, ["step 1"])
+
+
 def test_a_file_asks_as_well_and_is_taken_away(tmp_path: Path) -> None:
     status, out = stopped(tmp_path, lambda process: (tmp_path / "stop").touch(), grace=10, step=0.3)
     assert status == 0

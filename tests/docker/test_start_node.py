@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.checkpoint.state_folder import folder_name, go_back
+from megatron_dppo.errors import UserError
+from megatron_dppo.launch import node
 from megatron_dppo.launch.meeting import JobOver, Meeting, NodeLost, Nodes
 from megatron_dppo.launch.restarts import Outcome, Restarts
 from tests.distributed import PATIENCE_S
@@ -210,6 +212,32 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     assert (status, "RAY_AUTH_TOKEN is not set" in said[-1]) == (2, True)
     said = start(tmp_path, **several | {"NODE_RANK": "2"})[1]
     assert said[-1] == "megatron-dppo: error: NODE_RANK=2: of NODES=2 nodes the last is 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("NODES", "0", "must be a whole number from 1;"),
+        ("NPROC_PER_NODE", "0", "must be a whole number from 1;"),
+        ("MASTER_PORT", "70000", "must be a whole number from 1 below 65536;"),
+        ("RAY_PORT", "0", "must be a whole number from 1 below 65536;"),
+        ("RAY_HEAD", "10.0.0.1", "must be host:port of the cluster's head"),
+        ("STOPPED_STATUS", "256", "must be a whole number below 256;"),
+        ("SEEN_AFTER_S", "soon", "must be a whole number; see"),
+    ],
+)
+def test_a_variable_that_cannot_be_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, problem: str
+) -> None:
+    (program := tmp_path / "program.sh").touch()
+    variables = {"RUN_DIR": str(tmp_path / "run"), "NODES": "2", "NODE_RANK": "0", "HEAD_ADDRESS": "127.0.0.1"}
+    variables["JOIN_TIMEOUT_S"] = "1"
+    for variable, given in {**variables, "RAY_AUTH_TOKEN": "0123456789", name: value}.items():
+        monkeypatch.setenv(variable, given)
+    with pytest.raises(UserError) as refused:
+        node.main([str(program)])
+    assert str(refused.value).startswith(f"{name}={value}: {problem}")
+    assert not (tmp_path / "run").exists()
 
 
 NODE = """
