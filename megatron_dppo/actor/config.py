@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from megatron_dppo.actor.packing import LongSequences
 from megatron_dppo.config_base import ConfigModel
+from megatron_dppo.errors import UserError
 from megatron_dppo.models.parallel import Recompute
 
 ReplayMode = Literal["none", "r2", "r3"]
@@ -103,6 +104,15 @@ class OptimizerConfig(ConfigModel):
     """float16 only: overflows (not necessarily in a row) after which the loss scale is halved."""
     loss_scale_window: int = Field(default=1000, ge=1)
     """float16 only: steps in a row without overflow after which the loss scale is doubled."""
+
+    def check_offload(self, dtype: str) -> None:
+        """Raises UserError where `cpu_offload_fraction` is not possible with weights of `dtype`."""
+        if self.cpu_offload_fraction and dtype != "bfloat16":
+            named = f"optimizer.cpu_offload_fraction={self.cpu_offload_fraction:g}"
+            raise UserError(
+                f"{named} needs actor.dtype=bfloat16, not {dtype}, as its HybridDeviceOptimizer looks for a "
+                "master weight beside every weight; set it to 0 or change the dtype"
+            )
 
     @model_validator(mode="after")
     def _overlaps_fit(self) -> OptimizerConfig:

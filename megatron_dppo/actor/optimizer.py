@@ -119,11 +119,7 @@ def _check_offload(config: OptimizerConfig, dtype: torch.dtype, device: torch.de
             f"{named} needs a CUDA device: Megatron-Core's HybridDeviceOptimizer takes parameters in host memory for "
             "copies of its own; set it to 0"
         )
-    if dtype is not torch.bfloat16:
-        raise UserError(
-            f"{named} needs actor.dtype=bfloat16, not {str(dtype).removeprefix('torch.')}: Megatron-Core's "
-            "HybridDeviceOptimizer looks for a master weight beside every weight; set it to 0 or change the dtype"
-        )
+    config.check_offload(str(dtype).removeprefix("torch."))
 
 
 def _share_loss_scale(optimizer: Any, settings: MegatronOptimizerConfig) -> None:

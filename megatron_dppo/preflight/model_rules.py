@@ -20,6 +20,13 @@ def _layout(config: Config, model: HFConfig, ranks: int) -> Finding | None:
     return next(iter(found[1]), None)
 
 
+def _recompute(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+    if config.actor.recompute != "activation" or model.moe is not None:
+        return None
+    problem = "actor.recompute=activation computes parts of experts anew, and the model has none"
+    return error("layout", problem, "set it to none, selective or full")
+
+
 def _sequences(config: Config, model: HFConfig, ranks: int) -> Finding | None:
     """Every data-parallel rank trains on something in every gradient step."""
     trainer, data = config.trainer, config.parallel.data(ranks)
@@ -173,6 +180,7 @@ def _served(config: Config, model: HFConfig, ranks: int) -> Finding | None:
 
 MODEL: tuple[Callable[[Config, HFConfig, int], Finding | None], ...] = (
     _layout,
+    _recompute,
     _sequences,
     _engines,
     _reduction,

@@ -168,6 +168,11 @@ def _router_bias(config: Config) -> Finding | None:
     )
 
 
+def _offload(config: Config) -> Finding | None:
+    found = attempt("optimizer", "set it to 0", lambda: config.optimizer.check_offload(config.actor.dtype))
+    return next(iter(found[1]), None)
+
+
 def _expert_exchange(config: Config) -> Finding | None:
     """Megatron-Core's combined schedule runs layers in parts, whose whole it can neither recompute nor, where the first
     part has nothing to train, go backward through; and it hides one kind of exchange alone."""
@@ -282,6 +287,7 @@ SECTIONS: tuple[Callable[[Config], Finding | None], ...] = (
     _baseline,
     _topk,
     _router_bias,
+    _offload,
     _expert_exchange,
     _own_code,
     _reference_kl,

@@ -75,6 +75,12 @@ FAULTS: dict[str, tuple[list[str], str, str]] = {
         "actor.router_bias_update_rate=0.001 would move a part of the model that adapters are not saved with; set "
         "it to 0, or train all weights",
     ),
+    "weights that are their own masters": (
+        ["optimizer.cpu_offload_fraction=0.5", "actor.dtype=float32"],
+        "optimizer",
+        "optimizer.cpu_offload_fraction=0.5 needs actor.dtype=bfloat16, not float32, as its "
+        "HybridDeviceOptimizer looks for a master weight beside every weight; set it to 0 or change the dtype",
+    ),
     "no top-K": (
         ["algorithm.preset=dppo-topk-kl", "rollout.top_k_logprobs=0"],
         "algorithm",

@@ -103,6 +103,7 @@ def test_every_rule_is_broken_or_is_a_warning(config: Path, model: Path) -> None
     assert {rule.__name__ for rule in (*SECTIONS, *MODEL)} - broken == {
         "_hang",
         "_adapters",
+        "_recompute",
         "_unused",
         "_padded_experts",
         "_bucket_store",
@@ -144,6 +145,16 @@ def test_what_an_engine_would_refuse_of_the_model_at_its_start(
     assert f"error: engines: {text}" in capsys.readouterr().err.splitlines()
     own = [*overrides, "rollout.engine=tests.rollout.uniform_engine:make", "rollout.stop_token_ids=[7]"]
     assert "engines" not in {f.check for f in check_model(load_config(config, own), load_hf_config(folder), RANKS)}
+
+
+def test_a_model_without_experts_has_none_to_compute_anew(config: Path, model: Path) -> None:
+    run = load_config(config, ["actor.recompute=activation"])
+    (found,) = check_model(run, resolve_hf_config(CONFIGS["Qwen3-8B"]), RANKS)
+    assert str(found) == (
+        "error: layout: actor.recompute=activation computes parts of experts anew, and the model has none; set it to "
+        "none, selective or full"
+    )
+    assert [*check_model(run, load_hf_config(model), RANKS)] == []
 
 
 def test_all_faults_are_told_at_once(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
