@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import errno
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 
@@ -52,6 +52,12 @@ def raise_cause(error: Exception) -> NoReturn:
     if isinstance(cause, Exception) and cause is not error:
         raise cause from error
     raise error
+
+
+def listed(names: Sequence[str], most: int, *, between: str = ", ") -> str:
+    """The first of `names`, and how many more there are."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return f"{between.join(names[:most])}{more}"
 
 
 def first_line(error: BaseException) -> str:

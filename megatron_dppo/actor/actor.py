@@ -40,6 +40,7 @@ from megatron_dppo.batch import SequenceSource
 from megatron_dppo.checkpoint.hf_export import WeightExporter
 from megatron_dppo.checkpoint.training_state import Trainee
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
+from megatron_dppo.errors import listed
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
@@ -372,7 +373,7 @@ class MegatronActor:
             for report in reports
             for sequence, position in zip(*(t[report.nonfinite[0]].tolist() for t in report.nonfinite[1:]), strict=True)
         ]
-        where = f"tokens with a non-finite loss on this rank: {', '.join(named[:8])}" if named else ""
+        where = f"tokens with a non-finite loss on this rank: {listed(named, 8)}" if named else ""
         if named:
             print(f"rank {self.runtime.rank}: gradient step skipped; {where}", flush=True)
         if self._skipped_in_a_row > self._config.max_skipped_steps:

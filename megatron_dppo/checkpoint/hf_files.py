@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_dppo.checkpoint.checksums import CHECKSUMS, check_folder
 from megatron_dppo.checkpoint.hf_side_files import CONFIG
-from megatron_dppo.errors import UserError, of_file
+from megatron_dppo.errors import UserError, listed, of_file
 from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.names import Block, Shape
 
@@ -67,8 +67,7 @@ def refuse_tensors(where: object, faults: Mapping[str, Sequence[str]], why: str)
     """`UserError` for the first of `faults` (what is wrong, with which tensors) that has some: names a few of them."""
     for what, names in faults.items():
         if names:
-            more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-            raise UserError(f"{where} {what} {', '.join(names[:_LISTED])}{more}; {why}")
+            raise UserError(f"{where} {what} {listed(names, _LISTED)}; {why}")
 
 
 class TensorFiles(Protocol):

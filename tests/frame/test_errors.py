@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from megatron_dppo.errors import SystemFault, UserError, did_you_mean, first_line, of_file, typed_line
+from megatron_dppo.errors import SystemFault, UserError, did_you_mean, first_line, listed, of_file, typed_line
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,11 @@ from megatron_dppo.errors import SystemFault, UserError, did_you_mean, first_lin
 def test_the_first_line_of_an_error_is_never_missing(error: Exception, first: str, typed: str) -> None:
     assert first_line(error) == first
     assert typed_line(error) == typed
+
+
+def test_a_list_says_how_many_more_there_are() -> None:
+    assert [listed(["a", "b", "c"][:n], 2) for n in range(4)] == ["", "a", "a, b", "a, b and 1 more"]
+    assert listed(["x"] * 1002, 1, between="; ") == "x and 1,001 more"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_dppo.compat.vllm_cpu import on_cpu
 from megatron_dppo.compat.vllm_plugin import BACKEND
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, listed
 from megatron_dppo.json_object import read_json_object
 from megatron_dppo.launch.imports import uncollected
 from megatron_dppo.rollout.config import RolloutConfig
@@ -284,7 +284,9 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
     if config.quantization == "fp8":
         for wrong in await engine.collective_rpc("wrongly_quantised"):
             if wrong:
-                raise UserError(f"rollout.quantization=fp8: {facts.folder}: {'; '.join(wrong[:4])}; set it to none")
+                raise UserError(
+                    f"rollout.quantization=fp8: {facts.folder}: {listed(wrong, 4, between='; ')}; set it to none"
+                )
     core = VllmCore(engine, facts.routes)
     if config.compile_cache is not None and not on_cpu():  # where nothing is compiled
         await warm_up(core, facts, config)

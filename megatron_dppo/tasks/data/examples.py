@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, listed
 from megatron_dppo.tasks.data.config import DataConfig, FieldMap
 from megatron_dppo.tasks.data.rows import Row, read_rows, unread
 from megatron_dppo.tasks.rewards.final_answer import boxed_answer
@@ -131,8 +131,7 @@ class DataReport:
             ("files that are of no kind that is read", self.unread),
         ):
             if places:
-                more = f" and {len(places) - _NAMED:,} more" if len(places) > _NAMED else ""
-                result.append(f"  {name}: {'; '.join(places[:_NAMED])}{more}")
+                result.append(f"  {name}: {listed(places, _NAMED, between='; ')}")
         return result
 
 
