@@ -87,10 +87,15 @@ def _nodes(environment: Mapping[str, str]) -> Nodes:
     number = _number(environment, "NODE_RANK")
     if number >= count:
         raise UserError(f"NODE_RANK={number}: of NODES={count} nodes the last is {count - 1}")
+    head = _needed(environment, "HEAD_ADDRESS")
+    try:
+        head.encode("idna")
+    except UnicodeError:
+        raise UserError(f"HEAD_ADDRESS={head}: is no name or address; name node 0's") from None
     return Nodes(
         count=count,
         number=number,
-        head=_needed(environment, "HEAD_ADDRESS"),
+        head=head,
         port=_port(environment, "MASTER_PORT", 29500),
         join_timeout_s=_number(environment, "JOIN_TIMEOUT_S", 300),
         lost_after_s=_number(environment, "LOST_AFTER_S", 120),
