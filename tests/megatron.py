@@ -25,7 +25,7 @@ _made: list[tuple[ParallelConfig, ProcessGroupCollection]] = []
 
 def _groups(parallel: ParallelConfig, seed: int) -> ProcessGroupCollection:
     """Those of the model before where the layout is the same: gloo's groups, which nothing ends before the process
-    does, have a thread each that looks for work a hundred times a second."""
+    does, have threads and sockets."""
     if parallel_state.is_initialized():
         for layout, groups in _made:
             if layout == parallel and groups.tp is parallel_state.get_tensor_model_parallel_group():

@@ -32,9 +32,11 @@ def install() -> None:
             patch_collectives,
             patch_distributed_optimizer,
             patch_token_dispatcher,
+            share_gloo_devices,
         )
 
     _patch_random()
+    share_gloo_devices()
     patch_collectives()
     patch_token_dispatcher()
     patch_distributed_optimizer()

@@ -4,6 +4,7 @@ checkpoints of its DistributedOptimizer around an Adam that is not torch's own."
 from __future__ import annotations
 
 import functools
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,6 +12,25 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import token_dispatcher
+
+
+def share_gloo_devices() -> None:
+    """The devices of the first gloo group are those of all that follow. Each has a thread that wakes up a hundred times
+    a second, and stock groups, of which Megatron-Core makes dozens, have devices of their own."""
+    gloo: Any = dist.ProcessGroupGloo
+    stock, devices = gloo.__init__, list[Any]()
+
+    @functools.wraps(stock)
+    def init(self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        if devices:
+            options = gloo._Options()
+            options._devices, options._threads, options._timeout = devices, 2 * len(devices), timeout
+            stock(self, store, rank, size, options)
+        else:
+            stock(self, store, rank, size, timeout)
+            devices.extend(self.options._devices)
+
+    gloo.__init__ = init
 
 
 def patch_token_dispatcher() -> None:

@@ -74,8 +74,7 @@ def test_three_steps_equal_transformers_in_every_combination(world: World, layou
 
 
 def check_layout(world: World, layout: str, cases: list[Case]) -> None:
-    """On fresh ranks for every few cases: groups that were made anew leave sockets behind, and threads, each of which
-    looks for work a hundred times a second."""
+    """On fresh ranks for every few cases: groups that were made anew leave sockets and threads behind."""
     ranks, sizes = LAYOUTS[layout]
     for few in (cases[i : i + 6] for i in range(0, len(cases), 6)):
         results = run_ranks(train_cases, ranks, str(world.path), sizes, world.lesson, few, timeout=300 + 60 * len(few))

@@ -1,6 +1,8 @@
 """What makes real Megatron-Core run on a CPU, and that it stays out of everybody else's way."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -95,3 +97,21 @@ def uneven_collectives(rank: int) -> None:
 
 def test_collectives_of_shards_of_unequal_height() -> None:
     run_ranks(uneven_collectives, 3)
+
+
+def threads_of_groups(rank: int) -> list[int]:
+    megatron_cpu.install()
+    counts = []
+    for _ in range(3):
+        group = dist.new_group(timeout=timedelta(seconds=77))
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        assert total == 2
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts
+
+
+def test_groups_share_the_thread_that_looks_for_work() -> None:
+    for first, second, third in run_ranks(threads_of_groups, 2):
+        assert second - first == third - second == 2  # those that work

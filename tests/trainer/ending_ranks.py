@@ -60,7 +60,7 @@ def run_all(rank: int, model: str, runs: Sequence[Run]) -> list[Ending]:
     from megatron_dppo.actor import runtime as actor_runtime
     from megatron_dppo.rollout.ray_session import RaySession
 
-    # Once: gloo's groups have a thread each that looks for work a hundred times a second until the process ends.
+    # Once: gloo's groups keep their threads and sockets until the process ends.
     runtime = actor_runtime.start(config_of(model, runs[0]).parallel, seed=SEED, timeout_minutes=3)
     box = [None]
     if rank == 0:
