@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.jit import _builtins
 from torch.utils._device import _device_constructors
 
 
@@ -97,7 +98,8 @@ def _type(stock: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs:
 
 def patch_cuda_literals() -> None:
     """Inside Megatron-Core's own code, `device="cuda"`, `.cuda()` and `pin_memory` mean the CPU, and `tensor.type()`
-    names the GPU type that its optimizer compares with. Calls from anywhere else are left alone."""
+    names the GPU type that its optimizer compares with. Calls from anywhere else are left alone; scripts (TorchScript)
+    and pickles have torch's own functions."""
     _device_constructors()  # what `with torch.device(...)` changes, looked up once: torch's own functions
     for name in ("arange", "empty", "empty_like", "full", "ones", "tensor", "zeros"):
         _inside_megatron(torch, name, _make)
@@ -117,4 +119,8 @@ def _inside_megatron(owner: Any, name: str, call: Callable[..., Any]) -> None:
             return call(stock, *args, **kwargs)
         return stock(*args, **kwargs)
 
+    if owner is torch:
+        patched.__module__, patched.__qualname__ = "torch", name
+        if script_name := _builtins._find_builtin(stock):
+            _builtins._register_builtin(patched, script_name)
     setattr(owner, name, patched)

@@ -21,14 +21,15 @@ def share_gloo_devices() -> None:
     stock, devices = gloo.__init__, list[Any]()
 
     @functools.wraps(stock)
-    def init(self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        if devices:
-            options = gloo._Options()
-            options._devices, options._threads, options._timeout = devices, 2 * len(devices), timeout
-            stock(self, store, rank, size, options)
-        else:
-            stock(self, store, rank, size, timeout)
-            devices.extend(self.options._devices)
+    def init(self: Any, store: dist.Store, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
+        match args, kwargs:
+            case (), {"timeout": timedelta() as timeout, **rest} if devices and not rest:  # torch.distributed's call
+                options = gloo._Options()
+                options._devices, options._threads, options._timeout = devices, 2 * len(devices), timeout
+                stock(self, store, rank, size, options)
+            case _:
+                stock(self, store, rank, size, *args, **kwargs)
+                devices[:] = devices or self.options._devices
 
     gloo.__init__ = init
 

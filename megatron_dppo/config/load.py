@@ -69,7 +69,8 @@ def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides:
             if value.lstrip().startswith("{"):
                 _put(merged, kind, key, OmegaConf.to_container(OmegaConf.select(given, key)))
             else:
-                merged = _merged(merged, given, override)
+                with _merging(override):
+                    merged = OmegaConf.unsafe_merge(merged, given)  # without a copy of the tree for each override
         except (yaml.YAMLError, ValueError, OmegaConfBaseException) as error:  # `!!int x` is a ValueError
             raise UserError(f"override {_short(override)} cannot be applied to {where}: {_reason(error)}") from error
     try:
@@ -104,9 +105,10 @@ def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides:
     return config
 
 
-def _merged(tree: Any, given: Any, override: str) -> Any:
+@contextmanager
+def _merging(override: str) -> Iterator[None]:
     try:
-        return OmegaConf.unsafe_merge(tree, given)  # without a copy of the tree for each override
+        yield
     except TypeError as error:  # what OmegaConf raises for a list in place of a section, or the other way round
         raise UserError(
             f"override {override}: a list and a section do not merge; give a section as {{...}}, a list as [...]"
@@ -121,9 +123,11 @@ def _put(tree: Any, kind: type[BaseModel], key: str, value: Any) -> None:
         kinds = (field.annotation, *get_args(field.annotation)) if field else ()
         section = next(filter(_is_model, kinds), None)
     if section is None or not isinstance(value, dict):
-        OmegaConf.update(tree, key, value, merge=False)
+        with _merging(key):
+            OmegaConf.update(tree, key, value, merge=False)
         return
-    OmegaConf.update(tree, key, {}, merge=True)
+    with _merging(key):
+        OmegaConf.update(tree, key, {}, merge=True)
     for name, item in value.items():
         _put(tree, kind, f"{key}.{name}", item)
 

@@ -80,7 +80,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 def _given(arguments: argparse.Namespace, *names: str) -> str:
     """Which of these options were given, in words; "" where none was."""
-    given = [name for name in names if getattr(arguments, name) not in (None, False)]
+    values = {name: getattr(arguments, name) for name in names}
+    given = [name for name, value in values.items() if value is not None and value is not False]  # 0 was given
     return ", ".join(f"--{name.replace('_', '-')}" for name in given)
 
 

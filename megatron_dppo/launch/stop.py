@@ -33,8 +33,12 @@ class StopRequest:
             yield self
             return
 
+        limited = False
+
         def note(number: int, frame: FrameType | None) -> None:
-            if number == signal.SIGTERM and not any(signal.getitimer(signal.ITIMER_REAL)):
+            nonlocal limited
+            if number == signal.SIGTERM and not limited:  # once: closing down is not cut short by another
+                limited = True
                 signal.setitimer(signal.ITIMER_REAL, TERM_GRACE_SECONDS)
             self._signalled = self._signalled or signal.Signals(number).name
 

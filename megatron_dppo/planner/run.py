@@ -3,6 +3,7 @@ way back: the configuration that runs a plan."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,8 @@ LORA_LEARNING_RATE = 1e-5
 
 def recommended_config(plan: Plan, model_path: Path, *, prompts_per_step: int) -> str:
     """YAML of the plan, checked against the schema. Keys that are absent keep their defaults."""
-    workload, layout, engine, name = plan.workload, plan.layout, plan.engine, model_path.resolve().name
+    workload, layout, engine = plan.workload, plan.layout, plan.engine
+    name = Path(os.path.abspath(model_path)).name  # of a link its own
     parallel = {k: v for k, v in layout.parallel.model_dump().items() if v is True or (v and v != 1)}
     tree: dict[str, Any] = {
         "run": {"dir": f"runs/{name}", "name": name},

@@ -1,6 +1,7 @@
 """What makes real Megatron-Core run on a CPU, and that it stays out of everybody else's way."""
 
 import os
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -12,6 +13,11 @@ from megatron_dppo.compat import megatron_cpu
 from tests.distributed import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the shims do nothing where there is a GPU")
+
+
+def in_torchscript(x: torch.Tensor) -> torch.Tensor:
+    made = torch.zeros(2) + torch.ones(2) + torch.full([2], 2.0) + torch.tensor([1.0, 1.0]) + torch.arange(2, 4)[0]
+    return made + torch.empty(2).copy_(torch.empty_like(x).copy_(x))
 
 
 def in_one_process(rank: int) -> None:
@@ -27,6 +33,9 @@ def in_one_process(rank: int) -> None:
     with torch.device("meta"):
         assert torch.zeros(1).is_meta
     assert torch._C._len_torch_function_stack() == 0  # a mode would be asked at every operation
+    assert torch.equal(torch.jit.script(in_torchscript)(torch.ones(2)), torch.tensor([7.0, 7.0]))
+    for function in (torch.arange, torch.empty, torch.empty_like, torch.full, torch.ones, torch.tensor, torch.zeros):
+        assert pickle.loads(pickle.dumps(function)) is function
 
     # Megatron-Core's own mean the CPU: a tensor made (in any thread), one moved, and the type of a gradient.
     from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank

@@ -125,6 +125,11 @@ def test_a_fault_of_ours_is_not_told_as_the_users(config_file, monkeypatch):
         load_config(config_file, ["evaluation={every: 3}"])
 
 
+def test_a_mapping_below_a_list_is_refused(config_file):
+    with pytest.raises(UserError, match=r"override task\.parameters\.a\.b\.c: a list and a section do not merge"):
+        load_config(config_file, ["task.parameters.a=[1, 2]", "task.parameters.a.b.c={x: 1}"])
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

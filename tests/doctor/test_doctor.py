@@ -285,6 +285,8 @@ def test_a_disk_without_room_is_found(tmp_path: Path, checkpoint: Path) -> None:
         (["--min-bandwidth", "5"], "--min-bandwidth 5: must be GB/s above 0, beside --bandwidth"),
         (["--bandwidth", "--min-bandwidth", "nan"], "--min-bandwidth nan: must be GB/s above 0"),
         (["--parity", "MODEL", "--gpu", "--ranks", "8"], "--ranks, --gpu: not for --parity"),
+        (["--parity", "MODEL", "--min-bandwidth", "0"], "--min-bandwidth: not for --parity"),
+        (["--layers", "0"], "--layers belong to --parity MODEL"),
     ],
 )
 def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -274,12 +274,15 @@ def test_the_command_prints_a_configuration_that_loads(
 
 
 def test_a_run_planned_inside_of_its_models_folder_has_a_name(
-    config_json: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    config_json: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(config_json)
     assert main(["plan", ".", "--gpus", "64", "--json"]) == 0
     found = yaml.safe_load(json.loads(capsys.readouterr().out)["config"])
     assert found["run"] == {"dir": "runs/Qwen3-30B-A3B", "name": "Qwen3-30B-A3B"}
+    (tmp_path / "named").symlink_to(config_json)
+    assert main(["plan", str(tmp_path / "named"), "--gpus", "64", "--json"]) == 0
+    assert yaml.safe_load(json.loads(capsys.readouterr().out)["config"])["run"]["name"] == "named"
 
 
 def test_a_dense_model_gets_a_configuration_without_router_replay(
