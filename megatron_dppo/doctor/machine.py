@@ -18,7 +18,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from megatron_dppo.launch.nodes import listed_gpus, ranks_in_all_and_here
+from megatron_dppo.launch.nodes import host_and_port, listed_gpus, ranks_in_all_and_here
 from megatron_dppo.preflight.finding import Finding, error, ok, warning
 from megatron_dppo.tasks.workers import sandbox
 
@@ -137,12 +137,11 @@ def check_ray(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     address = environment.get("RAY_ADDRESS", "")
     if not address or address == "auto":
         return
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16 or "://" in address:
+    if (place := host_and_port(address)) is None:
         yield error("ray", f"RAY_ADDRESS={address} is no host:port", "set it to the head's address, or unset it")
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        socket.create_connection(place, timeout=10).close()
     except (OSError, UnicodeError) as problem:
         yield error(
             "ray", f"RAY_ADDRESS={address}: nothing answers ({problem})", "start the cluster, or unset RAY_ADDRESS"

@@ -28,7 +28,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.launch.local import launch_local
 from megatron_dppo.launch.meeting import Meeting, NodeLost, Nodes
 from megatron_dppo.launch.network import LOOPBACK, address_towards, interface_variables
-from megatron_dppo.launch.nodes import listed_gpus
+from megatron_dppo.launch.nodes import PORTS, host_and_port, listed_gpus
 from megatron_dppo.launch.rank import PROGRAM, exit_status
 from megatron_dppo.launch.restarts import Restarts, max_restarts
 from megatron_dppo.launch.stop import DONE, REQUEST
@@ -39,7 +39,6 @@ _PAUSE_S = 2.0
 """Between two of them."""
 _LATE_S = 60.0
 """What a process that waits for Ray may need beyond its time: to load Ray, and for the call that it is in."""
-_PORTS = 1 << 16
 _PR_SET_PDEATHSIG = 1
 
 
@@ -122,7 +121,7 @@ def _number(
 
 
 def _port(environment: Mapping[str, str], name: str, default: int) -> int:
-    return _number(environment, name, default, least=1, below=_PORTS)
+    return _number(environment, name, default, least=1, below=PORTS)
 
 
 def _command(arguments: Sequence[str], run: Path) -> list[str]:
@@ -153,8 +152,7 @@ class RayNode:
     def __init__(self, nodes: Nodes, run: Path) -> None:
         self._nodes, self._patience = nodes, nodes.join_timeout_s
         self._given = os.environ.get("RAY_HEAD", "")
-        host, _, port = self._given.rpartition(":")
-        if self._given and not (host and port.isdecimal() and 0 < int(port) < _PORTS):
+        if self._given and host_and_port(self._given) is None:
             raise UserError(f"RAY_HEAD={self._given}: must be host:port of the cluster's head")
         self._head = self._given or f"{nodes.head}:{_port(os.environ, 'RAY_PORT', 6379)}"
         self._expected = _number(os.environ, "RAY_NODES", nodes.count)

@@ -24,6 +24,17 @@ def listed_gpus() -> int:
     return 0
 
 
+PORTS = 1 << 16
+
+
+def host_and_port(address: str) -> tuple[str, int] | None:
+    """The parts of `host:port`, of `[::1]:6379` too; None where it is none."""
+    host, _, port = address.rpartition(":")
+    if not host or "://" in address or not port.isdecimal() or not 0 < int(port) < PORTS:
+        return None
+    return host.strip("[]"), int(port)
+
+
 _OF_A_RANK = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),

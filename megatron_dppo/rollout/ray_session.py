@@ -19,7 +19,7 @@ import ray
 
 from megatron_dppo.compat.ray_daemons import fewer_daemons, on_loopback
 from megatron_dppo.errors import UserError
-from megatron_dppo.launch.nodes import environment, no_rank
+from megatron_dppo.launch.nodes import environment, host_and_port, no_rank
 
 _START_ATTEMPTS = 4
 
@@ -124,14 +124,13 @@ class RaySession:
 
 def _check_answer(address: str) -> None:
     """Ray tries a wrong address for minutes; a connection is refused in no time."""
-    host, _, port = address.rpartition(":")
     if address == "auto":
         return
-    if not host or "://" in address or not port.isdigit():
+    if (place := host_and_port(address)) is None:
         raise UserError(f"RAY_ADDRESS={address}: expected host:port of the cluster's head, or auto")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=15).close()
-    except OSError as error:
+        socket.create_connection(place, timeout=15).close()
+    except (OSError, UnicodeError) as error:  # "a..b" cannot be written as a name
         raise UserError(
             f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); start one or unset RAY_ADDRESS"
         ) from error

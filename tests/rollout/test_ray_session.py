@@ -141,6 +141,8 @@ def _engine_processes(controller: int) -> list[psutil.Process]:
         ("127.0.0.1:1", "no Ray cluster answers there"),
         ("ray://127.0.0.1:10001", "expected host:port"),
         ("localhost", "expected host:port"),
+        ("localhost:99999", "expected host:port"),
+        ("a..b:6379", "no Ray cluster answers there"),
     ],
 )
 def test_a_wrong_address_is_named_at_once(monkeypatch: pytest.MonkeyPatch, address: str, message: str) -> None:
