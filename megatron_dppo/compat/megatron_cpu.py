@@ -13,10 +13,10 @@ _installed = False
 def install() -> None:
     """Make Megatron-Core run on CPU tensors and gloo groups; does nothing where CUDA is available.
 
-    Call it in every process before a model is built. It patches
-    `torch.cuda`'s random state, streams and device queries, turns CUDA literals inside Megatron-Core into the CPU, and
-    mends what was only ever run with NCCL and TransformerEngine: token-dispatcher splits, uneven collectives and the
-    checkpointing of torch's Adam. `torch.compile` is off: one-core compilation costs more than it gains.
+    Call it in every process before a model is built. It patches `torch.cuda`'s random state, streams and device
+    queries, turns CUDA literals inside Megatron-Core into the CPU, lets gloo groups share a device, and mends what was
+    only ever run with NCCL and TransformerEngine: token-dispatcher splits, uneven collectives and the checkpointing of
+    torch's Adam. `torch.compile` is off: one-core compilation costs more than it gains.
     """
     global _installed
     if _installed or torch.cuda.is_available():

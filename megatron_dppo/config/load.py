@@ -117,18 +117,15 @@ def _merging(override: str) -> Iterator[None]:
 
 def _put(tree: Any, kind: type[BaseModel], key: str, value: Any) -> None:
     """Set `key` of `tree`: of a section what `value` names, of anything else, a free mapping included, all."""
-    section: Any = kind
+    model: Any = kind
     for name in key.split("."):
-        field = section.model_fields.get(name) if section else None
+        field = model.model_fields.get(name) if model else None
         kinds = (field.annotation, *get_args(field.annotation)) if field else ()
-        section = next(filter(_is_model, kinds), None)
-    if section is None or not isinstance(value, dict):
-        with _merging(key):
-            OmegaConf.update(tree, key, value, merge=False)
-        return
+        model = next(filter(_is_model, kinds), None)
+    inner = value if model and isinstance(value, dict) else None
     with _merging(key):
-        OmegaConf.update(tree, key, {}, merge=True)
-    for name, item in value.items():
+        OmegaConf.update(tree, key, value if inner is None else {}, merge=inner is not None)
+    for name, item in (inner or {}).items():
         _put(tree, kind, f"{key}.{name}", item)
 
 

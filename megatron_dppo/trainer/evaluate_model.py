@@ -37,7 +37,7 @@ from megatron_dppo.trainer.answers import Answer, AnswerFile
 from megatron_dppo.trainer.evaluation import accuracy_metrics, answer, evaluation_sampling
 from megatron_dppo.trainer.task_suite import EvaluationSet, build_sets
 
-_OF_ENGINE = ("engine", "dtype", "quantization", "kv_cache_dtype")
+_OF_ENGINE = {"engine", "dtype", "quantization", "kv_cache_dtype"}
 """What answers depend on besides; kept with them where it is not the default."""
 PAPERS_SAMPLING = {"temperature": 0.7, "top_p": 0.95, "samples": 32}
 """Appendix F; anything else is asked for."""
@@ -227,12 +227,8 @@ def _settings(model: Path, config: EvaluateConfig, one: EvaluationSet) -> dict[s
         "seed": config.seed,
         "answer_pattern": config.task.answer_pattern,
         "rewards": [reward.model_dump(mode="json") for reward in config.task.rewards],
-        **{name: value for name in _OF_ENGINE if (value := getattr(config.rollout, name)) != _default(name)},
+        **config.rollout.model_dump(include=_OF_ENGINE, exclude_defaults=True),
     }
-
-
-def _default(name: str) -> object:
-    return RolloutConfig.model_fields[name].default
 
 
 def _date_of(out: Path) -> datetime.date | None:
