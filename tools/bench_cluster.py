@@ -160,7 +160,7 @@ def _alone(out: Path, program: Callable[..., Part], *, tiny: bool) -> list[Part]
             environment["RUN_DIR"] = str(out / "work" / f"{name}-{seed}" / "run")
             command = [sys.executable, "-u", str(LEARNING), *LEARNS, *small, f"rollout.quantization={kind}"]
             command += [*TINY, "trainer.prompts_per_mini_batch=8", "rollout.quantization=none"] if tiny else []
-            found.append(Part(f"{name}-{seed}", command, 150, environment, needs=model))
+            found.append(Part(f"{name}-{seed}", command, 300, environment, needs=model))
     return found
 
 

@@ -22,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,12 @@ async def run_once(engine: Any, variant: Variant, load: Load, seed: int, layers:
     others = client.children(recursive=True)
 
     def cpu(processes: Sequence[Any]) -> float:
-        return sum(t.user + t.system for t in (p.cpu_times() for p in processes))
+        seconds = 0.0
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):  # a compiler that an engine called has ended
+                times = process.cpu_times()
+                seconds += times.user + times.system
+        return seconds
 
     async def one(index: int) -> Any:
         params = SamplingParams(
