@@ -152,9 +152,11 @@ class RayNode:
     def __init__(self, nodes: Nodes, run: Path) -> None:
         self._nodes, self._patience = nodes, nodes.join_timeout_s
         self._given = os.environ.get("RAY_HEAD", "")
-        if self._given and host_and_port(self._given) is None:
-            raise UserError(f"RAY_HEAD={self._given}: must be host:port of the cluster's head")
-        self._head = self._given or f"{nodes.head}:{_port(os.environ, 'RAY_PORT', 6379)}"
+        own = f"[{nodes.head}]" if ":" in nodes.head else nodes.head  # as Ray writes IPv6
+        self._head = self._given or f"{own}:{_port(os.environ, 'RAY_PORT', 6379)}"
+        if (place := host_and_port(self._head)) is None:
+            raise UserError(f"RAY_HEAD={self._head}: must be host:port of the cluster's head")
+        self._place = place
         self._expected = _number(os.environ, "RAY_NODES", nodes.count)
         self._log = run / f"ray-node-{nodes.number}.log"
         self._process: subprocess.Popen[bytes] | None = None
@@ -230,18 +232,17 @@ class RayNode:
             options += ["--node-ip-address", own]
         if not self._is_head:
             return [*options, "--address", self._head]
-        port = self._head.rpartition(":")[2]
+        host, port = self._place
         if "--node-ip-address" not in options:
-            options += ["--node-ip-address", self._nodes.head]
-        return [*options, "--head", "--port", port, "--include-dashboard", "false"]
+            options += ["--node-ip-address", host]
+        return [*options, "--head", "--port", str(port), "--include-dashboard", "false"]
 
     def _wait_for_head(self, meanwhile: Callable[[], object]) -> None:
-        host, _, port = self._head.rpartition(":")
         end = time.monotonic() + self._patience
         while not self._is_head:
             meanwhile()
             with suppress(OSError):
-                socket.create_connection((host, int(port)), timeout=5).close()
+                socket.create_connection(self._place, timeout=5).close()
                 return
             if time.monotonic() > end:
                 raise NodeLost(f"Ray's head at {self._head} did not answer within {self._patience:.0f} s")

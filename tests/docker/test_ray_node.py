@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from pathlib import Path
 
@@ -44,6 +45,21 @@ def test_a_ray_that_does_not_start_is_not_waited_for(
 
 
 SLEEPS = "import time; time.sleep(600)"
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_head_with_an_ipv6_address_is_reached(given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray writes it in brackets, which a socket does not take."""
+    monkeypatch.setattr("megatron_dppo.launch.node._RAY", SLEEPS)
+    monkeypatch.setattr("megatron_dppo.launch.node._WAIT", "import os; os.environ['RAY_ADDRESS'].index('[::1]:')")
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    monkeypatch.setenv("RAY_AUTH_MODE", "")
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as head:
+        port = head.getsockname()[1]
+        monkeypatch.setenv(*(("RAY_HEAD", f"[::1]:{port}") if given else ("RAY_PORT", str(port))))
+        node = RayNode(Nodes(2, 1, "::1", join_timeout_s=2), tmp_path)
+        with node.running(lambda: None):
+            node.alive()
 
 
 def test_a_waiter_that_says_much_or_hangs_holds_nobody(ray_node: RayNode, monkeypatch: pytest.MonkeyPatch) -> None:
