@@ -107,6 +107,8 @@ def start_engine(
     model: Path, kind: str, *, load: Load, tiny: bool, quick: bool, gpu_share: float, kv_gib: float | None
 ) -> Any:
     """An AsyncLLM of `Variant.engine`."""
+    # Engines start in threads, side by side: a fork would copy the locks that another one holds.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
