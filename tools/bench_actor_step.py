@@ -67,6 +67,10 @@ def main() -> int:
         return work(
             case, arguments.out / f"{case.name}.json", tiny=arguments.tiny, seconds=arguments.seconds, fusion=fusion
         )
+    from torch.cuda import device_count
+
+    if not arguments.tiny and not device_count():
+        parser.error("it measures GPUs and found none; --tiny runs on a CPU")
     return drive(arguments)
 
 

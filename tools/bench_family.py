@@ -64,7 +64,8 @@ def run(folder: Path, output: Path, overrides: list[str]) -> list[dict[str, floa
     script = [str(ROOT / "examples/run_qwen3_moe_dppo.sh"), "--random-weights", "trainer.steps=4", *overrides]
     environment = {"NPROC": "1", "PYTHON": sys.executable} | os.environ
     environment |= {"MODEL_DIR": str(folder), "RUN_DIR": str(output)}
-    subprocess.run(["bash", *script], env=environment, check=True)
+    if status := subprocess.run(["bash", *script], env=environment, check=False).returncode:
+        raise SystemExit(status)  # the script has said why
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "time/train_s" in line]
 

@@ -46,6 +46,10 @@ def main() -> int:
     if arguments.trial:
         run_trial(arguments)
         return 0
+    from torch.cuda import is_available
+
+    if not arguments.tiny and not is_available():
+        parser.error("it measures a GPU and found none; --tiny runs on a CPU")
     return drive(arguments)
 
 

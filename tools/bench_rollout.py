@@ -363,6 +363,10 @@ def main() -> None:
     parser.add_argument("--gpu-share", type=real(below=1), default=0.42, help="memory of each engine")
     parser.add_argument("--kv-gib", type=real(), help="keys and values of each engine; engines then start side by side")
     options = parser.parse_args()
+    from torch.cuda import is_available
+
+    if not options.tiny and not is_available():
+        parser.error("it measures a GPU and found none; --tiny runs on a CPU")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     load = Load(options.sequences, options.prompt_tokens, options.new_tokens)

@@ -66,6 +66,8 @@ def out_folder(text: str) -> Path:
     path = _named(text)
     with _refused(text):
         path.mkdir(parents=True, exist_ok=True)
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ArgumentTypeError(f"{text} cannot be written; name another folder")
     return path
 
 

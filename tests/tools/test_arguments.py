@@ -9,6 +9,7 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_dppo.launch.arguments import model_folder, new_folder, out_folder, real, several, whole
 
@@ -110,6 +111,29 @@ def test_a_wrong_argument_is_named(
     assert message in said
     assert "Traceback" not in said
     assert not list((tmp_path / "o").glob("*")), "it was begun"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("tool", ["bench_actor_step", "bench_lora", "bench_rollout"])
+def test_what_measures_gpus_says_that_there_is_none(
+    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [tool, "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), str(ROOT), *sys.path])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / f"tools/{tool}.py"), run_name="__main__")
+    assert (ended.value.code, list(tmp_path.iterdir())) == (2, [])
+    assert "found none; --tiny runs on a CPU" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_no_place_for_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of root too: one that is mounted read-only. `access` is asked, as nothing but a mount refuses root."""
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    for kind in (new_folder, out_folder):
+        with pytest.raises(ArgumentTypeError, match="name another folder"):
+            kind(str(tmp_path / "results"))
 
 
 def test_kinds_of_arguments(tmp_path: Path) -> None:

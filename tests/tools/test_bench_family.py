@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron_dppo.models.family import text_fields
 from tests.models.public_configs import CONFIGS
-from tools.bench_family import ending, read_arguments
+from tools.bench_family import ending, read_arguments, run
 
 FIT = ["rollout.placement=fleet", "optimizer.cpu_offload_fraction=0.5"]
 
@@ -25,6 +27,12 @@ def test_two_layers_of_experts_unless_said(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         read_arguments(["GLM-4.5-Air", "--moe-layers", "two", *FIT])
     assert "two" in capsys.readouterr().err
+
+
+def test_a_run_that_was_refused_ends_the_measurement(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        run(tmp_path / "model", tmp_path / "run", ["trainer.stepz=1"])
+    assert "did you mean trainer.steps?" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
