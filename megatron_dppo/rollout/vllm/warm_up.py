@@ -15,8 +15,13 @@ from megatron_dppo.rollout.engine import GenerationRequest, SamplingConfig
 from megatron_dppo.rollout.model_facts import ModelFacts
 from megatron_dppo.rollout.vllm.core import VllmCore
 
-CACHES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-"""Variables that say where vLLM, Triton and torch's compiler keep what they make, and our folders for it."""
+CACHES = {
+    "VLLM_CACHE_ROOT": "vllm",  # and DeepGEMM's
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+}
+"""Variables that say where vLLM and what compiles for it keep what they make, and our folders for it."""
 
 
 def keep_compiled(folder: Path | None) -> None:
@@ -36,16 +41,22 @@ def keep_compiled(folder: Path | None) -> None:
         os.environ[variable] = str(folder / name)
 
 
+def sizes(most: int) -> list[int]:
+    """1 up to `most`, as many as kernels can tell apart: they are chosen by the nearest of some powers of two and one
+    and a half times those, and compiled anew for numbers (of a token's experts, say) that 16 does not divide."""
+    powers = [2**power for power in range(most.bit_length())]
+    found = {size + odd for power in powers for size in (power, 3 * power // 2) for odd in (0, 1)}
+    return sorted(size for size in found | {most} if size <= most)
+
+
 def waves(config: RolloutConfig) -> Iterator[list[tuple[int, int]]]:
-    """Requests that are asked for together, each as (tokens of the prompt, tokens to sample): prompts of 1, 2, 4, ...
-    tokens in all, as many as go into one step; then one token for each of 1 up to `max_num_seqs` sequences at once."""
-    total = 1
-    while total <= min(config.max_num_batched_tokens, config.max_num_seqs * config.max_prompt_tokens):
+    """Requests that are asked for together, each as (tokens of the prompt, tokens to sample): prompts of every one of
+    `sizes` in all, as many as go into one step; then one token for each of up to `max_num_seqs` sequences at once."""
+    for total in sizes(min(config.max_num_batched_tokens, config.max_num_seqs * config.max_prompt_tokens)):
         count = -(-total // config.max_prompt_tokens)
-        yield [(total // count, 1)] * count
-        total *= 2
-    count = config.max_num_seqs
-    lengths = [2 * (count // (number + 1)).bit_length() for number in range(count)]  # half as many after two steps
+        yield [(total // count + (number < total % count), 1) for number in range(count)]
+    together = sizes(config.max_num_seqs)
+    lengths = [2 * sum(size > number for size in together) for number in range(config.max_num_seqs)]  # two steps each
     yield [(1, min(length, config.max_response_tokens)) for length in lengths]
 
 
