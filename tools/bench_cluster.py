@@ -63,6 +63,7 @@ TINY = (
 SHOWN = (
     *("time/step_s", "time/rollout_s", "time/hand_over_s", "time/train_s", "time/sync_s", "sync/transfer_s"),
     *("sync/gb_per_s", "sync/bytes", "sync/worker_bytes", "sync/begin_s", "sync/end_s", "sync/lend_s"),
+    *("sync/lend_room_s", "sync/lend_weights_s", "sync/lend_copy_s", "sync/lend_free_s", "sync/lend_cache_s"),
     *("sync/lent_bytes", "data/tokens", "memory/rank_allocated_gib", "memory/rank_peak_gib"),
     *("memory/gpu_used_gib", "sync/worker_gpu_used_gib", "reward/mean", "policy/masked_fraction"),
 )

@@ -68,8 +68,8 @@ class Offloader:
     On a GPU copies run in a stream of their own, beside what else the device does:
 
     ```
-    host      make_room ─ there is enough ─ engines load weights ─ offload     onload ─ gradients ─ arrive ─ step
-    copies    some optimizer state ──┘  the rest ──────────────┘ weights ┘     weights ─┘ optimizer state ─┘
+    host      make_room ─ there is enough ─ engines load ─ leave ─ they end ─ offload     onload ─ gradients ─ arrive
+    copies    some optimizer state ──┘  the rest ────────────┘ weights ─────────┘      weights ─┘ optimizer state ─┘
     ```
     """
 
@@ -98,10 +98,21 @@ class Offloader:
 
     def offload(self, parts: Iterable[Part] = PARTS) -> int:
         """Free the device memory of `parts`; what is away already stays away. Returns the bytes freed on this rank."""
+        size = self.leave(parts)
+        self._free()
+        return size
+
+    def leave(self, parts: Iterable[Part]) -> int:
+        """`offload` that does not wait: `parts` are copied behind what is under way, and have their memory until the
+        next call of this object that frees any."""
         leaving = self._named(parts)
         self._send(leaving)
-        self._free()
         return sum(storage.size for storage in leaving)
+
+    def wait(self) -> None:
+        """Until what leaves is on the host."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def make_room(self, parts: Iterable[Part], missing: Callable[[], int]) -> int:
         """`offload` that returns as soon as `missing`, the bytes that somebody else needs here, is 0 or less: the rest
@@ -141,8 +152,7 @@ class Offloader:
                 elif there is not None:
                     torch.cuda.current_stream(self._device).wait_event(there)
         except BaseException:
-            if self._stream is not None:
-                self._stream.synchronize()
+            self.wait()
             raise
         for part in coming:  # the content stayed there until all had room: the device might not have had it
             for storage in self._away.pop(part):
@@ -190,8 +200,7 @@ class Offloader:
         """Let go of the memory of what was sent, and give it to the driver, for other processes."""
         if not self._leaving:
             return
-        if self._stream is not None:
-            self._stream.synchronize()
+        self.wait()
         for storage in self._leaving:
             storage.storage.resize_(0)
         self._leaving = []

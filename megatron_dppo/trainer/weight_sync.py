@@ -76,7 +76,7 @@ class WeightSync:
             to = Recipients(members, timeout_s=self._rollout.sync_timeout_s)
         if self.takes_turns:
             with clock("lend"):
-                clock.metrics["sync/lent_bytes"] = float(self._lend(to))
+                self._lend(to, clock)
         try:
             self._transfer(version, to, clock)
         except BaseException as error:
@@ -85,10 +85,14 @@ class WeightSync:
             raise
         if self.takes_turns:
             with clock("lend"):
-                clock.metrics["sync/lent_bytes"] += self._actor.offload(("weights",))
+                with clock("lend_copy"):
+                    self._actor.offloader.wait()
+                with clock("lend_free"):
+                    self._actor.offload(("weights",))
                 self._runtime.barrier()  # every rank's part of a GPU is free before an engine takes it
-                if to is not None:
-                    to.wait(to.ask(lambda engine: engine.wake("kv_cache")))
+                with clock("lend_cache"):
+                    if to is not None:
+                        to.wait(to.ask(lambda engine: engine.wake("kv_cache")))
                 self._awake = True
                 self._actor.offloader.prepare()
         if to is None:
@@ -100,18 +104,20 @@ class WeightSync:
         if self._sender is not None:
             self._sender.close()
 
-    def _lend(self, to: Recipients | None) -> int:
+    def _lend(self, to: Recipients | None, clock: _Clock) -> None:
         """Make room for the engines' weights, and let them have it: optimizer state goes to the host while they are
-        sent. Returns the bytes that leave this GPU."""
+        sent."""
         lent = 0
-        if self._awake:  # engines that were started again get weights while the others have theirs
-            self._actor.onload(("weights",))
-        else:
-            lent = self._actor.offloader.make_room(("optimizer", "gradients"), self._missing)
+        with clock("lend_room"):
+            if self._awake:  # engines that were started again get weights while the others have theirs
+                self._actor.onload(("weights",))
+            else:
+                lent = self._actor.offloader.make_room(("optimizer", "gradients"), self._missing)
+        clock.metrics["sync/lent_bytes"] = float(lent)
         self._runtime.barrier()
-        if to is not None:
-            to.wait(to.ask(lambda engine: engine.wake("weights")))
-        return lent
+        with clock("lend_weights"):
+            if to is not None:
+                to.wait(to.ask(lambda engine: engine.wake("weights")))
 
     def _missing(self) -> int:
         """Bytes that this GPU lacks for an engine's weights, the buckets, and what its loaders need besides."""
@@ -141,6 +147,8 @@ class WeightSync:
             self._sender.begin(version, to)
         with clock("transfer"):
             packed = self._sender.send(version, to)
+        if self.takes_turns:  # beside the engines' end of the sync: nobody reads these weights any more
+            clock.metrics["sync/lent_bytes"] += self._actor.offloader.leave(("weights",))
         with clock("end"):
             if to is None:
                 return

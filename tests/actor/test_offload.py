@@ -97,14 +97,21 @@ def in_parts(rank: int, path: str, batch: Any) -> dict[str, Any]:
         send(storages)
 
     actor.offloader._send = seen
-    actor.offload(("weights",))
+    buffers = [b.param_data for chunk in actor.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    leaving = actor.offloader.leave(("weights",))
+    beside = [leaving, sum(b.untyped_storage().nbytes() for b in buffers)]
+    with pytest.raises(RuntimeError, match="weights are offloaded"):
+        actor.export_weights()
+    assert actor.offload(("weights",)) == 0, "they have left already"
+    beside.append(sum(b.untyped_storage().nbytes() for b in buffers))
     gone = sum(storage.nbytes() for storage in there)
     actor.onload()
     weights = {n: t.float().numpy() for n, t in actor.export_weights() if t is not None}
     return {
         "stays": (0 < stays <= kept, gone),
         "copied": copied == sum(sizes),
-        "queued": queued == [sum(left)],
+        "queued": queued[:1] == [sum(left)],
+        "beside": beside,
         "left": 20_300 <= sum(sizes) - sum(left) < 20_300 + 2 * max(sizes) and exported > 0,
         "trained": ([first, actor.update(source, signal).metrics], weights),
     }
@@ -130,6 +137,8 @@ def test_a_part_stays_and_the_rest_leaves_as_room_is_needed(tmp_path: Path) -> N
     assert found["stays"] == (True, 0)
     assert found["copied"]
     assert found["queued"], "the copies of weights waited for the end of those before"
+    leaving, beside, freed = found["beside"]
+    assert leaving == beside > freed == 0
     assert found["left"]
     assert found["trained"][0] == metrics
     for name, tensor in weights.items():

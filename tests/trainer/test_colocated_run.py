@@ -58,7 +58,8 @@ def test_states_and_models_are_those_of_a_run_on_gpus_of_its_own(tmp_path: Path)
     assert sorted(p.name for p in (shared / "checkpoints").glob("step_*")) == ["step_00000002", "step_00000003"]
     awake = tmp_path / "awake"
     run(awake, model, "rollout.placement=colocated")
-    assert all("sync/lend_s" in row for row in rows(shared))
+    parts = [f"sync/lend_{part}_s" for part in ("room", "weights", "copy", "free", "cache")]
+    assert all(0 < sum(row[part] for part in parts) <= row["sync/lend_s"] for row in rows(shared))
     assert not any("sync/lend_s" in row for row in rows(awake)), "nothing changes hands"
     ahead = tmp_path / "ahead"
     run(ahead, model, "rollout.placement=colocated", "rollout.schedule=one_step_off")
