@@ -11,7 +11,7 @@
 #   MODEL_DIR  folder of the Hugging Face checkpoint (default models/ and the model's name)
 #   RUN_DIR    folder of the run: metrics, plots, checkpoints, result (default runs/EXPERIMENT/START-TIME)
 #   SEED       of the sampling (default 0); the order of the data is that of task.seed=0
-#   NPROC      ranks, when started by bash (default 8)
+#   NPROC      ranks, when started by bash (default: one per GPU)
 #   MAX_RESTARTS  how often lost ranks start again without a new state in between, when started by bash (default 3)
 #   PYTHON     interpreter, when started by bash (default .venv/bin/python, made first where there is none)
 #

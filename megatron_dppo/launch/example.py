@@ -114,6 +114,8 @@ def run_example(
     def launch() -> int:
         if wrong := next((word for word in given if word.startswith("-") or "=" not in word), None):
             raise UserError(f"{wrong}: not an option of {script} or a.b=c; the lines at its top name its options")
+        if processes == "0" and not os.environ.get("NPROC"):
+            raise UserError("no GPU is seen here, and the experiment is one for GPUs; NPROC=1 tries it on a CPU")
         if not processes.isdecimal() or int(processes) < 1:
             raise UserError(f"NPROC={processes}: must be the number of ranks, 1 or more")
         restarts = Restarts(_run_folder(settings, extra), limit=max_restarts())
@@ -227,7 +229,7 @@ def run_experiment(
         main,
         ["train", str(config), f"model.path={folder}", f"run.dir={run}", f"run.seed={seed}", *settings],
         script=script,
-        processes=os.environ.get("NPROC") or str(device_count() or 8),
+        processes=os.environ.get("NPROC") or str(device_count()),
         model=model,
         settings={"EXPERIMENT": experiment, "SEED": seed, "MODEL_DIR": folder, "RUN_DIR": run},
         overrides=overrides,

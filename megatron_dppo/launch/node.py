@@ -158,6 +158,9 @@ class RayNode:
             raise UserError(f"RAY_HEAD={self._head}: must be host:port of the cluster's head")
         self._place = place
         self._expected = _number(os.environ, "RAY_NODES", nodes.count)
+        self._resources = ["--num-gpus", str(_number(os.environ, "RAY_GPUS", listed_gpus()))]
+        if os.environ.get("RAY_STORE_BYTES"):
+            self._resources += ["--object-store-memory", str(_number(os.environ, "RAY_STORE_BYTES"))]
         self._log = run / f"ray-node-{nodes.number}.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._daemons: list[psutil.Process] = []
@@ -224,10 +227,7 @@ class RayNode:
         return process
 
     def _options(self) -> list[str]:
-        options = ["--block", "--disable-usage-stats", "--num-cpus", "64"]
-        options += ["--num-gpus", str(_number(os.environ, "RAY_GPUS", listed_gpus()))]
-        if os.environ.get("RAY_STORE_BYTES"):
-            options += ["--object-store-memory", str(_number(os.environ, "RAY_STORE_BYTES"))]
+        options = ["--block", "--disable-usage-stats", "--num-cpus", "64", *self._resources]
         if own := os.environ.get("VLLM_HOST_IP"):
             options += ["--node-ip-address", own]
         if not self._is_head:

@@ -223,6 +223,8 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         ("MASTER_PORT", "70000", "must be a whole number from 1 below 65536;"),
         ("RAY_PORT", "0", "must be a whole number from 1 below 65536;"),
         ("RAY_HEAD", "10.0.0.1", "must be host:port of the cluster's head"),
+        ("RAY_GPUS", "all", "must be a whole number; see"),
+        ("RAY_STORE_BYTES", "2GB", "must be a whole number; see"),
         ("STOPPED_STATUS", "256", "must be a whole number below 256;"),
         ("SEEN_AFTER_S", "soon", "must be a whole number; see"),
     ],

@@ -313,7 +313,7 @@ def test_a_script_says_how_to_get_its_model(launcher, tmp_path):
     done = subprocess.run(
         start[launcher],
         env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "MODEL_DIR": str(tmp_path),
-             "HOME": str(tmp_path), "PET_MASTER_PORT": os.environ["PET_MASTER_PORT"]},
+             "HOME": str(tmp_path), "PET_MASTER_PORT": os.environ["PET_MASTER_PORT"], "NPROC": "1"},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == {"bash": 2, "torchrun": 1}[launcher]

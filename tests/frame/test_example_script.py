@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_dppo.config.load import load_config
 from megatron_dppo.errors import SystemFault, UserError
@@ -250,6 +251,17 @@ def test_a_trial_without_a_download_takes_the_ranks_it_finds(project: Path) -> N
     refused = run(["bash", "examples/run_qwen3_moe_dppo.sh", "--layers", "2"], project, LOCAL_WORLD_SIZE="2")
     assert refused.returncode == 2
     assert "--layers goes with --random-weights" in refused.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("launcher", ["bash", str(BIN / "torchrun")])
+def test_an_experiment_for_gpus_says_at_once_that_there_is_none(launcher: str, project: Path) -> None:
+    model = project / "model"
+    script = [launcher, "examples/run_qwen3_moe_dppo.sh", "--random-weights", "--layers", "2"]
+    refused = run(script, project, MODEL_DIR=str(model))
+    assert refused.returncode
+    assert "megatron-dppo: error: no GPU is seen here" in refused.stderr.splitlines()[-1]
+    assert not model.exists()
 
 
 def test_ranks_of_several_nodes_are_told_to_name_one_folder(project: Path) -> None:
