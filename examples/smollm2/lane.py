@@ -83,6 +83,12 @@ class Ended(Enum):
     FAILED = auto()
     STOPPED = auto()
     """It was asked to, and so is its lane: the run may be complete nevertheless."""
+    NO_ROOM = auto()
+    """Not begun: the lane has to take another part of the GPU's memory first."""
+
+
+RETRY = 2.0
+"""Seconds for which a lane waits for memory before it looks whether the run is still to be made."""
 
 
 def run_lane(jobs: Iterable[Job], out: Path, until: float, share: GpuShare) -> int:
@@ -96,24 +102,34 @@ def run_lane(jobs: Iterable[Job], out: Path, until: float, share: GpuShare) -> i
     engines, failed = KeptEngines(), False
     try:
         for job in jobs:
-            with _claimed(out / f"{job.folder}.lock") as lock:
-                if lock is None:
-                    continue
-                if lock.read() == str(until):
-                    failed = True
-                    continue
-                ended = _run(job, out, engines, until, share)
-                if ended is Ended.FAILED and engines.used and time.monotonic() < until:
-                    ended = _run(job, out, engines, until, share)  # with engines of its own
-                if ended is Ended.FAILED:
-                    failed = True
-                    lock.truncate(0)
-                    lock.write(str(until))
-                if ended is Ended.STOPPED:
-                    break
+            ended = _claim_and_run(job, out, engines, until, share)
+            while ended is Ended.NO_ROOM:  # the run is nobody's meanwhile: a lane that has the room takes it
+                engines.close()
+                empty_cache()
+                share.take(job.gib, min(until, time.monotonic() + RETRY))
+                ended = _claim_and_run(job, out, engines, until, share)
+            failed = failed or ended is Ended.FAILED
+            if ended is Ended.STOPPED:
+                break
     finally:
         engines.close()
     return int(failed)
+
+
+def _claim_and_run(job: Job, out: Path, engines: KeptEngines, until: float, share: GpuShare) -> Ended | None:
+    """None where another lane has the run."""
+    with _claimed(out / f"{job.folder}.lock") as lock:
+        if lock is None:
+            return None
+        if lock.read() == str(until):
+            return Ended.FAILED
+        ended = _run(job, out, engines, until, share)
+        if ended is Ended.FAILED and engines.used and time.monotonic() < until:
+            ended = _run(job, out, engines, until, share)  # with engines of its own
+        if ended is Ended.FAILED:
+            lock.truncate(0)
+            lock.write(str(until))
+        return ended
 
 
 @contextmanager
@@ -138,13 +154,10 @@ def _run(job: Job, out: Path, engines: KeptEngines, until: float, share: GpuShar
             config = job.configuration(out)
             if complete(run, config.trainer.steps):
                 return Ended.COMPLETE
-            if not share.fits(job.gib):
-                engines.close()
-                empty_cache()
-                if not share.take(job.gib, until):
-                    return Ended.STOPPED
             if time.monotonic() >= until:
                 return Ended.STOPPED
+            if not share.fits(job.gib):
+                return Ended.NO_ROOM
             if job.model is None:
                 job.made.ensure()
             if finished_states(run / CHECKPOINTS):

@@ -76,8 +76,7 @@ def of_experiment(experiment: str, seed: int, chosen: argparse.Namespace) -> Ite
         yield job("dense", *kept)
         yield job("mixture", *kept, gib=MIXTURE_GIB, experts=8)
     elif experiment == "replay":
-        if chosen.parted is None or not os.path.isfile(chosen.parted / "config.json"):
-            said = " is missing" if chosen.parted is None else f": {chosen.parted} holds no model (no config.json)"
+        if said := _no_mixture(chosen.parted):
             raise UserError(
                 f"study replay: --parted{said}; make the mixture whose experts differ: examples/smollm2/make_model.py "
                 "MIXTURE --experts 8, then examples/smollm2/supervised.py MIXTURE PARTED, and name it: --parted PARTED"
@@ -108,3 +107,14 @@ def of_experiment(experiment: str, seed: int, chosen: argparse.Namespace) -> Ite
                 for noise in chosen.noise:
                     noisy = f"trainer.engine_weight_noise={noise:g}"
                     yield job(f"{algorithm}/{noise:g}", *one, rate, *precise, noisy, gib=2 * DENSE_GIB)
+
+
+def _no_mixture(folder: Path | None) -> str:
+    """What is wrong with `--parted`; nothing where it is a mixture of experts. UserError for a model that is none."""
+    from megatron_dppo.models.hf_config import load_hf_config  # takes seconds to import
+
+    if folder is None:
+        return " is missing"
+    if not os.path.isfile(folder / "config.json"):
+        return f": {folder} holds no model (no config.json)"
+    return "" if load_hf_config(folder).moe else f": {folder} is no mixture of experts"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +54,10 @@ def test_runs_are_named_by_what_varies(tmp_path: Path) -> None:
     assert "rollout.max_staleness=4" in old.overrides
     with pytest.raises(plan.UserError, match="--parted"):
         list(plan.of_experiment("replay", 0, chosen(tmp_path)))
-    (tmp_path / "config.json").touch()
+    tiny_llama().config.save_pretrained(tmp_path)
+    with pytest.raises(plan.UserError, match=f"--parted: {tmp_path} is no mixture of experts; make the mixture"):
+        list(plan.of_experiment("replay", 0, chosen(tmp_path, parted=tmp_path)))
+    make_model.upcycle(tiny_llama(), 4, 2).config.save_pretrained(tmp_path)
     r3, live = plan.of_experiment("replay", 0, chosen(tmp_path, parted=tmp_path))
     assert (r3.model, r3.experts) == (tmp_path, 8)
     assert set(live.overrides) - set(r3.overrides) == {"run.name=live", "actor.router_replay=none"}
@@ -140,10 +145,37 @@ def test_lanes_take_no_more_of_a_gpu_than_there_is(tmp_path: Path) -> None:
     assert share.take(3, 0.0)
 
 
+def test_a_run_that_has_no_room_in_one_lane_is_left_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other lane has the room already: the system would not give it to this one for as long as it has runs."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    job = plan.Job("replay/r3/seed-0", 0, (), 5, model=tmp_path / "none")
+    log, taken, until = tmp_path / f"{job.folder}.log", threading.Event(), time.monotonic() + 30
+
+    def other_lane() -> None:
+        while not log.exists():
+            time.sleep(0.05)
+        with open(tmp_path / f"{job.folder}.lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            taken.set()
+            done.wait()
+
+    done, other = threading.Event(), threading.Thread(target=other_lane)
+    with held(tmp_path / "gib", 6) as holder:
+        other.start()
+        try:
+            assert lane.run_lane([job], tmp_path, until, GpuShare(tmp_path / "gib", 10)) == 0
+            assert taken.is_set()
+            assert time.monotonic() < until, "waited for room until the time was over"
+        finally:
+            done.set()
+            other.join()
+            holder.kill()
+
+
 def test_a_lane_that_is_killed_starts_again_and_nothing_failed(tmp_path: Path) -> None:
     for arm in ("r3", "live"):
         logged(tmp_path, f"replay/{arm}/seed-0", [0.1] * 30)
-    (tmp_path / "config.json").touch()
+    make_model.upcycle(tiny_llama(), 4, 2).config.save_pretrained(tmp_path)
     options = ["--parted", str(tmp_path), "--seeds", "0", "--lanes", "1"]
     command = [sys.executable, str(Path(plan.__file__).with_name("study.py")), str(tmp_path), "replay", *options]
     study = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
