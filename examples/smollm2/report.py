@@ -37,7 +37,6 @@ AXES = {
 class Ended:
     """How a run began and ended: means over the first step's answers and over those of the last fifth of its steps."""
 
-    steps: int
     start: float
     end: float
     """Reward of the policy that had made `policy` steps and of those just before it."""
@@ -62,7 +61,6 @@ class Ended:
             return float(of(values)) if len(values) else np.nan
 
         return Ended(
-            steps=int(steps[-1]),
             start=float(reward.values[0]),
             end=float(reward.values[reward.steps <= policy][-tail:].mean()),
             mismatch=last(GAP),
@@ -80,14 +78,31 @@ def by_policy(history: History) -> Series:
 
 
 def last_of_all(arms: Arms) -> int:
-    """The steps of the last policy whose answers every arm has: what can be compared where staleness differs. Runs that
-    are not complete do not count."""
-    return min(int(by_policy(one).steps[-1]) for runs in _complete(arms).values() for one in runs.values())
+    """The steps of the last policy whose answers every run has: what can be compared where staleness differs."""
+    return min(int(by_policy(one).steps[-1]) for runs in arms.values() for one in runs.values())
 
 
-def _complete(arms: Arms) -> Arms:
-    whole = max(len(one[REWARD]) for runs in arms.values() for one in runs.values())
-    return {arm: {seed: one for seed, one in runs.items() if len(one[REWARD]) == whole} for arm, runs in arms.items()}
+def comparable(arms: Arms) -> Arms:
+    """What runs that were ended early can be compared by: the steps that all have which made, but for `TAIL` at most,
+    those of the longest. Others are left out."""
+    longest = max(_made(one) for runs in arms.values() for one in runs.values())
+    kept = {
+        arm: {seed: one for seed, one in runs.items() if _made(one) >= (1 - TAIL) * longest}
+        for arm, runs in arms.items()
+    }
+    steps = min(_made(one) for runs in kept.values() for one in runs.values())
+    return {arm: {seed: _cut(one, steps) for seed, one in runs.items()} for arm, runs in kept.items() if runs}
+
+
+def _made(history: History) -> int:
+    return int(history[REWARD].steps[-1])
+
+
+def _cut(history: History, steps: int) -> History:
+    within = {name: one.steps <= steps for name, one in history.series.items()}
+    return History(
+        {name: Series(one.steps[within[name]], one.values[within[name]]) for name, one in history.series.items()}
+    )
 
 
 def report(out: Path) -> int:
@@ -95,17 +110,27 @@ def report(out: Path) -> int:
     found = {name: arms for name in ("learn", "replay", *AXES) if (arms := _runs(out, name))}
     if not found:
         raise UserError(f"{out}: holds no run of the study ({out}/EXPERIMENT/ARM/seed-N)")
+    same = {name: arms if name == "learn" else comparable(arms) for name, arms in found.items()}
     parts = []
-    for name, arms in found.items():
-        parts += [f"## {name}", "\n".join(_learned(arms) if name == "learn" else _ended(arms))]
-        if name in AXES:
+    for name, arms in same.items():
+        parts.append(f"## {name}")
+        if name != "learn":
+            parts.append("\n".join(_ended(arms, found[name])))
+        if name not in AXES:
+            parts.append("\n".join(_learned(arms)))
+        else:
             parts.append("\n".join(_largest(arms, AXES[name][1])))
+        runs = ((arm, seed, one) for arm, seeds in found[name].items() for seed, one in seeds.items())
+        if early := [
+            f"{arm}/seed-{seed} after {_made(one)}" for arm, seed, one in runs if seed not in arms.get(arm, {})
+        ]:
+            parts.append(f"Left out, since they ended early: {', '.join(early)}.")
     text = "\n\n".join(parts) + "\n"
     (out / "study.md").write_text(text)
     print(text)
-    if "learn" in found:
-        plot_learning(found["learn"], out / "learn.png")
-    if swept := {name: arms for name, arms in found.items() if name in AXES}:
+    for name in same.keys() - AXES.keys():
+        plot_learning(same[name], out / f"{name}.png")
+    if swept := {name: arms for name, arms in same.items() if name in AXES}:
         plot_sweeps(swept, out / "study.png")
     for name in swept:
         plot_curves(name, swept[name], out / f"{name}.png")
@@ -154,7 +179,7 @@ def _learned(arms: Arms) -> Iterator[str]:
         yield f"| {' | '.join([*cells, _spread([s / 60 for s in seconds], '.1f')])} |"
 
 
-def _ended(arms: Arms) -> Iterator[str]:
+def _ended(arms: Arms, whole: Arms) -> Iterator[str]:
     policy = last_of_all(arms)
     yield (
         f"| | seeds | steps | reward at first | of the policy after {policy} steps | mean \\|pi - mu\\| at the end, "
@@ -167,7 +192,7 @@ def _ended(arms: Arms) -> Iterator[str]:
         cells = [
             f"{LABELS.get(algorithm, algorithm)} {value}",
             str(len(runs)),
-            _between(sorted({e.steps for e in ends})),
+            _between(sorted({_made(whole[arm][seed]) for seed in runs})),
         ]
         for get, spec in _CELLS:
             cells.append(_spread([get(one) for one in ends], spec))
@@ -185,10 +210,9 @@ _CELLS: tuple[tuple[Callable[[Ended], float], str], ...] = (
 
 
 def largest_that_learns(arms: Arms) -> dict[str, tuple[float | None, ...]]:
-    """Per algorithm and seed the largest value of the experiment with which the run learns, None where none does. Runs
-    that are not complete do not count."""
+    """Per algorithm and seed the largest value of the experiment with which the run learns, None where none does."""
     policy = last_of_all(arms)
-    ended = {arm: {seed: Ended.of(one, policy) for seed, one in runs.items()} for arm, runs in _complete(arms).items()}
+    ended = {arm: {seed: Ended.of(one, policy) for seed, one in runs.items()} for arm, runs in arms.items()}
     known = [one for ends in ended.values() for one in ends.values()]
     start = float(np.mean([one.start for one in known]))
     bar = start + LEARNS * (max(one.end for one in known) - start)
@@ -211,18 +235,22 @@ def _largest(arms: Arms, what: str) -> Iterator[str]:
 
 
 def plot_learning(arms: Arms, path: Path) -> None:
-    """Held-out accuracy and training reward: means over seeds, bands from the lowest to the highest."""
-    figure = _figure(1, 2)
-    left, right = figure.subplots(1, 2)
+    """Held-out accuracy, training reward and mismatch: means over seeds, bands from the lowest to the highest."""
+    figure = _figure(1, 3)
+    left, middle, right = figure.subplots(1, 3)
     for colour, (arm, runs) in zip(("C0", "C1", "C2", "C3"), arms.items(), strict=False):
         _band(left, [one[EVALUATED] for one in runs.values()], colour, f"{arm}, {len(runs)} seeds", marker="o")
-        _band(right, [_smooth(one[REWARD]) for one in runs.values()], colour, arm)
+        _band(middle, [_smooth(one[REWARD]) for one in runs.values()], colour, arm)
+        _band(right, [_smooth(one[GAP]) for one in runs.values()], colour, arm)
     left.set_title("held-out accuracy, sampled at temperature 1")
-    right.set_title("training reward")
-    for axis in (left, right):
+    middle.set_title("training reward")
+    right.set_title(r"mean of $|\pi - \mu|$, same weights")
+    for axis in (left, middle, right):
         axis.set_xlabel("training step")
-        axis.set_ylim(0, 1)
         axis.legend()
+    for axis in (left, middle):
+        axis.set_ylim(0, 1)
+    right.set_ylim(bottom=0)
     figure.savefig(path, format="png")
 
 

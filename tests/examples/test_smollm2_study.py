@@ -234,12 +234,44 @@ def test_stale_answers_are_compared_by_the_policy_that_gave_them(
     assert stale.count("| PG-IS ") == 3, "a run of another rate"
     assert (tmp_path / "staleness.png").stat().st_size > 10_000
     logged(tmp_path, "staleness/pg-is/2/seed-3", [0.3], 2)
-    report.report(tmp_path)
-    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| PG-IS 2 "))
-    assert row.split(" | ")[1:6] == ["2", "1 to 10", "0.150 (0.000 to 0.300)", "0.193 (0.085 to 0.300)", "7.3e-03"]
     (tmp_path / "staleness/pg-is/2/seed-3/metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.3}\n')
     with pytest.raises(report.UserError, match=r"seed-3/metrics\.jsonl: rollout/staleness_mean is not a number"):
         report.report(tmp_path)
+
+
+def test_runs_that_ended_early_are_compared_over_the_same_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The shortest that counts made 8 of 10 steps: ends are means over steps 7 and 8 of all runs. Seven are too few."""
+    for folder, steps in (("pg-is/0/seed-0", 10), ("pg-is/0/seed-1", 8), ("cispo/0/seed-0", 10)):
+        logged(tmp_path, f"noise/{folder}", [0.1 * i for i in range(steps)])
+    for folder, steps in (("pg-is/0/seed-2", 7), ("cispo/0.01/seed-0", 1)):
+        logged(tmp_path, f"noise/{folder}", [0.9] * steps)
+    report.report(tmp_path)
+    printed = capsys.readouterr().out
+    assert "of the policy after 7 steps" in printed
+    end = "0.650 | 7.3e-03 | 7.5e-02 | 0.80 | 2.00% |"
+    assert f"| PG-TIS (CISPO) 0 | 1 | 10 | 0.000 | {end}" in printed
+    row = next(line for line in printed.splitlines() if line.startswith("| PG-IS 0 "))
+    assert row.split(" | ")[1:5] == ["2", "8 to 10", "0.000 (0.000 to 0.000)", "0.650 (0.650 to 0.650)"]
+    assert "| PG-IS | 0, 0 |" in printed
+    assert "Left out, since they ended early: pg-is/0/seed-2 after 7, cispo/0.01/seed-0 after 1.\n" in printed
+
+
+def test_held_out_accuracy_stands_beside_the_mismatch_of_replay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed, after in enumerate((0.5, 0.7)):
+        logged(tmp_path, f"replay/r3/seed-{seed}", [0.1, 0.2])
+        with open(tmp_path / f"replay/r3/seed-{seed}/metrics.jsonl", "a") as metrics:
+            for step, accuracy in ((0, 0.1), (2, after)):
+                row = {"step": step, "eval/accuracy": accuracy, "eval/well_formed": 1.0, "time/step_s": 30.0}
+                metrics.write(json.dumps(row | {"time/eval_s": 30.0}) + "\n")
+    report.report(tmp_path)
+    printed = capsys.readouterr().out
+    assert "| r3  | 2 | 2 | 0.100 (0.100 to 0.100) | 0.200 (0.200 to 0.200) | 7.3e-03 " in printed
+    assert "| r3 | 2 | 2 | 0.100 (0.100 to 0.100) | 0.600 (0.500 to 0.700) | 1.000 " in printed
+    assert (tmp_path / "replay.png").stat().st_size > 10_000
 
 
 def test_the_mean_age_of_a_steps_answers_is_rounded() -> None:
