@@ -236,7 +236,7 @@ def _largest(arms: Arms, what: str) -> Iterator[str]:
 
 def plot_learning(arms: Arms, path: Path) -> None:
     """Held-out accuracy, training reward and mismatch: means over seeds, bands from the lowest to the highest."""
-    figure = _figure(1, 3)
+    figure = _figure(1, 3, width=4.8)
     left, middle, right = figure.subplots(1, 3)
     for colour, (arm, runs) in zip(("C0", "C1", "C2", "C3"), arms.items(), strict=False):
         _band(left, [one[EVALUATED] for one in runs.values()], colour, f"{arm}, {len(runs)} seeds", marker="o")
