@@ -116,10 +116,7 @@ def report(out: Path) -> int:
         parts.append(f"## {name}")
         if name != "learn":
             parts.append("\n".join(_ended(arms, found[name])))
-        if name not in AXES:
-            parts.append("\n".join(_learned(arms)))
-        else:
-            parts.append("\n".join(_largest(arms, AXES[name][1])))
+        parts.append("\n".join(_largest(arms, AXES[name][1]) if name in AXES else _learned(arms)))
         runs = ((arm, seed, one) for arm, seeds in found[name].items() for seed, one in seeds.items())
         if early := [
             f"{arm}/seed-{seed} after {_made(one)}" for arm, seed, one in runs if seed not in arms.get(arm, {})
@@ -174,7 +171,8 @@ def _learned(arms: Arms) -> Iterator[str]:
         steps = {int(one[REWARD].steps[-1]) for one in runs.values()}
         cells = [arm, str(len(runs)), _between(sorted(steps))]
         for metric in (EVALUATED, "eval/well_formed"):
-            cells += [_spread([one[metric].values[end] for one in runs.values()], ".3f") for end in (0, -1)]
+            known = [one[metric].values for one in runs.values() if len(one[metric])]
+            cells += [_spread([values[end] for values in known], ".3f") for end in (0, -1)]
         seconds = [sum(one[f"time/{part}_s"].values.sum() for part in ("step", "eval")) for one in runs.values()]
         yield f"| {' | '.join([*cells, _spread([s / 60 for s in seconds], '.1f')])} |"
 
@@ -320,6 +318,8 @@ def _figure(rows: int, columns: int, *, width: float = 6.2, height: float = 4.0)
 
 def _band(axis: Axes, curves: Sequence[Series], colour: str, label: str, marker: str = "") -> None:
     """Seeds that got less far leave the line to the others."""
+    if not (curves := [curve for curve in curves if len(curve)]):
+        return
     longest = max(curves, key=len)
     values = np.full((len(curves), len(longest)), np.nan)
     for row, curve in zip(values, curves, strict=True):

@@ -267,8 +267,10 @@ def test_held_out_accuracy_stands_beside_the_mismatch_of_replay(
             for step, accuracy in ((0, 0.1), (2, after)):
                 row = {"step": step, "eval/accuracy": accuracy, "eval/well_formed": 1.0, "time/step_s": 30.0}
                 metrics.write(json.dumps(row | {"time/eval_s": 30.0}) + "\n")
+    logged(tmp_path, "replay/live/seed-0", [0.1, 0.2])  # with evaluation.every=0
     report.report(tmp_path)
     printed = capsys.readouterr().out
+    assert "| live | 1 | 2 | - | - | - | - | 0.0 |" in printed
     assert "| r3  | 2 | 2 | 0.100 (0.100 to 0.100) | 0.200 (0.200 to 0.200) | 7.3e-03 " in printed
     assert "| r3 | 2 | 2 | 0.100 (0.100 to 0.100) | 0.600 (0.500 to 0.700) | 1.000 " in printed
     assert (tmp_path / "replay.png").stat().st_size > 10_000
