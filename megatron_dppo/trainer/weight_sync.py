@@ -148,7 +148,8 @@ class WeightSync:
         with clock("transfer"):
             packed = self._sender.send(version, to)
         if self.takes_turns:  # beside the engines' end of the sync: nobody reads these weights any more
-            clock.metrics["sync/lent_bytes"] += self._actor.offloader.leave(("weights",))
+            with clock("lend"), clock("lend_copy"):
+                clock.metrics["sync/lent_bytes"] += self._actor.offloader.leave(("weights",))
         with clock("end"):
             if to is None:
                 return
