@@ -98,5 +98,7 @@ def test_the_compose_file_builds_these_images() -> None:
     built = {service["build"]["dockerfile"] for service in services.values() if "build" in service}
     assert built == {str(file.relative_to(ROOT)) for file in DOCKERFILES}
     assert services["train"]["ulimits"]["memlock"] == -1
+    readable = [volume.split(":")[-2] for volume in services["train"]["volumes"] if volume.endswith(":ro")]
+    assert not any(services["train"]["environment"]["HF_HOME"].startswith(folder) for folder in readable)
     for service in services.values():
         assert not any(re.search("TOKEN|KEY|SECRET", str(item)) for item in service.get("environment", []))

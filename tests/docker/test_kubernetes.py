@@ -171,6 +171,25 @@ def test_pods_have_shared_memory_no_root_and_no_secret_in_clear() -> None:
             assert "IPC_LOCK" not in str(container.get("securityContext"))  # does nothing for a user that is not root
 
 
+def test_what_is_to_be_made_beforehand_is_named_at_the_top() -> None:
+    text = (FOLDER / "job.yaml").read_text()
+    top = text[: text.index("\napiVersion")]
+    needed = re.findall(r"(?:claimName: |secretRef: \{name: |secretKeyRef: \{name: |configMap: \{name: )([-\w]+)", text)
+    assert len(needed) == 5
+    assert [name for name in needed if name not in top] == []
+
+
+def test_rays_object_store_fits_its_shared_memory() -> None:
+    """30 % of the memory and at least 10 GB, else Ray puts it on the container's disk."""
+    for document in ray_documents():
+        for template in pod_templates(document):
+            (volume,) = [v for v in template["spec"]["volumes"] if v["name"] == "shared-memory"]
+            (container,) = template["spec"]["containers"]
+            gib = [int(size.removesuffix("Gi")) for size in
+                   (volume["emptyDir"]["sizeLimit"], container["resources"]["limits"]["memory"])]  # fmt: skip
+            assert min(200e9, max(10e9, 0.95 * gib[0] * 2**30), 0.3 * gib[1] * 2**30) <= gib[0] * 2**30
+
+
 @pytest.mark.parametrize("path", [("spec", "completionz"), ("spec", "template", "spec", "shareProcesses")])
 def test_a_misspelt_field_is_refused(path: tuple[str, ...]) -> None:
     job = copy.deepcopy(next(doc for doc in documents() if doc["kind"] == "Job"))
