@@ -31,6 +31,7 @@ from megatron_dppo.launch.network import LOOPBACK, address_towards, interface_va
 from megatron_dppo.launch.nodes import PORTS, host_and_port, listed_gpus
 from megatron_dppo.launch.rank import PROGRAM, exit_status
 from megatron_dppo.launch.restarts import Restarts, max_restarts
+from megatron_dppo.launch.run_folder import make_writable
 from megatron_dppo.launch.stop import DONE, REQUEST
 
 _ATTEMPTS = 4
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     ray = RayNode(nodes, run) if several or environment.get("RAY_HEAD") else None
     stopped = _number(environment, "STOPPED_STATUS", 0, below=256)
     restarts = Restarts(run, limit=max_restarts(), goes_on=True, seen_after_s=_number(environment, "SEEN_AFTER_S", 60))
-    run.mkdir(parents=True, exist_ok=True)
+    make_writable(run, setting="RUN_DIR", who=f"node-{nodes.number}")
     meeting = Meeting(nodes, restarts, alive=ray.alive if ray else lambda: None)
 
     def ask_to_stop(number: int, frame: FrameType | None) -> None:

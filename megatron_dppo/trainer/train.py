@@ -23,12 +23,12 @@ from megatron_dppo.checkpoint.random_weights import fill_random
 from megatron_dppo.checkpoint.state_folder import latest_state
 from megatron_dppo.config.load import read_tree, recorded, save_config
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import of_file
 from megatron_dppo.launch.heartbeat import Heartbeat
 from megatron_dppo.launch.lease import FOLDER as LEASE
 from megatron_dppo.launch.lease import lease
 from megatron_dppo.launch.logs import FOLDER as LOGS
 from megatron_dppo.launch.logs import logging_to
+from megatron_dppo.launch.run_folder import make_writable
 from megatron_dppo.launch.stop import StopRequest
 from megatron_dppo.models.build import build_model
 from megatron_dppo.models.hf_config import HFConfig, load_hf_config
@@ -85,7 +85,7 @@ def train(
     rank = actor_runtime.rank()
     with ExitStack() as stack:
         # The run's folder, and on rank 0 the task.
-        _make_run_folder(config)
+        make_writable(config.run.dir, setting="run.dir", who=rank)
         if rank == 0:  # the others write nothing before they have met it
             stack.enter_context(lease(config.run.dir / LEASE, of=f"run.dir={config.run.dir}"))
             if config.trainer.resume:  # others may see it late, and take what this rank sees
@@ -240,19 +240,6 @@ def _dated(config: Config) -> Config:
         began = (read_tree(file).get("task") or {}).get("date")
     task = config.task.model_dump() | {"date": config.task.date or began or datetime.date.today()}
     return config.model_copy(update={"task": type(config.task).model_validate(task)})
-
-
-def _make_run_folder(config: Config) -> None:
-    folder = config.run.dir
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".write-probe-{actor_runtime.rank()}"
-        probe.touch()
-        probe.unlink(missing_ok=True)  # another job may be trying the same folder
-    except OSError as error:
-        raise of_file(
-            error, f"run.dir={folder} cannot be written: {error.strerror or error}; choose another folder"
-        ) from error
 
 
 def _report(config: Config, wall_seconds: float) -> None:

@@ -243,6 +243,14 @@ def test_a_variable_that_cannot_be_is_named(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """As of a claim of another user: a Job is not to try it again."""
+    (file := tmp_path / "file").touch()
+    status, said = start(tmp_path, RUN_DIR=f"{file}/run")
+    cannot = f"megatron-dppo: error: RUN_DIR={file}/run cannot be written: Not a directory; choose another folder"
+    assert (status, said) == (2, [cannot])
+
+
 NODE = """
 import os, sys
 from pathlib import Path

@@ -207,6 +207,15 @@ def test_engines_take_all_of_their_gpus() -> None:
     assert (engine.engines, engine.tensor) == (3, 4)
 
 
+def test_half_of_the_gpus_is_no_way_out_where_engines_do_not_divide_it() -> None:
+    """Six small GPUs hold no engine of two beside the trainer, and of three each engine would leave one over."""
+    small = dataclasses.replace(H100, memory=20 * GIB)
+    wanted = Wanted(lora=LoraConfig(rank=32), engine_tensor=2)
+    assert search(model("Qwen3-8B"), small, 6, short(), wanted).fitting == ()
+    apart = search(model("Qwen3-8B"), small, 8, short(), wanted).fitting
+    assert {(plan.rollout_gpus, plan.engine.engines) for plan in apart} == {(4, 2)}
+
+
 def test_more_engines_do_not_decode_few_sequences_faster() -> None:
     def rate(gpus: int, sequences: int) -> float:
         workload = dataclasses.replace(short(), sequences=sequences)
