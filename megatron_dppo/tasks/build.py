@@ -5,11 +5,10 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.tasks.config import TaskConfig
-from megatron_dppo.tasks.data_task import DataTask
+from megatron_dppo.tasks.data_task import data_task
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.prompt_set import PromptSet
-from megatron_dppo.tasks.reasoning_gym import ReasoningGymTask
-from megatron_dppo.tasks.rewards.pool import LocalVerifierPool, MakePool
+from megatron_dppo.tasks.reasoning_gym import reasoning_gym_task
 
 
 def build_task(
@@ -18,18 +17,10 @@ def build_task(
     *,
     max_prompt_tokens: int = 1024,
     max_response_tokens: int = 16384,
-    make_pool: MakePool = LocalVerifierPool,
 ) -> PromptSet:
-    """The task that `config` describes, its prompts encoded by `tokenizer`; the limits are those of the rollout,
-    and `make_pool` says where rewards run that need processes of their own.
-    Raises UserError for a name or parameter that does not exist, and for data that cannot be used."""
+    """The task that `config` describes, its prompts encoded by `tokenizer`; the limits are those of the rollout. Raises
+    UserError for a name or parameter that does not exist, and for data that cannot be used."""
     if config.environment is not None:
         return EnvironmentTask(config, tokenizer, max_prompt_tokens=max_prompt_tokens)
-    kind = ReasoningGymTask if config.data is None else DataTask
-    return kind(
-        config,
-        tokenizer,
-        max_prompt_tokens=max_prompt_tokens,
-        max_response_tokens=max_response_tokens,
-        make_pool=make_pool,
-    )
+    make = reasoning_gym_task if config.data is None else data_task
+    return make(config, tokenizer, max_prompt_tokens=max_prompt_tokens, max_response_tokens=max_response_tokens)

@@ -14,48 +14,34 @@ from megatron_dppo.tasks.data.examples import DataReport, read_examples
 from megatron_dppo.tasks.prompt_set import PromptSet
 from megatron_dppo.tasks.prompting import encode_prompt, user_message
 from megatron_dppo.tasks.rewards.config import MathVerifyReward
-from megatron_dppo.tasks.rewards.grader import Grader, build_grader
+from megatron_dppo.tasks.rewards.grader import build_grader
 from megatron_dppo.tasks.rewards.math import meets_itself
-from megatron_dppo.tasks.rewards.pool import LocalVerifierPool, MakePool
 from megatron_dppo.tasks.task import Prompt
 
 _MOST_CHARACTERS = 1_000_000
 """Of a question that is put to the tokenizer, where `max_prompt_tokens` is no larger."""
 
 
-class DataTask(PromptSet):
+def data_task(
+    config: TaskConfig, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int, max_response_tokens: int
+) -> PromptSet:
     """The questions of `task.data`. Which are held out, and the order of each epoch, follow from the seed;
     a question has the number of its place in the source, so that other seeds do not rename it."""
-
-    def __init__(
-        self,
-        config: TaskConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_prompt_tokens: int,
-        max_response_tokens: int,
-        make_pool: MakePool,
-    ) -> None:
-        assert config.data is not None  # the configuration's own check
-        prompts, report = load_prompts(config, config.data, tokenizer, max_prompt_tokens)
-        held_out = config.held_out_size or 0
-        wanted = held_out + (config.train_size or 1)
-        if wanted > len(prompts):
-            raise UserError(
-                f"task.held_out_size={held_out} and task.train_size={config.train_size or 'at least 1'} want {wanted} "
-                f"questions, but {config.data.path} has {len(prompts)}; lower them"
-            )
-        order = np.random.default_rng(config.seed).permutation(len(prompts))
-        stop = None if config.train_size is None else held_out + config.train_size
-        chosen = [prompts[i] for i in order[:stop]]
-        grader = data_grader(config, max_response_tokens, make_pool)
-        super().__init__(chosen[:held_out], chosen[held_out:], config.seed, grader)
-        self._report = report
-
-    def report(self) -> list[str]:
-        lines = self._report.lines()
-        lines.append(f"  {self.epoch_size:,} to train on, {self.held_out_size:,} held out (task.seed)")
-        return lines
+    assert config.data is not None  # the configuration's own check
+    prompts, report = load_prompts(config, config.data, tokenizer, max_prompt_tokens)
+    held_out = config.held_out_size or 0
+    wanted = held_out + (config.train_size or 1)
+    if wanted > len(prompts):
+        raise UserError(
+            f"task.held_out_size={held_out} and task.train_size={config.train_size or 'at least 1'} want {wanted} "
+            f"questions, but {config.data.path} has {len(prompts)}; lower them"
+        )
+    order = np.random.default_rng(config.seed).permutation(len(prompts))
+    stop = None if config.train_size is None else held_out + config.train_size
+    chosen = [prompts[i] for i in order[:stop]]
+    counts = f"  {len(chosen) - held_out:,} to train on, {held_out:,} held out (task.seed)"
+    grader = build_grader(config, max_response_tokens=max_response_tokens)
+    return PromptSet(chosen[:held_out], chosen[held_out:], config.seed, grader, [*report.lines(), counts])
 
 
 def load_prompts(
@@ -97,16 +83,3 @@ def load_prompts(
             f"{data.path}: all {len(examples)} prompts are longer than rollout.max_prompt_tokens={max_prompt_tokens}"
         )
     return prompts, replace(report, kept=len(prompts))
-
-
-def data_grader(config: TaskConfig, max_response_tokens: int, make_pool: MakePool = LocalVerifierPool) -> Grader:
-    """The rewards of `config` for questions that have a reference answer and no verifier of their own;
-    `make_pool` says where those run that need processes."""
-    return build_grader(
-        config.rewards or (MathVerifyReward(),),
-        answer_pattern=config.answer_pattern,
-        workers=config.reward_workers,
-        memory_mib=config.reward_memory_mib,
-        max_response_tokens=max_response_tokens,
-        make_pool=make_pool,
-    )

@@ -14,7 +14,7 @@ from megatron_dppo.tasks.task import Prompt
 
 
 class PromptSet:
-    """A task: what is trained on, what is held out, and what scores answers. Every task inherits from this.
+    """A task: what is trained on, what is held out, and what scores answers.
 
     Everything is a function of the configuration and the tokenizer, so any process that builds it sees the same prompts
     under the same numbers. Any position of the endless training stream can be asked for at any time, so a run that is
@@ -22,9 +22,18 @@ class PromptSet:
     """
 
     def __init__(
-        self, held_out: Sequence[Prompt], train: Sequence[Prompt], seed: int, grader: Grader | None = None
+        self,
+        held_out: Sequence[Prompt],
+        train: Sequence[Prompt],
+        seed: int,
+        grader: Grader | None = None,
+        report: Sequence[str] = (),
     ) -> None:
-        """`grader`: None where answers are not scored by themselves, as those of an environment's episodes."""
+        """
+        grader  None where answers are not scored by themselves, as those of an environment's episodes
+        report  lines for people: where the prompts came from, and what was left out
+        """
+        self.report = report
         self._held_out, self._train, self._seed, self.grader = list(held_out), list(train), seed, grader
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
         digest = hashlib.sha256(repr(seed).encode())
@@ -56,10 +65,6 @@ class PromptSet:
         if count > self.held_out_size:
             raise UserError(f"{count} held-out prompts are wanted, task.held_out_size={self.held_out_size}; raise it")
         return self._held_out[:count]
-
-    def report(self) -> list[str]:
-        """Lines for people: where the prompts came from, and what was left out. Empty where there is nothing to say."""
-        return []
 
     def close(self) -> None:
         """End whatever was started to score answers."""

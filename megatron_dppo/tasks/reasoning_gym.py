@@ -11,57 +11,40 @@ from megatron_dppo.errors import UserError, did_you_mean
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.prompt_set import PromptSet, drawn_sizes
 from megatron_dppo.tasks.prompting import encode_prompt, user_message
-from megatron_dppo.tasks.rewards.config import VerifierReward
 from megatron_dppo.tasks.rewards.grader import build_grader
 from megatron_dppo.tasks.rewards.gym import GymVerifier, gym_factory
-from megatron_dppo.tasks.rewards.pool import MakePool
 from megatron_dppo.tasks.task import Prompt
 
 
-class ReasoningGymTask(PromptSet):
+def reasoning_gym_task(
+    config: TaskConfig, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int, max_response_tokens: int
+) -> PromptSet:
     """A dataset of reasoning-gym.
 
     Questions are drawn by number until enough distinct ones are found; the first `held_out_size` are held out, the
     others are trained on. Two questions count as the same when their text or their prompt is the same, so no held-out
     prompt is ever trained on. Nothing here depends on the process, so every rank builds the same task.
     """
-
-    def __init__(
-        self,
-        config: TaskConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_prompt_tokens: int,
-        max_response_tokens: int,
-        make_pool: MakePool,
-    ) -> None:
-        held_out, wanted, draws = drawn_sizes(config)
-        dataset = _create_dataset(config, size=draws)
-        items = _distinct_items(dataset, config, wanted, draws)
-        prompts = []
-        for index, (message, entry) in enumerate(items):
-            ids, text = encode_prompt(config, tokenizer, message)
-            prompts.append(
-                Prompt(
-                    index=index,
-                    prompt_ids=ids,
-                    text=text,
-                    question=entry["question"],
-                    answer=entry["answer"] or "",  # where many are right the library gives none
-                    metadata=entry["metadata"],
-                )
+    held_out, wanted, draws = drawn_sizes(config)
+    dataset = _create_dataset(config, size=draws)
+    items = _distinct_items(dataset, config, wanted, draws)
+    prompts = []
+    for index, (message, entry) in enumerate(items):
+        ids, text = encode_prompt(config, tokenizer, message)
+        prompts.append(
+            Prompt(
+                index=index,
+                prompt_ids=ids,
+                text=text,
+                question=entry["question"],
+                answer=entry["answer"] or "",  # where many are right the library gives none
+                metadata=entry["metadata"],
             )
-        _check_lengths(config, prompts, max_prompt_tokens)
-        grader = build_grader(
-            config.rewards or (VerifierReward(),),
-            answer_pattern=config.answer_pattern,
-            workers=config.reward_workers,
-            memory_mib=config.reward_memory_mib,
-            max_response_tokens=max_response_tokens,
-            verifier=GymVerifier(config.dataset, {**config.parameters, "seed": config.seed, "size": draws}),
-            make_pool=make_pool,
         )
-        super().__init__(prompts[:held_out], prompts[held_out:], config.seed, grader)
+    _check_lengths(config, prompts, max_prompt_tokens)
+    verifier = GymVerifier(config.dataset, {**config.parameters, "seed": config.seed, "size": draws})
+    grader = build_grader(config, max_response_tokens=max_response_tokens, verifier=verifier)
+    return PromptSet(prompts[:held_out], prompts[held_out:], config.seed, grader)
 
 
 def _check_lengths(config: TaskConfig, prompts: list[Prompt], most: int) -> None:

@@ -90,7 +90,8 @@ def evaluate_model(model: Path, config: EvaluateConfig, out: Path, *, keep: tupl
     require_unchanged(model, which=lambda name: not name.endswith(WEIGHTS))
     stay_on_loopback()
     date = config.task.date or _date_of(out) or datetime.date.today()
-    config = config.model_copy(update={"task": config.task.model_copy(update={"date": date})})
+    here = {"date": date, "reward_placement": "local"}  # of no Ray cluster
+    config = config.model_copy(update={"task": config.task.model_copy(update=here)})
     tokenizer = load_tokenizer(model)
     sets, report = build_sets(
         config.evaluation,

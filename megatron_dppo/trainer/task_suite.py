@@ -13,12 +13,10 @@ from megatron_dppo.config.trainer import EvaluationConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.config import TaskConfig
-from megatron_dppo.tasks.data_task import DataTask, data_grader, load_prompts
+from megatron_dppo.tasks.data_task import load_prompts
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.prompt_set import PromptSet
-from megatron_dppo.tasks.rewards.grader import Grader
-from megatron_dppo.tasks.rewards.pool import LocalVerifierPool, MakePool
-from megatron_dppo.tasks.rewards.ray_workers import RayVerifierPool
+from megatron_dppo.tasks.rewards.grader import Grader, build_grader
 from megatron_dppo.tasks.task import Prompt, Rewards
 from megatron_dppo.trainer.episodes import Player
 from megatron_dppo.trainer.lockstep import EnvironmentPlayer
@@ -72,13 +70,11 @@ def score_responses(
 def build_task_suite(config: Config, tokenizer: PreTrainedTokenizerBase) -> TaskSuite:
     """The task and the evaluation sets of a run. Raises UserError where there is nothing to evaluate on."""
     rollout, evaluation = config.rollout, config.evaluation
-    make_pool: MakePool = RayVerifierPool if config.task.reward_placement == "ray" else LocalVerifierPool
     task = build_task(
         config.task,
         tokenizer,
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_response_tokens=rollout.max_response_tokens,
-        make_pool=make_pool,
     )
     sets, report = build_sets(
         evaluation,
@@ -86,8 +82,7 @@ def build_task_suite(config: Config, tokenizer: PreTrainedTokenizerBase) -> Task
         tokenizer,
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_response_tokens=rollout.max_response_tokens,
-        grader=task.grader if isinstance(task, DataTask) else None,
-        make_pool=make_pool,
+        grader=None if config.task.data is None else task.grader,
     )
     if evaluation.every and not sets and not (evaluation.prompts and task.held_out_size):
         raise UserError(
@@ -99,7 +94,7 @@ def build_task_suite(config: Config, tokenizer: PreTrainedTokenizerBase) -> Task
             f"evaluation.prompts={evaluation.prompts}, but task.held_out_size={task.held_out_size}; raise the latter, "
             "or lower the former"
         )
-    return TaskSuite(task, tokenizer, _player(config, task, tokenizer), sets, [*task.report(), *report])
+    return TaskSuite(task, tokenizer, _player(config, task, tokenizer), sets, [*task.report, *report])
 
 
 def _player(config: Config, task: PromptSet, tokenizer: PreTrainedTokenizerBase) -> Player | None:
@@ -120,14 +115,14 @@ def build_sets(
     max_prompt_tokens: int,
     max_response_tokens: int,
     grader: Grader | None,
-    make_pool: MakePool = LocalVerifierPool,
 ) -> tuple[list[EvaluationSet], list[str]]:
     """The sets of `evaluation`, scored by `grader` or, without one, by one of their own; and their report."""
     if not evaluation.sets:
         return [], []
     if grader is None:
         rewards = task.rewards if task.data is not None else ()
-        grader = data_grader(task.model_copy(update={"rewards": rewards}), max_response_tokens, make_pool)
+        of_sets = task.model_copy(update={"rewards": rewards})
+        grader = build_grader(of_sets, max_response_tokens=max_response_tokens)
     sets, lines = [], []
     for one in evaluation.sets:
         put = task if one.prompt is None else task.model_copy(update={"prompt": one.prompt})

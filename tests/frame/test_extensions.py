@@ -94,9 +94,8 @@ def test_a_file_each_and_none_of_the_product(config):
     assert loss.mask.tolist() == [False, True]
     (gradient,) = torch.autograd.grad(loss.per_token.sum(), logp)
     assert gradient.tolist() == [0.0, -1.0]
-    made = build_grader(
-        run.task.rewards, answer_pattern=run.task.answer_pattern, workers=1, memory_mib=8192, max_response_tokens=8
-    )
+    one = run.task.model_copy(update={"reward_workers": 1, "reward_memory_mib": 8192})
+    made = build_grader(one, max_response_tokens=8)
     prompt = Prompt(index=0, prompt_ids=np.zeros(1, np.int32), text="", question="", answer="", metadata={})
     try:
         assert made.score([prompt] * 2, ["ab", "abc"], lengths=[2, 3]).reward.tolist() == [1.0, 0.0]

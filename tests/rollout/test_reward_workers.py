@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,21 +16,18 @@ from megatron_dppo.config.load import build_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.ray_session import RaySession
-from megatron_dppo.tasks.rewards.config import MathVerifyReward, PythonReward
+from megatron_dppo.tasks.config import TaskConfig
+from megatron_dppo.tasks.rewards.config import MathVerifyReward, PythonReward, RewardConfig
 from megatron_dppo.tasks.rewards.grader import Grader, build_grader
 from megatron_dppo.tasks.rewards.ray_workers import RayVerifierPool
 from megatron_dppo.trainer.task_suite import build_task_suite
 from tests.distributed import PATIENCE_S
 from tests.tasks.rewards.test_grader import HERE, prompt
 
-grader = partial(
-    build_grader,
-    answer_pattern=r"(?P<answer>.*)",
-    workers=2,
-    memory_mib=8192,
-    max_response_tokens=100,
-    make_pool=RayVerifierPool,
-)
+
+def grader(rewards: list[RewardConfig]) -> Grader:
+    task = TaskConfig(rewards=rewards, answer_pattern=r"(?P<answer>.*)", reward_memory_mib=8192, reward_placement="ray")
+    return build_grader(task, max_response_tokens=100)
 
 
 def pool_of(made: Grader) -> RayVerifierPool:

@@ -53,7 +53,7 @@ def test_the_length_filter_counts(path, tokenizer):
     longest = build_task(config(path), tokenizer).prompts(0, 1)[0].prompt_ids.size
     task = build_task(config(path, held_out_size=0), tokenizer, max_prompt_tokens=7)
     assert task.epoch_size == 10  # "i + i" with one digit is 5 tokens and the template's 2
-    text = "\n".join(task.report())
+    text = "\n".join(task.report)
     assert "10 questions of 30 rows" in text
     assert "left out: 20 too long" in text
     assert "sums.jsonl, line 11 (9 tokens)" in text

@@ -12,10 +12,9 @@ from examples.tiny_moe_dppo.model import byte_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.config import TaskConfig
-from megatron_dppo.tasks.data_task import data_grader
 from megatron_dppo.tasks.environments.environment_task import TurnEncoder
 from megatron_dppo.tasks.prompting import encode_prompt
-from megatron_dppo.tasks.rewards.pool import LocalVerifierPool
+from megatron_dppo.tasks.rewards.grader import build_grader
 from megatron_dppo.tasks.task import Prompt
 
 CHAT, PLAIN = TaskConfig(), TaskConfig(chat_template=False)
@@ -112,7 +111,7 @@ def test_a_question_of_millions_of_characters_is_left_out_untokenized(tmp_path, 
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = build_task(TaskConfig(kind="data", data={"path": str(path)}), own)
     assert task.epoch_size == 1
-    assert f"{path}, line 1 (5,000,000 characters)" in "\n".join(task.report())
+    assert f"{path}, line 1 (5,000,000 characters)" in "\n".join(task.report)
 
 
 def test_references_that_no_answer_can_meet_are_named_and_kept(tmp_path, own):
@@ -122,10 +121,10 @@ def test_references_that_no_answer_can_meet_are_named_and_kept(tmp_path, own):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = build_task(TaskConfig(kind="data", data={"path": str(path)}), own)
     assert task.epoch_size == 5
-    report = "\n".join(task.report())
+    report = "\n".join(task.report)
     assert f"2 references that no answer can meet: {path}, line 2 ('\\\\frac{{1}}{{'); {path}, line 5 ('?')" in report
     words = build_task(TaskConfig(kind="data", data={"path": str(path)}, rewards=[{"kind": "exact-match"}]), own)
-    assert "no answer can meet" not in "\n".join(words.report())
+    assert "no answer can meet" not in "\n".join(words.report)
 
 
 THINKS = (  # as Qwen3's: thinking is on unless it is switched off, and then an empty one stands in the prompt
@@ -155,7 +154,7 @@ def test_thinking_on_and_off_is_graded_alike(own):
         config = TaskConfig(kind="data", data=data, chat_template_kwargs={"enable_thinking": thinking})
         ids, text = encode_prompt(config, own, "1 + 1")
         prompt = Prompt(index=0, prompt_ids=ids, text=text, question="1 + 1", answer="2")
-        grader = data_grader(config, 100, LocalVerifierPool)
+        grader = build_grader(config, max_response_tokens=100)
         answers = ["\\boxed{2}", "<think>\\boxed{3}</think>\\boxed{2}", "<think>so \\boxed{2}"]
         rewards = grader.score([prompt] * 3, answers, [1] * 3, ["stop"] * 3)
         grader.close()

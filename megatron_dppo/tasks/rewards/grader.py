@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,6 +11,7 @@ import numpy as np
 import regex
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.rewards.config import (
     ExactMatchReward,
     FormatReward,
@@ -23,14 +24,7 @@ from megatron_dppo.tasks.rewards.config import (
 from megatron_dppo.tasks.rewards.final_answer import end_of_thinking, is_thinking
 from megatron_dppo.tasks.rewards.math import MathVerifier
 from megatron_dppo.tasks.rewards.patterns import compile_pattern, match_all
-from megatron_dppo.tasks.rewards.pool import (
-    CustomVerifier,
-    LocalVerifierPool,
-    MakePool,
-    TimedVerifier,
-    Verifier,
-    VerifierPool,
-)
+from megatron_dppo.tasks.rewards.pool import CustomVerifier, LocalVerifierPool, TimedVerifier, Verifier, VerifierPool
 from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
 from megatron_dppo.tasks.task import Prompt, Rewards
 
@@ -188,47 +182,48 @@ class Grader:
         return answers, len(late)
 
 
-def build_grader(
-    configs: Sequence[RewardConfig],
-    *,
-    answer_pattern: str,
-    workers: int,
-    memory_mib: int,
-    max_response_tokens: int,
-    verifier: Verifier | None = None,
-    make_pool: MakePool = LocalVerifierPool,
-) -> Grader:
-    """The rewards of `configs`; `verifier` is the task's own, `make_pool` says where those run that need processes.
-    Raises UserError for settings that contradict."""
-    names = [config.label for config in configs]
+def build_grader(config: TaskConfig, *, max_response_tokens: int, verifier: Verifier | None = None) -> Grader:
+    """The rewards of a task, by default its own `verifier` or, without one, math-verify. Raises UserError for settings
+    that contradict."""
+    configs = config.rewards or (MathVerifyReward() if verifier is None else VerifierReward(),)
+    names = [one.label for one in configs]
     if len(set(names)) < len(names):
         raise UserError(f"task.rewards: two are named alike ({', '.join(names)}); set name")
-    if verifier is None and any(config.kind == "verifier" for config in configs):
+    if verifier is None and any(one.kind == "verifier" for one in configs):
         raise UserError("task.rewards: this kind of task has no verifier of its own; choose another reward")
-    verifiers = {config.label: timed for config in configs if (timed := _timed(config, verifier)) is not None}
-    pool = make_pool(verifiers, workers=workers, memory_mib=memory_mib) if verifiers else None
+    verifiers = {one.label: timed for one in configs if (timed := _timed(one, verifier)) is not None}
+    pool = _pool(config, verifiers) if verifiers else None
     if configs[0].kind == "overlong":
         raise UserError("task.rewards: the first reward decides what is correct; overlong cannot, put another first")
     parts = []
-    for config in configs:
+    for one in configs:
         reward: Reward
-        if config.label in verifiers:
+        if one.label in verifiers:
             assert pool is not None
-            reward = partial(_verified, pool, config.label)
-        elif isinstance(config, ExactMatchReward):
-            reward = partial(exact_match, ignore_case=config.ignore_case)
-        elif isinstance(config, FormatReward):
-            reward = partial(has_format, pattern=config.pattern)
+            reward = partial(_verified, pool, one.label)
+        elif isinstance(one, ExactMatchReward):
+            reward = partial(exact_match, ignore_case=one.ignore_case)
+        elif isinstance(one, FormatReward):
+            reward = partial(has_format, pattern=one.pattern)
         else:
-            assert isinstance(config, OverlongReward)  # all others are verifiers
-            longest, buffer = config.max_response_tokens or max_response_tokens, config.buffer_tokens
+            assert isinstance(one, OverlongReward)  # all others are verifiers
+            longest, buffer = one.max_response_tokens or max_response_tokens, one.buffer_tokens
             if buffer >= longest:
                 raise UserError(
                     f"task.rewards: buffer_tokens={buffer} must be below the {longest} tokens of a response"
                 )
             reward = partial(overlong, longest=longest, buffer=buffer)
-        parts.append(_Part(config.label, config.weight, reward, isinstance(config, PythonReward)))
-    return Grader(parts, compile_pattern(answer_pattern), pool)
+        parts.append(_Part(one.label, one.weight, reward, isinstance(one, PythonReward)))
+    return Grader(parts, compile_pattern(config.answer_pattern), pool)
+
+
+def _pool(config: TaskConfig, verifiers: Mapping[str, TimedVerifier]) -> VerifierPool:
+    workers, memory_mib = config.reward_workers, config.reward_memory_mib
+    if config.reward_placement == "local":
+        return LocalVerifierPool(verifiers, workers=workers, memory_mib=memory_mib)
+    from megatron_dppo.tasks.rewards.ray_workers import RayVerifierPool  # with Ray
+
+    return RayVerifierPool(verifiers, workers=workers, memory_mib=memory_mib)
 
 
 def _verified(pool: VerifierPool, name: str, items: Sequence[Answered]) -> list[Verdict]:

@@ -59,12 +59,6 @@ class VerifierPool(Protocol):
     def close(self) -> None: ...
 
 
-class MakePool(Protocol):
-    """Makes such a place for these verifiers, by name."""
-
-    def __call__(self, verifiers: Mapping[str, TimedVerifier], *, workers: int, memory_mib: int) -> VerifierPool: ...
-
-
 @dataclass(frozen=True)
 class _VerifierService:
     """A verifier as a service of the workers; its verdicts as JSON."""

@@ -38,9 +38,8 @@ DEFAULT_PATTERN = TaskConfig.model_fields["answer_pattern"].default
 
 
 def grader(*configs, pattern: str = DEFAULT_PATTERN, workers: int = 2, memory_mib: int = 8192) -> Grader:
-    return build_grader(
-        configs, answer_pattern=pattern, workers=workers, memory_mib=memory_mib, max_response_tokens=100
-    )
+    task = TaskConfig(rewards=configs, answer_pattern=pattern, reward_workers=workers, reward_memory_mib=memory_mib)
+    return build_grader(task, max_response_tokens=100)
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +83,8 @@ def test_weighted_sum_and_parts():
 
 def test_overlong_is_eq_13_of_dapo():
     """L = 16384 and c = 4096, as DAPO has it: free up to 12288, then a line to -1."""
-    made = build_grader(
-        [FormatReward(pattern=".*"), OverlongReward(buffer_tokens=4096)],
-        answer_pattern="(?P<answer>.*)", workers=1, memory_mib=4096, max_response_tokens=16384,
-    )  # fmt: skip
+    rewards = [FormatReward(pattern=".*"), OverlongReward(buffer_tokens=4096)]
+    made = build_grader(TaskConfig(rewards=rewards, answer_pattern="(?P<answer>.*)"), max_response_tokens=16384)
     lengths = [1, 12288, 12289, 14336, 16384, 20000]
     rewards = made.score([prompt()] * 6, [""] * 6, lengths=lengths)
     np.testing.assert_allclose(rewards.parts["overlong"], [0, 0, -1 / 4096, -0.5, -1, -1])

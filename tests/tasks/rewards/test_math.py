@@ -161,23 +161,10 @@ def _pairs() -> dict[str, list[dict]]:
 @pytest.fixture(scope="module")
 def whole_grader():
     """As a run has it, but for the processes: what the pool gives its workers is scored here."""
-    made = build_grader(
-        [MathVerifyReward(timeout_s=60)], answer_pattern=TaskConfig.model_fields["answer_pattern"].default, workers=1,
-        memory_mib=4096, max_response_tokens=100, make_pool=InThisProcess,
-    )  # fmt: skip
-    yield made
-    made.close()
-
-
-class InThisProcess:
-    def __init__(self, verifiers, **_):
-        self.verifiers = verifiers
-
-    def verify(self, tasks):
-        return [self.verifiers[name].verifier(item) for name, item in tasks]
-
-    def close(self):
-        pass
+    made = build_grader(TaskConfig(rewards=[MathVerifyReward(timeout_s=60)]), max_response_tokens=100)
+    verifiers = made.pool._verifiers
+    made.pool.verify = lambda tasks: [verifiers[name].verifier(item) for name, item in tasks]
+    return made
 
 
 @pytest.mark.parametrize("form", _pairs())
