@@ -83,13 +83,15 @@ class Worker:
     def sync(self, folder: Path, *, agree: bool = False) -> None:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+        from megatron_dppo.rollout.engine import TransferTerms
         from megatron_dppo.rollout.vllm.receiver import TransferInit
 
         buckets = list(buckets_of(folder, BUCKET_BYTES, self.shares, self.sliced))
         receiver = self.receiver
         receiver.start_weight_update()
         if agree:
-            receiver.init_transfer_engine(TransferInit(layouts=pickle.dumps([layout for layout, _ in buckets])))
+            terms = TransferTerms(layouts=[layout for layout, _ in buckets])
+            receiver.init_transfer_engine(TransferInit(terms=pickle.dumps(terms)))
         receiver._incoming = 1
         mine = receiver._buckets._layouts
         self.taken = len(mine) / len(buckets)

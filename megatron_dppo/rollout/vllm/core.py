@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import pickle
 from contextlib import nullcontext
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -76,17 +75,11 @@ class VllmCore:
         await self.engine.wake_up(tags=[what])
 
     async def agree(self, terms: TransferTerms) -> None:
-        """The workers hear of it as `receiver.TransferInit`."""
+        """The workers get them as `receiver.TransferInit`."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        info = {
-            "layouts": None if terms.layouts is None else pickle.dumps(list(terms.layouts)),
-            "group": None if terms.group is None else asdict(terms.group),
-            "first_rank": terms.first_rank,
-            "source_rank": list(terms.source_rank.items()),
-            "buffers": list(terms.buffers.items()),
-        }
-        await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        request = WeightTransferInitRequest(init_info={"terms": pickle.dumps(terms)})
+        await self.engine.init_weight_transfer_engine(request)
 
     async def start_update(self) -> None:
         await self.engine.start_weight_update()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megatron_dppo.checkpoint.weight_layout import EXPERT, BucketLayout, TensorSlot, unpack
 from megatron_dppo.compat.vllm_cpu import repack_tied_head
-from megatron_dppo.rollout.engine import Rendezvous, TransferTerms
+from megatron_dppo.rollout.engine import TransferTerms
 from megatron_dppo.rollout.vllm.gpt_oss import mend_reload
 from megatron_dppo.rollout.vllm.layers import (
     LATENT_NORM_EPS,
@@ -174,18 +174,10 @@ def _places(layer: RoutedExperts) -> list[int]:
 
 @dataclass
 class TransferInit(WeightTransferInitInfo):
-    """Terms of the syncs to come; what is absent stays as it was."""
+    """How the weights of the syncs to come will arrive."""
 
-    layouts: bytes | None = None
-    """Pickled list of `BucketLayout`, for buckets that are named by number."""
-    group: dict[str, Any] | None = None
-    """Fields of `Rendezvous`: join this communicator, leaving the last one."""
-    first_rank: int = 0
-    """This engine's first worker's number in the communicator."""
-    source_rank: list[tuple[int, int]] = field(default_factory=list)
-    """Of each sending trainer rank: its number in the communicator."""
-    buffers: list[tuple[str, bytes]] = field(default_factory=list)
-    """Pickled handles of the trainer's buffers, by GPU."""
+    terms: bytes
+    """Pickled `TransferTerms`: vLLM hands on plain values alone."""
 
 
 @dataclass
@@ -246,19 +238,10 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
     def init_transfer_engine(self, init_info: TransferInit) -> None:
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        layouts: list[BucketLayout] | None = None if init_info.layouts is None else pickle.loads(init_info.layouts)
-        if layouts is not None:
-            self._learn([layout for layout in layouts if layout.goes_to(worker)])
-        self._buckets.agree(
-            TransferTerms(
-                layouts=layouts,
-                group=None if init_info.group is None else Rendezvous(**init_info.group),
-                first_rank=init_info.first_rank,
-                source_rank=dict(init_info.source_rank),
-                buffers=dict(init_info.buffers),
-            ),
-            worker=worker,
-        )
+        terms: TransferTerms = pickle.loads(init_info.terms)
+        if terms.layouts is not None:
+            self._learn([layout for layout in terms.layouts if layout.goes_to(worker)])
+        self._buckets.agree(terms, worker=worker)
 
     def start_weight_update(self) -> None:
         self._abandon()  # of a sync that died in this process
