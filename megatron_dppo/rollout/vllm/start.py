@@ -6,8 +6,7 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Coroutine
-from dataclasses import fields
+from collections.abc import Callable, Coroutine
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -72,19 +71,6 @@ _REFUSED: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
         "drafting layers (MTP, EAGLE) have routes of their own, which the trainer's layers lack; start without it",
     ),
 )
-
-
-def check_version(version: str, engine_options: Collection[str]) -> None:
-    """Raise `UserError` unless this vLLM can record routes and takes our scheduler.
-
-    engine_options   names of the fields of its `AsyncEngineArgs`
-    """
-    for option in ("enable_return_routed_experts", "scheduler_cls"):
-        if option not in engine_options:
-            raise UserError(
-                f"vLLM {version} has no option {option}, without which routes cannot be recorded; install vLLM 0.26 "
-                "(constraints/ pins it), or set rollout.router_replay=false and actor.router_replay=none"
-            )
 
 
 def check_engine(vllm_config: Any, schema: RouteSchema) -> None:
@@ -228,8 +214,6 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
 
         from megatron_dppo.rollout.vllm.layers import LATENT_NORM_EPS
 
-    if facts.routes is not None:
-        check_version(vllm.__version__, {field.name for field in fields(AsyncEngineArgs)})
     if config.quantization == "fp8" and current_platform.is_device_capability(90):
         # Activations' scales as powers of two are what DeepGEMM needs on Blackwell; on Hopper they only cost precision.
         os.environ.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")
