@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -290,8 +289,9 @@ class Trainer:
 
     def _evaluate(self, step: int) -> None:
         start = time.perf_counter()
+        evaluator = self._controller.evaluator if self._controller else None
         with self._watch("evaluation"):
-            metrics = self._coordinator.wait_for(self._evaluation(step))
+            metrics = self._coordinator.wait_for(meanwhile(lambda: evaluator(step)) if evaluator else None)
         if self._controller:
             with self._coordinator.alone():
                 evaluated = metrics | {"time/eval_s": time.perf_counter() - start}
@@ -311,13 +311,6 @@ class Trainer:
                 f"step {step}: {one.name} avg@{one.samples} {accuracy:.3f} (95 % of resampled prompts: "
                 f"{low:.3f} to {high:.3f})"
             )
-
-    def _evaluation(self, step: int) -> Future[dict[str, float]] | None:
-        """The controller's evaluation, under way in a thread of its own."""
-        if not self._controller:
-            return None
-        evaluator = self._controller.evaluator
-        return meanwhile(lambda: evaluator(step))
 
     @contextmanager
     def _watch(self, phase: str) -> Iterator[None]:

@@ -23,7 +23,7 @@ from megatron_dppo.rollout.seeds import TRAINING
 from megatron_dppo.rollout.start import open_rollout
 from megatron_dppo.rollout.stored import LayerGroups, RolloutHandle
 from megatron_dppo.tasks.task import Prompt, Rewards
-from megatron_dppo.trainer.coordinator import RankCoordinator
+from megatron_dppo.trainer.coordinator import RankCoordinator, meanwhile
 from megatron_dppo.trainer.dynamic_sampling import Groups, draw, reserve
 from megatron_dppo.trainer.episodes import TurnReturns
 from megatron_dppo.trainer.requests import requests_for
@@ -151,19 +151,20 @@ class RolloutCollector:
         self.begin(step)
         start = time.perf_counter()
         found = self._begun.pop(step) if self._controller else None
-        experience = self._coordinator.wait_for(_then(found, lambda collected: collected.experience))
+        own = meanwhile(lambda: found.result().experience) if found else None
+        experience = self._coordinator.wait_for(own)
         if self._controller and found is not None:
             collected = found.result()
             self.samples = collected.samples
             waited = time.perf_counter() - start
             with self._coordinator.alone():
-                own = {
+                measured = {
                     "rollout/seconds": collected.seconds,
                     "rollout/overlap_s": max(0.0, collected.seconds - waited - drained),
                     **self._controller[0].take_counts(),
                     **_staleness(experience.handle, step),
                 }
-                experience = replace(experience, metrics=experience.metrics | own)
+                experience = replace(experience, metrics=experience.metrics | measured)
         allowed = 0 if self._config.rollout.schedule == "synchronous" else self._config.rollout.max_staleness
         oldest, newest = int(experience.handle.versions.min()), int(experience.handle.versions.max())
         if step - oldest > allowed or newest > step:
@@ -331,22 +332,6 @@ def _staleness(handle: RolloutHandle, version: int) -> dict[str, float]:
         "rollout/staleness_max": float(version - handle.versions.min()),
         "rollout/resumed_fraction": float(np.mean(handle.versions[:, 0] != handle.versions[:, 1])),
     }
-
-
-def _then[S, T](found: Future[S] | None, part: Callable[[S], T]) -> Future[T] | None:
-    """A future of a part of another's result."""
-    if found is None:
-        return None
-    result: Future[T] = Future()
-
-    def settle(done: Future[S]) -> None:
-        if (error := done.exception()) is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(part(done.result()))
-
-    found.add_done_callback(settle)
-    return result
 
 
 def training_sampling(rollout: RolloutConfig) -> SamplingConfig:
