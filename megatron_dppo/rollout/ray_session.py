@@ -11,7 +11,6 @@ import tempfile
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -42,7 +41,7 @@ class RayAddress:
 
 
 class RaySession:
-    """This process's connection to Ray; the rank that started a local Ray also ends it. Leave with `close` or `with`.
+    """This process's connection to Ray; the rank that started a local Ray also ends it. Leave with `close`.
 
     A Ray started here listens on loopback alone, asks for a token and has no dashboard. Its files are in a short
     temporary folder that goes with it, and it dies with this process even when that is killed (Ray ties its daemons to
@@ -112,14 +111,6 @@ class RaySession:
         """Disconnect; end the Ray that this session started, with every process of it. Idempotent."""
         ray.shutdown()
         self._undo.close()
-
-    def __enter__(self) -> RaySession:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _check_answer(address: str) -> None:

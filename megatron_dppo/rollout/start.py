@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,11 +95,9 @@ def open_fleet(
     with ExitStack() as stack:
         if ranks.is_controller:
             session = RaySession.start(namespace=namespace, object_store_mib=config.object_store_mib)
-            stack.callback(session.close)
-            ranks.broadcast(session.where)
+            ranks.broadcast(stack.enter_context(closing(session)).where)
         else:
-            session = RaySession.connect(ranks.broadcast(None))
-            stack.callback(session.close)
+            stack.enter_context(closing(RaySession.connect(ranks.broadcast(None))))
         places = find_places(
             config.placement,
             engines=config.engines,

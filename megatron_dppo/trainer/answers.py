@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megatron_dppo.errors import UserError, of_file
@@ -101,11 +100,3 @@ class AnswerFile:
                 f"{self.path} holds answers of another evaluation ({', '.join(changed)} changed); name another folder "
                 "by --out, or remove it"
             )
-
-    def __enter__(self) -> AnswerFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,8 @@ def evaluate_model(model: Path, config: EvaluateConfig, out: Path, *, keep: tupl
     with ExitStack() as stack:
         stack.enter_context(lease(out / LEASE, of=str(out)))
         files = [
-            stack.enter_context(AnswerFile(out / f"{one.name}.jsonl", _settings(model, config, one))) for one in sets
+            stack.enter_context(closing(AnswerFile(out / f"{one.name}.jsonl", _settings(model, config, one))))
+            for one in sets
         ]
         missing = [
             [prompt for prompt in one.prompts if not file.has(prompt.index, one.samples)]

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
@@ -153,14 +152,6 @@ class Tracker:
         for watcher in watchers:
             with self._watched_by(watcher):
                 watcher.close()
-
-    def __enter__(self) -> Tracker:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def require_unused(folder: Path) -> None:

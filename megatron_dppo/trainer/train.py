@@ -7,7 +7,7 @@ import gc
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 
 import torch
@@ -150,7 +150,7 @@ def train(
                 settings=recorded(config),
                 resume=config.trainer.resume,
             )
-            tracker = stack.enter_context(Tracker(config.run.dir, resume_step=resumed_at, sinks=sinks))
+            tracker = stack.enter_context(closing(Tracker(config.run.dir, resume_step=resumed_at, sinks=sinks)))
             evaluator = Evaluator(fleet, suite, config.evaluation, config.rollout, config.run.seed)
             controller = Controller(fleet, suite, evaluator, tracker, progress)
             progress.begin(first_step)

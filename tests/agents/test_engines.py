@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import openai
 import pytest
@@ -34,7 +35,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     tiny_qwen3_moe(model, seed=1, num_hidden_layers=2)
     sizes = {"max_prompt_tokens": 420, "max_response_tokens": 40, "max_num_batched_tokens": 512}
     config = CONFIG.model_copy(update=sizes | {"engine": request.param, "engines": 2})
-    with RaySession.start(namespace=f"agents-{request.param}", object_store_mib=config.object_store_mib):
+    with closing(RaySession.start(namespace=f"agents-{request.param}", object_store_mib=config.object_store_mib)):
         fleet = EngineFleet(making(model, config), config, name="agents")
         try:
             fleet.ready_members()

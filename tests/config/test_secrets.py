@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -173,7 +174,7 @@ def test_no_sink_has_it(config_file: Path, tmp_path: Path, monkeypatch: pytest.M
         correct=False, tokens=1, finish_reason="stop", advantage=0.0, pieces=["<think>", *OTHER], sequence=0, episode=0,
         prompt_tokens=1,
     )  # fmt: skip
-    with logging_to(folder, 0), Tracker(folder, sinks=[service]) as tracker:
+    with logging_to(folder, 0), closing(Tracker(folder, sinks=[service])) as tracker:
         logging.getLogger("megatron_dppo").info("with %r", config.task)
         try:
             raise ValueError(OTHER)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -48,7 +49,7 @@ def train(folder: Path, delay: float) -> None:
     try:
         with lease(folder / module.FOLDER, of=f"run.dir={folder}"):
             first = steps_done(folder)
-            with Tracker(folder, resume_step=first) as tracker:
+            with closing(Tracker(folder, resume_step=first)) as tracker:
                 for step in range(first + 1, first + 4):
                     tracker.log(step, {"pid": os.getpid()})
                     state_folder.remove_leftovers(folder)

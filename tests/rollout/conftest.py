@@ -6,6 +6,7 @@ What asks for `served` or `served_mixed` is the contract that every engine passe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -119,7 +120,7 @@ def ray_session() -> Iterator[RaySession]:
     """The one Ray of this process: a second one would end the first when it is closed. Leaves no process behind; the
     server of `run_ranks` and torch's keeper of shared memory live as long as this process."""
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    with RaySession.start(namespace="tests", object_store_mib=CONFIG.object_store_mib) as session:
+    with closing(RaySession.start(namespace="tests", object_store_mib=CONFIG.object_store_mib)) as session:
         yield session
     ours = ("python", "torch_shm_manager")
     left = {c.pid: command_of(c) for c in psutil.Process().children(recursive=True) if c.pid not in before}

@@ -25,18 +25,20 @@ from tests.tiny import tiny_qwen3_moe
 
 OTHER_RANK = """
 import pickle, sys
+from contextlib import closing
 from megatron_dppo.errors import UserError
 import numpy as np
 from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.rollout.fleet.store import RolloutSource
 where, handle = pickle.load(open(sys.argv[1], "rb"))
-with RaySession.connect(where):
+with closing(RaySession.connect(where)):
     part = RolloutSource(handle).rows(np.array([9, 1]))
     pickle.dump((part.input_ids, part.routes.experts, part.policy.mu_logp), open(sys.argv[2], "wb"))
 """
 
 CONTROLLER = """
 import sys, time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from megatron_dppo.rollout.config import RolloutConfig
@@ -44,7 +46,7 @@ from megatron_dppo.rollout.fleet.host import RemoteEngine
 from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.rollout.start import open_engine
 if __name__ == "__main__":
-    with RaySession.start(namespace="doomed", object_store_mib=80) as session:
+    with closing(RaySession.start(namespace="doomed", object_store_mib=80)) as session:
         make = partial(open_engine, Path(sys.argv[1]), RolloutConfig.model_validate_json(sys.argv[3]))
         engine = RemoteEngine(make, name="doomed")
         try:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -141,7 +141,9 @@ def _run(runtime: Any, model: str, run: Run, kept: Any) -> Ending:
             fleet = _fleet(config, f"colocated-{run.resume}") if run.colocated else kept
             fleet.version = first_step
             stack.callback(_mend, kept)
-            tracker = stack.enter_context(Tracker(config.run.dir, resume_step=first_step if run.resume else None))
+            tracker = stack.enter_context(
+                closing(Tracker(config.run.dir, resume_step=first_step if run.resume else None))
+            )
             progress = Progress(total_steps=run.steps)
             progress.phase("starting ranks")  # as `train` has; the console of a test breaks at a step
             evaluator = Evaluator(fleet, suite, config.evaluation, config.rollout, SEED)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -147,7 +148,7 @@ def test_what_is_kept_is_put_to_the_model_as_it_was(tmp_path):
 
     (tmp_path / "set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     one = EvaluationSet("set", read(tmp_path / "set.jsonl"), 2, grader=None)
-    with AnswerFile(tmp_path / "answers.jsonl", {}) as file:
+    with closing(AnswerFile(tmp_path / "answers.jsonl", {})) as file:
         file.add(replace(answer(0, sample), correct=sample == 0) for sample in range(2))
         file.add(replace(answer(1, sample), correct=True) for sample in range(2))
         assert "set: 1 of 2 questions kept" in _keep(one, file, (0.2, 0.8))
@@ -171,19 +172,19 @@ def answer(prompt: int, sample: int) -> Answer:
 
 def test_a_torn_line_is_dropped_and_written_again(tmp_path):
     path = tmp_path / "set.jsonl"
-    with AnswerFile(path, {"seed": 0}) as file:
+    with closing(AnswerFile(path, {"seed": 0})) as file:
         file.add(answer(0, j) for j in range(2))
         file.add(answer(1, j) for j in range(2))
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
-    with AnswerFile(path, {"seed": 0}) as file:
+    with closing(AnswerFile(path, {"seed": 0})) as file:
         assert file.has(0, 2)
         assert not file.has(1, 2)
         file.add([answer(1, 1)])
         assert file.answers(1, 2) == [replace(answer(1, j), response="") for j in range(2)]
     assert path.read_bytes() == whole
     path.write_bytes(whole + bytes(4096) + b'"tokens": 3}\n')  # as a power cut may leave the next answers
-    with AnswerFile(path, {"seed": 0}) as file:
+    with closing(AnswerFile(path, {"seed": 0})) as file:
         assert file.has(1, 2)
     assert path.read_bytes() == whole
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -100,11 +101,11 @@ def test_samples_and_blocked_tokens(tmp_path: Path) -> None:
         (2, (), (1, 2, 3)),
         (1, (2,), (1,)),
     ]
-    with Tracker(tmp_path) as tracker:
+    with closing(Tracker(tmp_path)) as tracker:
         tracker.samples(2, chosen)
         tracker.masked_tokens(2, spelled({"positive": [(tokenizer.encode("7")[0], 3)], "negative": []}, tokenizer))
         tracker.samples(4, chosen[:1])
-    with Tracker(tmp_path, resume_step=3):  # what is made again is dropped
+    with closing(Tracker(tmp_path, resume_step=3)):  # what is made again is dropped
         pass
     rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [2, 2, 2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ def made_up(folder: Path, seed: int) -> Path:
                correct=False, tokens=2, finish_reason="length", sequence=1, episode=1, prompt_tokens=5, blocked=(1,),
                untrained=(0,)),
     ]  # fmt: skip
-    with Tracker(folder) as tracker:
+    with closing(Tracker(folder)) as tracker:
         for step in range(1, 6):
             values = {"reward/mean": step / 8 + seed, "time/rollout_s": 2.0, "time/train_s": 3.0, "time/sync_s": 0.5}
             tracker.log(step, values | {"policy/entropy": float("nan") if step == 3 else 1.0})
@@ -100,7 +101,7 @@ def test_nothing_comes_from_elsewhere(page: Path) -> None:
 def test_runs_without_some_of_the_files(tmp_path: Path) -> None:
     folder = tmp_path / "bare"
     folder.mkdir()
-    with Tracker(folder) as tracker:
+    with closing(Tracker(folder)) as tracker:
         tracker.log(1, {"reward/mean": 0.5})
     write_report({"bare": folder}, tmp_path / "page.html")
     text = own(tmp_path / "page.html")
@@ -135,7 +136,7 @@ def test_one_episode_has_a_page_of_its_own_with_each_token(tmp_path: Path, capsy
                prompt_tokens=5, untrained=(1, 2), blocked=(3,), **common),
         Sample(prompt="user: other", response="e", pieces=["e"], tokens=1, sequence=10, prompt_tokens=5, **common),
     ]  # fmt: skip
-    with Tracker(folder) as tracker:
+    with closing(Tracker(folder)) as tracker:
         tracker.samples(2, branches)
     assert main(["show", str(folder), "--episode", "6", "-o", str(tmp_path / "page.html")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")
@@ -172,7 +173,7 @@ def test_turns_have_the_colour_of_their_own_advantage(tmp_path: Path) -> None:
     sample = Sample(prompt="?", response="abcd", pieces=list("abcd"), tokens=4, sequence=0, prompt_tokens=1, episode=0,
                     untrained=(1,), turn_advantages=((0, -0.5), (2, 1.0)), parts={}, correct=True, reference="",
                     finish_reason="stop", reward=1.0, advantage=0.25)  # fmt: skip
-    with Tracker(tmp_path) as tracker:
+    with closing(Tracker(tmp_path)) as tracker:
         tracker.samples(1, [sample])
     assert main(["show", str(tmp_path), "-o", str(tmp_path / "page.html")]) == 0
     text = (tmp_path / "page.html").read_text()

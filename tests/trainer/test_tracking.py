@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import ClassVar
 
@@ -41,7 +42,7 @@ def next_second() -> None:
 
 
 def test_what_is_logged_comes_back(tmp_path: Path) -> None:
-    with Tracker(tmp_path) as tracker:
+    with closing(Tracker(tmp_path)) as tracker:
         tracker.log(0, {"eval/accuracy": 0.25})
         log_steps(tracker, range(1, 4), 0.5)
         tracker.log(3, {"eval/accuracy": np.float32(0.5)})
@@ -54,13 +55,13 @@ def test_what_is_logged_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_row_is_on_disk_before_log_returns(tmp_path: Path) -> None:
-    with Tracker(tmp_path) as tracker:
+    with closing(Tracker(tmp_path)) as tracker:
         tracker.log(1, {"reward/mean": 0.5})
         assert json.loads(tracker.path.read_text()) == {"step": 1, "reward/mean": 0.5}
 
 
 def test_values_that_are_not_finite_stay_valid_json(tmp_path: Path) -> None:
-    with Tracker(tmp_path) as tracker:
+    with closing(Tracker(tmp_path)) as tracker:
         tracker.log(1, {"optimizer/grad_norm": math.inf, "optimizer/loss": math.nan})
 
     def refuse(constant: str) -> None:
@@ -71,12 +72,12 @@ def test_values_that_are_not_finite_stay_valid_json(tmp_path: Path) -> None:
 
 
 def test_resume_removes_later_steps_and_a_torn_line(tmp_path: Path) -> None:
-    with Tracker(tmp_path) as tracker:
+    with closing(Tracker(tmp_path)) as tracker:
         log_steps(tracker, range(1, 7), 1.0)
     with open(tracker.path, "a") as file:
         file.write('{"step": 7, "rew')  # as a crash in mid-write leaves it
     next_second()
-    with Tracker(tmp_path, resume_step=4) as tracker:
+    with closing(Tracker(tmp_path, resume_step=4)) as tracker:
         log_steps(tracker, range(5, 8), 10.0)
     expected = [1, 2, 3, 4, 50, 60, 70]
     assert History.read(tmp_path)["reward/mean"].values.tolist() == expected
@@ -105,7 +106,7 @@ def test_what_is_logged_is_flushed_to_the_disk(tmp_path: Path, monkeypatch: pyte
         flushed.append((os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_size))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with Tracker(tmp_path) as tracker:
+    with closing(Tracker(tmp_path)) as tracker:
         for name, write in (
             ("metrics.jsonl", lambda: tracker.log(1, {"a": 1.0})),
             ("samples.jsonl", lambda: tracker.samples(1, [sample("fine")])),
@@ -139,7 +140,7 @@ class Table:
 
 def test_half_of_a_surrogate_pair_breaks_no_sink(tmp_path: Path) -> None:
     broken = "smile \ud83d and é"
-    with Tracker(tmp_path, sinks=[Table()]) as tracker:
+    with closing(Tracker(tmp_path, sinks=[Table()])) as tracker:
         tracker.samples(1, [sample(broken)])
         tracker.masked_tokens(1, {"positive": [(broken, 3)]})
     assert json.loads((tmp_path / "samples.jsonl").read_text())["reference"] == broken
@@ -174,7 +175,7 @@ def test_those_who_watch_end_no_run(
 
     monkeypatch.setattr(SummaryWriter, "add_scalar", full)
     gone = Gone()
-    with Tracker(tmp_path, sinks=[gone]) as tracker:
+    with closing(Tracker(tmp_path, sinks=[gone])) as tracker:
         for step in (1, 2, 3):
             tracker.log(step, {"x": 0.5})
         tracker.samples(3, [])
@@ -218,7 +219,7 @@ def test_a_second_service_that_cannot_be_opened_closes_the_first(
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
-    with Tracker(tmp_path) as tracker:
+    with closing(Tracker(tmp_path)) as tracker:
         log_steps(tracker, range(1, 3), 1.0)
     before = tracker.path.read_bytes()
     with pytest.raises(UserError, match=r"already holds the metrics.*trainer\.resume=true"):
@@ -241,7 +242,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
 
 def test_step_is_not_a_metric(tmp_path: Path) -> None:
-    with Tracker(tmp_path) as tracker, pytest.raises(ValueError, match="not a metric"):
+    with closing(Tracker(tmp_path)) as tracker, pytest.raises(ValueError, match="not a metric"):
         tracker.log(1, {"step": 2.0})
 
 
