@@ -52,7 +52,7 @@ class Tracker:
                     _drop_rows_after(folder / name, resume_step)
             else:
                 require_unused(folder)
-            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (closed by `close`)
+            self.path.touch()
             sync(folder)
             purge = None if resume_step is None else resume_step + 1
             self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=purge, flush_secs=10)
@@ -65,12 +65,7 @@ class Tracker:
             raise ValueError("Tracker.log: `step` is an argument, not a metric")
         values = {name: float(value) for name, value in metrics.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        try:
-            self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise of_file(error, f"{self.path}: cannot write: {error.strerror or error}") from error
+        self._append(METRICS_FILE, [{"step": step, **finite}])
         with self._watched_by(self._events):
             for name, value in values.items():
                 self._events.add_scalar(name, value, global_step=step)
@@ -147,7 +142,6 @@ class Tracker:
         return any(row["step"] == step and name in row for row in read_rows(self.path))
 
     def close(self) -> None:
-        self._file.close()
         watchers: list[Any] = [self._events, *self._sinks]
         for watcher in watchers:
             with self._watched_by(watcher):
