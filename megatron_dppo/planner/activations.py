@@ -145,7 +145,6 @@ def _delta_rule(layout: Layout) -> Sequence[Operator]:
     key = _HALF * heads * delta.key_dim
     mixed = convolved + value + 2 * _HALF * heads
     states = key * delta.value_dim // _CHUNK
-    weights = 0 if layout.weight_gradients_in_place else _HALF * hidden * mixed // (_HALF * tokens)
     lora = layout.adapter_rank("qkv")
     normed = residual if layout.lora is None or lora else 0
     exchanged = mixed if parallel.context > 1 else 0
@@ -154,7 +153,7 @@ def _delta_rule(layout: Layout) -> Sequence[Operator]:
             "norm and input projection",
             residual + normed + _FLOAT * rows + mixed + _HALF * tokens * 2 * lora,
             gathered + (2 if lora else 1) * mixed + exchanged,
-            residual + 2 * mixed + gathered + _HALF * tokens * hidden + weights,
+            residual + 2 * mixed + gathered + _HALF * tokens * hidden,
         ),
         Operator("convolution", convolved, convolved, 2 * convolved + mixed),
         Operator(
@@ -168,7 +167,7 @@ def _delta_rule(layout: Layout) -> Sequence[Operator]:
             "output projection",
             value + _HALF * rows * layout.adapter_rank("o"),
             _HALF * tokens * hidden + (residual if layout.adapts("o") else 0),
-            residual + (gathered or residual) + value + weights,
+            residual + (gathered or residual) + value,
         ),
     )
 
@@ -182,7 +181,6 @@ def _attention(layout: Layout) -> Sequence[Operator]:
     mixed = q + 2 * k
     residual = _HALF * rows * hidden
     gathered = _HALF * tokens * hidden if parallel.sequence_parallel else 0
-    weights = 0 if layout.weight_gradients_in_place else _HALF * hidden * model.head_dim
     statistics = _FLOAT * tokens * heads
     norms = (q + k + _FLOAT * tokens * (heads + kv_heads)) if model.qk_norm != "none" else 0
     # cuDNN sums dq in float32; context parallelism exchanges keys and values around a ring, two buffers and gradients.
@@ -204,7 +202,7 @@ def _attention(layout: Layout) -> Sequence[Operator]:
             "norm and QKV",
             residual + normed + _FLOAT * rows + _HALF * tokens * 3 * lora + spread,
             gathered + (2 if lora else 1) * mixed,
-            residual + mixed + gathered + _HALF * tokens * hidden + weights * (heads + 2 * kv_heads) + residual,
+            2 * residual + mixed + gathered + _HALF * tokens * hidden,
         ),
         Operator("QK norm", norms, mixed + q + k, residual + 2 * mixed + q),
         attention,
@@ -212,7 +210,7 @@ def _attention(layout: Layout) -> Sequence[Operator]:
             "output projection",
             _HALF * rows * layout.adapter_rank("o"),
             mixed + _HALF * tokens * hidden + (residual if layout.adapts("o") else 0),
-            residual + (gathered or residual) + q + weights * heads,
+            residual + (gathered or residual) + q,
         ),
     )
 
@@ -234,7 +232,6 @@ def _latent_attention(layout: Layout) -> Sequence[Operator]:
     low = _HALF * tokens * layout.adapter_rank("qkv")
     adapted = layout.lora is None or layout.adapts("qkv")
     ring = 2 * (query + padded) + 2 * 2 * (query + padded) + query if parallel.context > 1 else 0
-    largest = 0 if layout.weight_gradients_in_place else _HALF * hidden * heads * model.value_dim
     backward = 2 * query + query + padded + 2 * query + statistics + ring
     if layout.recompute == "selective":
         core = Operator("attention", 2 * query + value + value, 2 * padded, backward + padded + statistics)
@@ -254,7 +251,7 @@ def _latent_attention(layout: Layout) -> Sequence[Operator]:
             "output projection",
             _HALF * rows * layout.adapter_rank("o"),
             _HALF * tokens * hidden + (residual if layout.adapts("o") else 0),
-            residual + (gathered or residual) + value + largest,
+            residual + (gathered or residual) + value,
         ),
     )
 
@@ -273,8 +270,6 @@ def _experts(layout: Layout) -> Sequence[Operator]:
     local = moe.experts // parallel.expert
     again = layout.cheap_parts_again
     sorted_again = again and not divided
-    # A product's weight gradients exist apart only where they are not added to the float32 buffer in place.
-    fc2 = 0 if layout.weight_gradients_in_place else _HALF * local * width * hidden
     lora = layout.adapter_rank("experts")
     adapted = layout.lora is None or lora > 0
     low = _HALF * layout.expert_rows * lora
@@ -308,14 +303,14 @@ def _experts(layout: Layout) -> Sequence[Operator]:
             "experts, fc1",
             (0 if sorted_again else received if adapted else 0) + _FLOAT * layout.expert_rows + 2 * low + spread,
             held + (3 * gate_up if apart else 0),
-            residual + gate_up + (2 if sorted_again else 1) * received + 2 * fc2 + spread + 2 * factors,
+            residual + gate_up + (2 if sorted_again else 1) * received + spread + 2 * factors,
         ),
         Operator("SwiGLU", gate_up, held, residual + down + gate_up + resorted),
         Operator(
             "experts, fc2",
             (0 if again else down if adapted else 0) + low,
             held + (3 if apart else 1) * received + (down if again or not adapted else 0),
-            residual + received + resorted + max((2 if again else 1) * down + fc2 + factors, down + resorted),
+            residual + received + resorted + max((2 if again else 1) * down + factors, down + resorted),
         ),
         Operator("combine", 0, held - resorted + joined, residual + received + (max(received, sent) if divided else 0)),
     )
@@ -340,7 +335,6 @@ def _dense(layout: Layout, size: int | None = None) -> Sequence[Operator]:
     gathered = _HALF * tokens * hidden if parallel.sequence_parallel else 0
     width = (size or model.intermediate_size) // parallel.tensor
     gate_up = _HALF * tokens * 2 * width
-    fc2 = 0 if layout.weight_gradients_in_place else _HALF * width * hidden
     lora = layout.adapter_rank("mlp")
     adapted = layout.lora is None or lora > 0
     spread = _HALF * 2 * lora * 2 * width
@@ -350,13 +344,13 @@ def _dense(layout: Layout, size: int | None = None) -> Sequence[Operator]:
             "norm and fc1",
             (2 if adapted else 1) * residual + _FLOAT * layout.rows_per_rank + _HALF * tokens * 2 * lora + spread,
             gathered + (2 * gate_up if lora else 0),
-            residual + gate_up + gathered + whole + 2 * fc2,
+            residual + gate_up + gathered + whole,
         ),
         Operator("SwiGLU", gate_up, 0, residual + gate_up // 2 + gate_up),
         Operator(
             "fc2",
             (gate_up // 2 if adapted else 0) + _HALF * layout.rows_per_rank * lora,
             whole + (residual if lora else 0) + (0 if adapted else gate_up // 2),
-            residual + whole + gate_up // 2 + fc2,
+            residual + whole + gate_up // 2,
         ),
     )

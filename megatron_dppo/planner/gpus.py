@@ -40,12 +40,10 @@ class Efficiency:
     """Bytes an engine's step must read (weights of the experts hit, KV cache) over what it takes."""
 
     expert_forward_s: float = 3e-6
-    """Host seconds per local expert and layer: finding its two weights. This and the next two are not of the fit, which
-    was of a loop over experts and of an Adam from lists: docs/planner.md."""
+    """Host seconds per local expert and layer: finding its two weights. This and the next are not of the fit, which was
+    of a loop over experts and of an Adam from lists: docs/planner.md."""
     expert_backward_s: float = 10e-6
     """The same for its two gradient hooks."""
-    expert_unfused_s: float = 50e-6
-    """More where weight gradients are added to the float32 buffer by kernels of their own."""
     layer_forward_s: float = 7.3e-3
     """Host seconds per layer beside experts: the router's synchronisation, replay, and some hundred launches."""
     layer_backward_s: float = 15e-3

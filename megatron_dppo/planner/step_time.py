@@ -132,9 +132,8 @@ def _host(layout: Layout, layer: int, e: Efficiency) -> PassTime:
     experts = 0
     if layout.model.moe is not None and layout.model.is_moe_layer(layer):
         experts = layout.model.moe.experts // layout.parallel.expert
-    unfused = 0.0 if layout.weight_gradients_in_place else e.expert_unfused_s
     # A frozen expert's backward is two of the four launches, and no gradient hooks.
-    backward = e.expert_backward_s / 2 if layout.lora else e.expert_backward_s + unfused
+    backward = e.expert_backward_s / 2 if layout.lora else e.expert_backward_s
     adapters = adapter_calls(layout, layer) * e.adapter_s if layout.lora else 0.0
     return PassTime(
         e.layer_forward_s + experts * e.expert_forward_s + adapters,

@@ -77,8 +77,6 @@ class Layout:
     """Tokens of one pack, shared by the context-parallel ranks."""
     attention_span: int = 2048
     """Tokens of the sequences in a pack, what attention looks back on."""
-    wgrad_fusion: bool = True
-    """Weight gradients are added to the float32 buffer inside their products."""
     expert_imbalance: float = 1.0
     """Rows of the fullest expert-parallel rank over the mean."""
     lora: LoraConfig | None = None
@@ -107,11 +105,6 @@ class Layout:
     def cheap_parts_again(self) -> bool:
         """Whether layers that are not recomputed make experts' sorted rows and gated SiLU again."""
         return self.recompute == "activation" or (self.recompute == "full" and self.recompute_layers is not None)
-
-    @property
-    def weight_gradients_in_place(self) -> bool:
-        """No product of a weight makes a tensor for its gradient: they are added to the buffer, or there are none."""
-        return self.wgrad_fusion or self.lora is not None
 
     @property
     def data(self) -> int:

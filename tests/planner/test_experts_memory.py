@@ -1,6 +1,5 @@
 """What a layer of experts holds at most, counted tensor by tensor as it runs, beside what the planner says."""
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -112,15 +111,16 @@ def counted(rank: int, cases: list[tuple[LoraConfig | None, Recompute]]) -> list
 
 def planned(lora: LoraConfig | None, recompute: Recompute) -> tuple[int, int]:
     """The same two of the planner's operators behind the norm, whose output is the input here."""
-    plan = Layout(small(), H200, 1, ParallelConfig(), recompute, microbatch_tokens=TOKENS)
-    plan = dataclasses.replace(plan, wgrad_fusion=False, lora=lora)
+    plan = Layout(small(), H200, 1, ParallelConfig(), recompute, microbatch_tokens=TOKENS, lora=lora)
     operators = layer_memory(plan, 1).operators
     running, forward, backward = 0, 0, 0
-    # A CPU makes a tensor of an adapter's share before it adds it.
+    # A CPU makes tensors of weights' gradients, and of an adapter's share before it adds it.
+    weights = {"experts, fc1": 2 * 2 * 8 * WIDTH * 2048} if lora is None else {}
     apart = {"experts, fc1": (2 * WIDTH, 2048), "experts, fc2": (2048, WIDTH)} if lora == ALL else {}
     for one in operators[[o.name for o in operators].index("norm") + 1 :]:
         running += one.kept
         out, into = (2 * 4 * TOKENS * width for width in apart.get(one.name, (0, 0)))
+        into += weights.get(one.name, 0)
         forward, backward = max(forward, running + one.forward + out), max(backward, running + one.backward + into)
     return forward, backward + 2 * TOKENS * 2048  # the caller holds the layer's output
 
