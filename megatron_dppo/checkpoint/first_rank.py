@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron_dppo.checkpoint.atomic import whole_folder
 from megatron_dppo.errors import UserError, of_file
 
 
@@ -40,11 +43,22 @@ def raise_from_any(call: Callable[[], None]) -> None:
             raise UserError(one)
 
 
-def raise_everywhere(problem: UserError | OSError | None) -> None:
-    """On every rank the `problem` of rank 0. Collective: a broadcast."""
+def write_on_first_rank(
+    target: Path, stream: Iterator[object], write: Callable[[Path], None], *, overwrite: bool
+) -> None:
+    """A folder that `write` fills on rank 0 with what comes in `stream`, a collective; whole, or not at all, which
+    every rank then raises alike. All iterate to the stream's end: the others send, also where rank 0 cannot write."""
 
-    def fail() -> None:
-        if problem:
-            raise problem
+    def fill() -> None:
+        try:
+            with whole_folder(target, overwrite=overwrite) as folder:
+                write(folder)
+        except (OSError, UserError) as error:
+            reason = error.strerror or error if isinstance(error, OSError) else error
+            raise of_file(error, f"cannot write {target}: {reason}; nothing was left there") from None
+        finally:
+            deque(stream, maxlen=0)
 
-    on_first_rank(fail)
+    if dist.get_rank() != 0:
+        deque(stream, maxlen=0)
+    on_first_rank(fill)

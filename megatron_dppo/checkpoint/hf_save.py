@@ -9,18 +9,16 @@ from itertools import chain, groupby
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_dppo.checkpoint.atomic import check_target, require_room, whole_folder, write_synced
+from megatron_dppo.checkpoint.atomic import check_target, require_room, write_synced
 from megatron_dppo.checkpoint.carried import carried
 from megatron_dppo.checkpoint.checksums import write_checksums
-from megatron_dppo.checkpoint.first_rank import on_first_rank, raise_everywhere
+from megatron_dppo.checkpoint.first_rank import on_first_rank, write_on_first_rank
 from megatron_dppo.checkpoint.hf_export import BUCKET_BYTES, ExportedTensor, WeightExporter
 from megatron_dppo.checkpoint.hf_files import INDEX, SINGLE, converted
 from megatron_dppo.checkpoint.hf_side_files import CONFIG, check_side_files, copy_side_files
 from megatron_dppo.checkpoint.safetensors_stream import SafetensorsStream
-from megatron_dppo.errors import UserError, of_file
 from megatron_dppo.models.hf_config import HFConfig
 
 SHARD_BYTES = 5 * 10**9
@@ -58,30 +56,20 @@ def save_hf_checkpoint(
         ExportedTensor(t.name, t.shape, t.dtype if t.name in kept else dtype or t.dtype) for t in exporter.tensors
     ]
     stored = [*_stored(tensors, model)]
-    writer = dist.get_rank() == 0
     more = on_first_rank(lambda: carried(model, beside or model.path).tensors)
     on_first_rank(lambda: _check_writable(target, [*stored, *more], model, overwrite))
 
-    problem: UserError | OSError | None = None
     stream = exporter.stream(bucket_bytes=bucket_bytes)
-    if not writer:
-        for _ in stream:
-            pass
-    else:
-        try:
-            assert model.path is not None
-            with whole_folder(target, overwrite=overwrite) as folder:
-                together = chain(stream, carried(model, beside or model.path).stream())
-                shards = _shards([*stored, *more], shard_bytes)
-                digests = _write_weights(folder, together, shards, progress, allow_inf)
-                copy_side_files(model.path, folder, tensors[0].dtype)
-                write_checksums(folder, mark=CONFIG, known=digests)
-        except (OSError, UserError) as error:
-            reason = error.strerror or error if isinstance(error, OSError) else error
-            problem = of_file(error, f"cannot write {target}: {reason}; nothing was left there")
-            for _ in stream:  # the other ranks are still sending
-                pass
-    raise_everywhere(problem)
+
+    def write(folder: Path) -> None:
+        assert model.path is not None
+        together = chain(stream, carried(model, beside or model.path).stream())
+        shards = _shards([*stored, *more], shard_bytes)
+        digests = _write_weights(folder, together, shards, progress, allow_inf)
+        copy_side_files(model.path, folder, tensors[0].dtype)
+        write_checksums(folder, mark=CONFIG, known=digests)
+
+    write_on_first_rank(target, stream, write, overwrite=overwrite)
 
 
 def _stored(tensors: list[ExportedTensor], model: HFConfig) -> Iterator[ExportedTensor]:

@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from safetensors import SafetensorError, safe_open
 
-from megatron_dppo.checkpoint.atomic import whole_folder, write_synced
+from megatron_dppo.checkpoint.atomic import check_target, write_synced
 from megatron_dppo.checkpoint.checksums import write_checksums
-from megatron_dppo.checkpoint.first_rank import raise_everywhere
+from megatron_dppo.checkpoint.first_rank import on_first_rank, write_on_first_rank
 from megatron_dppo.checkpoint.hf_export import ShardExporter
 from megatron_dppo.checkpoint.hf_files import refuse_tensors, require_unchanged
 from megatron_dppo.checkpoint.peft_stacked import StackedExperts
 from megatron_dppo.checkpoint.safetensors_stream import SafetensorsStream
-from megatron_dppo.errors import UserError, of_file
+from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import Owned
@@ -70,26 +69,19 @@ def save_peft_adapter(
     A collective over all ranks; rank 0 writes. The folder appears whole or not at all; every rank then raises the same
     `UserError`.
     """
-    target = Path(path)
-    problem: UserError | OSError | None = None
     exporter = adapter_exporter(models, model, groups, config)
     stream = exporter.stream()
-    if dist.get_rank() == 0:
-        try:
-            with whole_folder(target, overwrite=overwrite) as folder:
-                with SafetensorsStream(folder / WEIGHTS, exporter.tensors) as writer:
-                    for name, tensor in stream:
-                        assert tensor is not None
-                        writer.write(name, tensor)
-                write_synced(folder / CONFIG, json.dumps(_peft_config(model, config), indent=2) + "\n")
-                write_checksums(folder, mark=CONFIG, known={WEIGHTS: writer.digest})
-        except OSError as error:
-            problem = of_file(error, f"cannot write {target}: {error.strerror or error}; nothing was left there")
-        except UserError as error:
-            problem = error
-    for _ in stream:  # the other ranks send, also where rank 0 cannot write
-        pass
-    raise_everywhere(problem)
+
+    def write(folder: Path) -> None:
+        with SafetensorsStream(folder / WEIGHTS, exporter.tensors) as writer:
+            for name, tensor in stream:
+                assert tensor is not None
+                writer.write(name, tensor)
+        write_synced(folder / CONFIG, json.dumps(_peft_config(model, config), indent=2) + "\n")
+        write_checksums(folder, mark=CONFIG, known={WEIGHTS: writer.digest})
+
+    on_first_rank(lambda: check_target(Path(path), overwrite=overwrite))
+    write_on_first_rank(Path(path), stream, write, overwrite=overwrite)
 
 
 def _peft_config(model: HFConfig, config: LoraConfig) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import os
 import pickle
 import queue
 import secrets
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dppo.checkpoint import state_folder
-from megatron_dppo.checkpoint.atomic import INCOMPLETE
+from megatron_dppo.checkpoint.atomic import INCOMPLETE, require_room
 from megatron_dppo.checkpoint.carried import keep_carried
 from megatron_dppo.checkpoint.checksums import ChecksummedFile
 from megatron_dppo.checkpoint.first_rank import on_first_rank
@@ -265,11 +264,8 @@ class TrainingStates:
         state_folder.remove_leftovers(self.root)
         partial = self.root / f".{state_folder.folder_name(step)}{INCOMPLETE}{secrets.token_hex(4)}"
         try:
+            require_room(self.root, self._bytes())
             partial.mkdir(parents=True)
-            needed, free = self._bytes(), shutil.disk_usage(partial).free
-            if free < needed:
-                partial.rmdir()
-                raise UserError(f"{self.root} needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; make room")
         except OSError as error:
             said = f"cannot create {self.root} for checkpoints: {error.strerror or error}; choose another output"
             raise of_file(error, said) from None
