@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -60,7 +59,6 @@ def convert_command(
     shard_bytes: int = SHARD_BYTES,
     base: Path | None = None,
     allow_inf: bool = False,
-    console: Console | None = None,
 ) -> None:
     """Convert `source` to another format in `output`, in this process or in all ranks that torchrun started.
 
@@ -97,7 +95,7 @@ def convert_command(
             raise UserError(f"{output} is or holds {read}, which is read: writing it would delete that; choose another")
 
     rank = int(os.environ.get("RANK", "0"))
-    console = console or Console(stderr=True, quiet=rank != 0, markup=False)
+    console = Console(stderr=True, quiet=rank != 0, markup=False)
     layout = parallel or ParallelConfig()
     place = output.parent / f".{output.name}{LEASE}"
     with lease(place, of=str(output)) if rank == 0 else nullcontext(), _world():
@@ -115,8 +113,7 @@ def convert_command(
             _say_rounded(opened, kept, console)
         opened.load(models, groups)
 
-        # Write; `again` reads back what was written.
-        again: Callable[[], object]
+        # Write.
         if target == "hf":
             with progress_bar(console, "writing") as progress:
                 save_hf_checkpoint(
@@ -143,7 +140,6 @@ def convert_command(
             states = TrainingStates(output, Trainee(model=opened.model, models=models, groups=groups, parallel=layout))
             with _replaced(output):
                 states.save(0, {"converted_from": str(source), FINER: sorted(kept)})
-            again = states.load
         else:
             _cast(models, wanted, allow_inf)
             further = carried(opened.model, base or opened.model.path).tensors
@@ -155,15 +151,19 @@ def convert_command(
                 )
             console.print(f"writing {output}")
             save_megatron_checkpoint(output, models, opened.model, groups, overwrite=overwrite)
-            again = partial(_read_again, models, opened.model, groups, output / RELEASE)
 
         # Compare with transformers.
         if verify and target != "hf":
             _spoil(models)
-            again()
+            if target == "state":
+                states.load()
+            else:
+                fill_parameters(models, opened.model, groups, MegatronFiles(output / RELEASE, opened.model))
         if verify:
             _cast(models, wanted, allow_inf=True)  # transformers rounds as well
-            _verify(models, opened.model, groups, layout, output if target == "hf" else source, console)
+            console.print("verifying against transformers")
+            said = compare_with_transformers(models, opened.model, groups, layout, output if target == "hf" else source)
+            console.print(f"verified: {said}", soft_wrap=True)
         console.print(f"done: {state_folder.latest_state(output) if target == 'state' else output}")
 
 
@@ -231,10 +231,6 @@ def _spoil(models: list[GPTModel]) -> None:
             tensor.fill_(float("nan"))
 
 
-def _read_again(models: list[GPTModel], model: HFConfig, groups: ProcessGroupCollection, folder: Path) -> None:
-    fill_parameters(models, model, groups, MegatronFiles(folder, model))
-
-
 @contextmanager
 def _replaced(output: Path) -> Iterator[None]:
     """What is at `output` makes room for what the block writes there, and comes back where that fails. Collective."""
@@ -260,18 +256,6 @@ def _build(
     for gpt in models:
         gpt.eval()
     return models, groups
-
-
-def _verify(
-    models: list[GPTModel],
-    model: HFConfig,
-    groups: ProcessGroupCollection,
-    layout: ParallelConfig,
-    folder: Path,
-    console: Console,
-) -> None:
-    console.print("verifying against transformers")
-    console.print(f"verified: {compare_with_transformers(models, model, groups, layout, folder)}", soft_wrap=True)
 
 
 def _describe(model: HFConfig, dtype: torch.dtype, file: Path, console: Console) -> int:

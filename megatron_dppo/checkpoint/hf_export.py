@@ -118,10 +118,8 @@ class ShardExporter:
             sliced=sliced,
         )
 
-    def stream(
-        self, *, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
-    ) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Every tensor in the order of `tensors`, whole, in `dtype` (default: the parameters').
+    def stream(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Every tensor in the order of `tensors`, whole, in its parameter's dtype.
 
         A collective: every rank of the world iterates to the end. Rank 0 gets `(name, tensor)` on the parameters'
         device, the others `(name, None)`. Tensors travel in buckets of at most `bucket_bytes` (or one tensor, where it
@@ -137,8 +135,7 @@ class ShardExporter:
                 yield from ((name, None) for slot in layout.slots for name in slot.names())
                 continue
             for slot, tensor in unpack(layout.slots, payload):
-                for name, single in zip(slot.names(), tensor if slot.experts else [tensor], strict=True):
-                    yield name, single.to(dtype or single.dtype)
+                yield from zip(slot.names(), tensor if slot.experts else [tensor], strict=True)
 
 
 class WeightExporter(ShardExporter):

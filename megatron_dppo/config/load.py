@@ -245,14 +245,14 @@ def _place(kind: type[BaseModel], location: tuple[Any, ...]) -> tuple[str, list[
         sections = inside
         if isinstance(part, str):
             fields = [model.model_fields[part].annotation for model in sections if part in model.model_fields]
-            inside = [one for annotation in fields for one in _sections(annotation)]
+            inside = [one for annotation in fields for one in sections_of(annotation)]
         written.append(str(part))
     return ".".join(written), sections
 
 
-def _sections(kind: Any) -> list[type[BaseModel]]:
+def sections_of(kind: Any) -> list[type[BaseModel]]:
     """Those that a value of this type is or holds."""
-    return [kind] if _is_model(kind) else [one for part in get_args(kind) for one in _sections(part)]
+    return [kind] if _is_model(kind) else [one for part in get_args(kind) for one in sections_of(part)]
 
 
 def _tag(section: type[BaseModel]) -> Any:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.family import text_fields
-from megatron_dppo.models.hf_config import family_of, resolve_hf_config
-from megatron_dppo.models.names import Shape
+from megatron_dppo.models.hf_config import HFConfig, family_of, resolve_hf_config
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.router_replay.record import RouteSchema
 
@@ -26,18 +24,9 @@ class ModelFacts:
     tied_embeddings: bool
     routes: RouteSchema | None
     """None for a model without experts, or when routes are not recorded."""
-    experts: int
-    """Per layer that has some; 0 for a model without."""
-    experts_per_token: int
-    tensors: Mapping[str, Shape] | None = None
-    """Those that a weight sync brings, by a family that knows the model: a checkpoint may hold others beside them, or
-    all experts of a layer in one."""
-    delta_rule: bool = False
-    """Whether layers have a gated delta rule in place of attention."""
-    sinks: bool = False
-    """Whether attention has sinks."""
-    latent_norm_eps: float | None = None
-    """Epsilon of the norms of latent vectors; None where keys and values are made of none."""
+    model: HFConfig | None
+    """None for a model of no family, and for one with quantized weights. Its tensors are those that a weight sync
+    brings: a checkpoint may hold others beside them, or all experts of a layer in one."""
 
     @staticmethod
     def read(folder: Path, *, router_replay: bool) -> ModelFacts:
@@ -48,34 +37,23 @@ class ModelFacts:
             raise UserError(f"{path}: no such file; model.path must be a folder with a Hugging Face checkpoint")
         raw = read_json_object(path)
         stop = {i for file in (path, generation) if file.is_file() for i in _end_ids(file)}
+        model: HFConfig | None = None
         if router_replay or (family_of(raw) is not None and not raw.get("quantization_config")):
             model = resolve_hf_config(raw, path=folder)
-            vocab_size, tied, moe = model.vocab_size, model.tied, model.moe
-            delta_rule, sinks = model.delta is not None, model.sinks
-            latent = model.latent
-            tensors: Mapping[str, Shape] | None = model.tensors
-            routes = model.routes if router_replay else None
+            vocab_size, tied = model.vocab_size, model.tied
         else:
             raw = text_fields(raw)
             size = raw.get("vocab_size")
             if type(size) is not int or size < 1:
                 raise UserError(f"{path}: vocab_size is {size!r:.80}; it must be a whole number above 0")
-            vocab_size, tied, moe, routes = size, bool(raw.get("tie_word_embeddings")), None, None
-            delta_rule = sinks = False
-            tensors = None
-            latent = None
+            vocab_size, tied = size, bool(raw.get("tie_word_embeddings"))
         return ModelFacts(
             folder=folder,
             vocab_size=vocab_size,
             stop_token_ids=tuple(sorted(stop)),
             tied_embeddings=tied,
-            routes=routes,
-            experts=moe.experts if moe else 0,
-            experts_per_token=moe.topk if moe else 0,
-            tensors=tensors,
-            delta_rule=delta_rule,
-            sinks=sinks,
-            latent_norm_eps=latent.norm_eps if latent else None,
+            routes=model.routes if model and router_replay else None,
+            model=model,
         )
 
 
@@ -93,11 +71,11 @@ def check_expert_parallel(facts: ModelFacts, config: RolloutConfig) -> None:
     if not config.expert_parallel:
         return
     where = f"rollout.expert_parallel=true: {facts.folder}"
-    if facts.experts == 0:
+    if facts.model is None or facts.model.moe is None:
         raise UserError(f"{where} has no experts; set it to false")
-    if facts.experts < config.tensor_parallel:
+    if (experts := facts.model.moe.experts) < config.tensor_parallel:
         raise UserError(
-            f"{where} has {facts.experts} experts, fewer than rollout.tensor_parallel={config.tensor_parallel}; lower "
+            f"{where} has {experts} experts, fewer than rollout.tensor_parallel={config.tensor_parallel}; lower "
             "the latter"
         )
 

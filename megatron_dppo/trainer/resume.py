@@ -7,14 +7,14 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megatron_dppo.checkpoint.hf_files import HFFiles
-from megatron_dppo.config.load import recorded
+from megatron_dppo.config.load import recorded, sections_of
 from megatron_dppo.config.schema import Config
 
 RESULT = (
@@ -132,15 +132,8 @@ def _is_default(name: str, value: Any) -> bool:
     fields: list[FieldInfo] = []
     for part in name.split("."):
         fields = [section.model_fields[part] for section in sections if part in section.model_fields]
-        sections = [kind for field in fields for kind in _sections(field.annotation)]
+        sections = [kind for field in fields for kind in sections_of(field.annotation)]
     return any(not field.is_required() and field.get_default(call_default_factory=True) == value for field in fields)
-
-
-def _sections(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a field may hold."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [section for inner in get_args(annotation) for section in _sections(inner)]
 
 
 def placed(name: str) -> str:

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_dppo.vocab_parallel.op import Implementation, token_stats
+from megatron_dppo.vocab_parallel.op import token_stats
 from megatron_dppo.vocab_parallel.shard import VocabShard
 from megatron_dppo.vocab_parallel.stats import TokenStats
 
@@ -32,8 +32,6 @@ class TokenStatsRequest:
     loss_mask: Bool[Tensor, " T"] | None = None
     """Rows to compute; None for all."""
     temperature: float = 1.0
-    entropy: bool = True
-    implementation: Implementation = "auto"
 
 
 def token_stats_processor(
@@ -73,8 +71,6 @@ def token_stats_processor(
         context.topk_ids,
         shard=VocabShard.even(weight.shape[0], context.vocab_size, context.group),
         temperature=context.temperature,
-        entropy=context.entropy,
         hidden_layout="sequence_sharded" if output_layer.sequence_parallel else "replicated",
         loss_mask=context.loss_mask,
-        implementation=context.implementation,
     )

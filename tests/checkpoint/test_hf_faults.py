@@ -314,7 +314,8 @@ def test_a_snapshot_of_the_hugging_face_cache_is_exported(folder: Path, tmp_path
 def test_what_an_engine_reads_of_a_folder_is_refused_by_name(
     folder: Path, name: str, content: str, message: str
 ) -> None:
-    assert ModelFacts.read(folder, router_replay=True).experts == 8
+    facts = ModelFacts.read(folder, router_replay=True)
+    assert facts.routes is not None
     (folder / name).write_text(content)
     with pytest.raises(UserError, match=message):
         ModelFacts.read(folder, router_replay=True)

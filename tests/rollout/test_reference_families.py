@@ -160,7 +160,7 @@ def test_records_are_those_of_whole_sequences(family: str, tmp_path: Path) -> No
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "one", dtype=torch.float32).eval()
         assert agree(*compare(batch, model, layers), family)
 
-        sent = engine.facts.tensors or other_weights(tmp_path / "one", seed=3)
+        sent = (engine.facts.model and engine.facts.model.tensors) or other_weights(tmp_path / "one", seed=3)
         weights = {name: t for name, t in other_weights(tmp_path / "one", seed=3).items() if name in sent}
         update_weights(engine, 1, weights.items(), bucket_mib=1)
         batch = engine.generate(requests(24, "synced"), SAMPLING, training=True)

@@ -41,7 +41,7 @@ class ServedEngine[C: Core](WeightUpdates[C]):
             check_end(facts, config)
             dummy = config.load_format == "dummy"
             stored = None if dummy else read_shapes(facts.folder)
-            expected = facts.tensors if stored and facts.tensors is not None else stored
+            expected = facts.model.tensors if stored and facts.model else stored
             manifest = Manifest(expected, tied_embeddings=facts.tied_embeddings)
             gate = Gate("the engine has random weights until its first weight sync" if dummy else None)
             try:

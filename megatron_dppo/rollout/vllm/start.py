@@ -202,9 +202,7 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
     shorten_socket_paths()
     with uncollected():
         os.environ.update(engine_environment(config))
-        if (
-            not on_cpu()
-        ):  # a fork of a process that has only counted the GPUs cannot use them, and vLLM does not see that
+        if not on_cpu():  # a fork of a process that counted the GPUs cannot use them, and vLLM does not see that
             os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         import vllm
         from vllm import AsyncEngineArgs
@@ -218,6 +216,7 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
         # Activations' scales as powers of two are what DeepGEMM needs on Blackwell; on Hopper they only cost precision.
         os.environ.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")
     # Its options, and what of the engine that they make is refused before it starts.
+    delta, latent = facts.model and facts.model.delta, facts.model and facts.model.latent
     options: dict[str, Any] = {
         "model": str(facts.folder),
         "dtype": config.dtype,
@@ -231,7 +230,7 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
         "tensor_parallel_size": config.tensor_parallel,
         "enable_expert_parallel": config.expert_parallel,
         "enforce_eager": config.enforce_eager,
-        "enable_prefix_caching": config.enable_prefix_caching and not facts.delta_rule,
+        "enable_prefix_caching": config.enable_prefix_caching and not delta,
         "enable_sleep_mode": config.enable_sleep,
         "enable_return_routed_experts": facts.routes is not None,
         "scheduler_cls": "megatron_dppo.rollout.vllm.record_scheduler.record_scheduler",
@@ -242,8 +241,8 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
         "skip_tokenizer_init": True,
         "weight_transfer_config": {"backend": BACKEND},
         # Of a delta rule: rounded to half precision after every token it would drift from what is trained
-        "mamba_ssm_cache_dtype": "float32" if facts.delta_rule else "auto",
-        "additional_config": {} if facts.latent_norm_eps is None else {LATENT_NORM_EPS: facts.latent_norm_eps},
+        "mamba_ssm_cache_dtype": "float32" if delta else "auto",
+        "additional_config": {LATENT_NORM_EPS: latent.norm_eps} if latent else {},
         "worker_extension_cls": "megatron_dppo.rollout.vllm.receiver.ReportsWeights",
         "disable_log_stats": True,
     }
@@ -280,11 +279,11 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
 def check_cpu_workers(facts: ModelFacts, config: RolloutConfig) -> None:
     """Raise `UserError` where a worker would have fewer experts than a token chooses, which the CPU's kernels do not
     take."""
-    workers = config.tensor_parallel
-    if config.expert_parallel and on_cpu() and facts.experts // workers < facts.experts_per_token:
+    workers, moe = config.tensor_parallel, facts.model and facts.model.moe
+    if config.expert_parallel and on_cpu() and moe and moe.experts // workers < moe.topk:
         raise UserError(
-            f"rollout.expert_parallel=true: {facts.folder} runs {facts.experts_per_token} experts a token, and on a "
-            f"CPU each of rollout.tensor_parallel={workers} workers must have that many of the {facts.experts}; lower "
+            f"rollout.expert_parallel=true: {facts.folder} runs {moe.topk} experts a token, and on a "
+            f"CPU each of rollout.tensor_parallel={workers} workers must have that many of the {moe.experts}; lower "
             "the latter"
         )
 
@@ -292,8 +291,8 @@ def check_cpu_workers(facts: ModelFacts, config: RolloutConfig) -> None:
 def check_layers(facts: ModelFacts) -> None:
     """Raise `UserError` where vLLM would end at the first token: on a CPU its gated delta rule asserts bfloat16 and
     then fails in decoding, and its attention takes sinks in bfloat16 alone, which would round them."""
-    if on_cpu() and (facts.delta_rule or facts.sinks):
-        layers = "the gated delta layers" if facts.delta_rule else "the attention sinks"
+    if on_cpu() and facts.model and (facts.model.delta or facts.model.sinks):
+        layers = "the gated delta layers" if facts.model.delta else "the attention sinks"
         raise UserError(
             f"rollout.engine=vllm: on a CPU vLLM cannot decode with {layers} of {facts.folder}; set "
             "rollout.engine=reference"
