@@ -132,7 +132,7 @@ class Trainer:
         with self._watch("sync"):
             self._coordinator.sync(first_step)
         # A run that was stopped during an evaluation has the checkpoint of that step, but not its result.
-        if self._evaluation_is_due(first_step) and not self._evaluated(first_step):
+        if self._is_due(first_step, self._config.evaluation.every) and not self._evaluated(first_step):
             self._evaluate(first_step)
         if self._config.rollout.schedule == "window":
             self._collector.open_window(self._checkpoints.window.get(first_step, WindowState()))
@@ -197,8 +197,7 @@ class Trainer:
             report = self._update(step, experience, look=look)
             metrics |= report.metrics
         self._collector.release(experience)
-        every = config.trainer.checkpoint_every
-        due = bool(every) and (step % every == 0 or step == config.trainer.steps)
+        due = self._is_due(step, config.trainer.checkpoint_every)
         if due and self._weights.takes_turns:  # the engines take the GPUs with the weights
             self._save(step)
         try:
@@ -216,7 +215,7 @@ class Trainer:
                         self._show(step, report, self._controller)
         if due and not self._weights.takes_turns:
             self._save(step)
-        if self._evaluation_is_due(step):
+        if self._is_due(step, config.evaluation.every):
             self._evaluate(step)
         return due
 
@@ -266,8 +265,7 @@ class Trainer:
             masked = most_masked_tokens(counts, limit)
             controller.tracker.masked_tokens(step, spelled(masked, controller.suite.tokenizer))
 
-    def _evaluation_is_due(self, step: int) -> bool:
-        every = self._config.evaluation.every
+    def _is_due(self, step: int, every: int) -> bool:
         return every > 0 and (step % every == 0 or step == self._config.trainer.steps)
 
     def _evaluated(self, step: int) -> bool:

@@ -70,20 +70,10 @@ def score_responses(
 def build_task_suite(config: Config, tokenizer: PreTrainedTokenizerBase) -> TaskSuite:
     """The task and the evaluation sets of a run. Raises UserError where there is nothing to evaluate on."""
     rollout, evaluation = config.rollout, config.evaluation
-    task = build_task(
-        config.task,
-        tokenizer,
-        max_prompt_tokens=rollout.max_prompt_tokens,
-        max_response_tokens=rollout.max_response_tokens,
-    )
-    sets, report = build_sets(
-        evaluation,
-        config.task,
-        tokenizer,
-        max_prompt_tokens=rollout.max_prompt_tokens,
-        max_response_tokens=rollout.max_response_tokens,
-        grader=None if config.task.data is None else task.grader,
-    )
+    most = {"max_prompt_tokens": rollout.max_prompt_tokens, "max_response_tokens": rollout.max_response_tokens}
+    task = build_task(config.task, tokenizer, **most)
+    grader = None if config.task.data is None else task.grader
+    sets, report = build_sets(evaluation, config.task, tokenizer, **most, grader=grader)
     if evaluation.every and not sets and not (evaluation.prompts and task.held_out_size):
         raise UserError(
             f"evaluation.every={evaluation.every}, but there is nothing to evaluate: set task.held_out_size and "

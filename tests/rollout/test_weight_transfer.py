@@ -4,6 +4,7 @@ import json
 import struct
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,7 +73,7 @@ def test_packing_takes_one_bucket_of_memory_at_a_time() -> None:
 
 
 def test_another_process_reads_a_segment_by_its_path() -> None:
-    with MemorySegment() as segment:
+    with closing(MemorySegment()) as segment:
         segment.write(np.zeros(1000, dtype=np.uint8))
         payload = np.arange(200, dtype=np.uint8)
         segment.write(payload)

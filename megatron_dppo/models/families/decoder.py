@@ -59,12 +59,27 @@ def further_layers(config: PreTrainedConfig, name: str) -> int:
     return int(count)
 
 
-def topk(config: PreTrainedConfig, experts: int) -> int:
-    """Experts per token."""
-    chosen = whole(config, "num_experts_per_tok")
-    if chosen > experts:
-        raise UserError(f"num_experts_per_tok is {chosen}, with {experts} experts")
-    return chosen
+def mixture(
+    config: PreTrainedConfig,
+    *,
+    experts: str = "num_experts",
+    size: str = "moe_intermediate_size",
+    normalise: bool = True,
+    layers: tuple[bool, ...] | None = None,
+    **others: Any,
+) -> MoE:
+    """Of fields that hold the number of experts and an expert's `size`; `others` of `MoE`. Default: in all layers."""
+    available, chosen = whole(config, experts), whole(config, "num_experts_per_tok")
+    if chosen > available:
+        raise UserError(f"num_experts_per_tok is {chosen}, with {available} experts")
+    return MoE(
+        experts=available,
+        topk=chosen,
+        intermediate_size=whole(config, size),
+        normalise=normalise,
+        layers=layers or (True,) * whole(config, "num_hidden_layers"),
+        **others,
+    )
 
 
 def number(config: PreTrainedConfig, name: str) -> float:
@@ -106,14 +121,11 @@ def sigmoid_moe(config: PreTrainedConfig, dense: Any) -> MoE:
     layers = whole(config, "num_hidden_layers")
     if isinstance(dense, bool) or not isinstance(dense, int) or not 0 <= dense < layers:
         raise UserError(f"first_k_dense_replace is {dense!r}; of {layers} layers at least one must have experts")
-    available, groups, chosen = whole(config, "n_routed_experts"), whole(config, "n_group"), whole(config, "topk_group")
-    active, normalise = topk(config, available), bool(config.norm_topk_prob)
-    check_sigmoid(active, normalise=normalise, groups=groups, group_topk=chosen, experts=available)
-    return MoE(
-        experts=available,
-        topk=active,
-        intermediate_size=whole(config, "moe_intermediate_size"),
-        normalise=normalise,
+    groups, chosen = whole(config, "n_group"), whole(config, "topk_group")
+    moe = mixture(
+        config,
+        experts="n_routed_experts",
+        normalise=bool(config.norm_topk_prob),
         layers=tuple(layer >= dense for layer in range(layers)),
         score="sigmoid",
         bias=True,
@@ -122,6 +134,8 @@ def sigmoid_moe(config: PreTrainedConfig, dense: Any) -> MoE:
         group_topk=1 if chosen == groups else chosen,
         shared_size=whole(config, "moe_intermediate_size") * whole(config, "n_shared_experts"),
     )
+    check_sigmoid(moe.topk, normalise=moe.normalise, groups=groups, group_topk=chosen, experts=moe.experts)
+    return moe
 
 
 def latent(config: PreTrainedConfig) -> Latent:

@@ -5,8 +5,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.architecture import Architecture, MoE
-from megatron_dppo.models.families.decoder import UNTIED, decoder, megatron_fields, topk, whole, words
+from megatron_dppo.models.architecture import Architecture
+from megatron_dppo.models.families.decoder import UNTIED, decoder, megatron_fields, mixture, whole, words
 from megatron_dppo.models.families.tables import ATTENTION, QKV_BIAS
 from megatron_dppo.models.family import Family
 from megatron_dppo.models.names import Sections, Table, Whole
@@ -39,15 +39,7 @@ def _read(config: PreTrainedConfig) -> Architecture:
     rope = dict(config.rope_parameters or {})
     if rope.get("rope_type") != "yarn" or set(rope) | {"truncate"} != _ROTATION:
         raise UserError(f"rope_parameters is {rope}; vLLM's model takes yarn with {', '.join(sorted(_ROTATION))} alone")
-    experts = whole(config, "num_local_experts")
-    moe = MoE(
-        experts=experts,
-        topk=topk(config, experts),
-        intermediate_size=whole(config, "intermediate_size"),
-        normalise=True,
-        layers=(True,) * layers,
-        linear_bias=True,
-    )
+    moe = mixture(config, experts="num_local_experts", size="intermediate_size", linear_bias=True)
     windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     return decoder(config, qkv_bias=True, windows=windows, sinks=True, moe=moe)
 

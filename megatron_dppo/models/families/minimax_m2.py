@@ -4,8 +4,8 @@ their projection, and half of each head is rotated."""
 from transformers import PreTrainedConfig
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.architecture import Architecture, MoE
-from megatron_dppo.models.families.decoder import UNTIED, check_sigmoid, decoder, further_layers, topk, whole, words
+from megatron_dppo.models.architecture import Architecture
+from megatron_dppo.models.families.decoder import UNTIED, check_sigmoid, decoder, further_layers, mixture, words
 from megatron_dppo.models.families.tables import ATTENTION, STACKED_EXPERTS, correction_bias, experts, qk_norm
 from megatron_dppo.models.family import Family
 
@@ -27,18 +27,8 @@ def _read(config: PreTrainedConfig) -> Architecture:
     rotated = getattr(config, "rotary_dim", config.head_dim)
     if rotated % 2 or rotated > config.head_dim:
         raise UserError(f"rotary_dim is {rotated}; it must be even, and at most head_dim {config.head_dim}")
-    number = whole(config, "num_local_experts")
-    active = topk(config, number)
-    check_sigmoid(active, normalise=True)
-    moe = MoE(
-        experts=number,
-        topk=active,
-        intermediate_size=whole(config, "intermediate_size"),
-        normalise=True,
-        layers=(True,) * whole(config, "num_hidden_layers"),
-        score="sigmoid",
-        bias=True,
-    )
+    moe = mixture(config, experts="num_local_experts", size="intermediate_size", score="sigmoid", bias=True)
+    check_sigmoid(moe.topk, normalise=True)
     further = further_layers(config, "num_mtp_modules")
     return decoder(config, qk_norm="projection", partial_rotary=True, mtp_layers=further, moe=moe)
 

@@ -2,22 +2,14 @@
 
 from transformers import PreTrainedConfig
 
-from megatron_dppo.models.architecture import Architecture, MoE
-from megatron_dppo.models.families.decoder import decoder, topk, whole, words
+from megatron_dppo.models.architecture import Architecture
+from megatron_dppo.models.families.decoder import decoder, mixture, words
 from megatron_dppo.models.families.tables import ATTENTION, STACKED_EXPERTS, experts
 from megatron_dppo.models.family import Family
 
 
 def _read(config: PreTrainedConfig) -> Architecture:
-    number = whole(config, "num_local_experts")
-    moe = MoE(
-        experts=number,
-        topk=topk(config, number),
-        intermediate_size=whole(config, "intermediate_size"),
-        normalise=True,
-        layers=(True,) * whole(config, "num_hidden_layers"),
-    )
-    return decoder(config, moe=moe)
+    return decoder(config, moe=mixture(config, experts="num_local_experts", size="intermediate_size"))
 
 
 FAMILY = Family(

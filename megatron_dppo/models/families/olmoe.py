@@ -2,21 +2,14 @@
 
 from transformers import PreTrainedConfig
 
-from megatron_dppo.models.architecture import Architecture, MoE
-from megatron_dppo.models.families.decoder import UNTIED, decoder, topk, whole, words
+from megatron_dppo.models.architecture import Architecture
+from megatron_dppo.models.families.decoder import UNTIED, decoder, mixture, words
 from megatron_dppo.models.families.tables import ATTENTION, STACKED_EXPERTS, experts, qk_norm
 from megatron_dppo.models.family import Family
 
 
 def _read(config: PreTrainedConfig) -> Architecture:
-    number = whole(config, "num_experts")
-    moe = MoE(
-        experts=number,
-        topk=topk(config, number),
-        intermediate_size=whole(config, "intermediate_size"),
-        normalise=bool(config.norm_topk_prob),
-        layers=(True,) * whole(config, "num_hidden_layers"),
-    )
+    moe = mixture(config, size="intermediate_size", normalise=bool(config.norm_topk_prob))
     return decoder(config, qk_norm="projection", moe=moe)
 
 

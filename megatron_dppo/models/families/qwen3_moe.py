@@ -4,7 +4,7 @@ from transformers import PreTrainedConfig
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.architecture import Architecture, MoE
-from megatron_dppo.models.families.decoder import decoder, topk, whole, words
+from megatron_dppo.models.families.decoder import decoder, mixture, whole, words
 from megatron_dppo.models.families.tables import ATTENTION, DENSE_MLP, STACKED_EXPERTS, experts, qk_norm
 from megatron_dppo.models.family import Family
 from megatron_dppo.models.names import Table
@@ -23,14 +23,7 @@ def _moe(config: PreTrainedConfig) -> MoE | None:
     layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(whole(config, "num_hidden_layers")))
     if not any(layers):
         raise UserError("decoder_sparse_step and mlp_only_layers leave no expert layer; set num_experts to 0")
-    number = whole(config, "num_experts")
-    return MoE(
-        experts=number,
-        topk=topk(config, number),
-        intermediate_size=whole(config, "moe_intermediate_size"),
-        normalise=bool(config.norm_topk_prob),
-        layers=layers,
-    )
+    return mixture(config, normalise=bool(config.norm_topk_prob), layers=layers)
 
 
 def _layer(model: Architecture, layer: int) -> Table:

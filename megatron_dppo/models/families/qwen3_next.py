@@ -4,8 +4,8 @@ beside a gated shared one."""
 from transformers import PreTrainedConfig
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.architecture import Architecture, DeltaRule, MoE
-from megatron_dppo.models.families.decoder import UNTIED, decoder, topk, whole, words
+from megatron_dppo.models.architecture import Architecture, DeltaRule
+from megatron_dppo.models.families.decoder import UNTIED, decoder, mixture, whole, words
 from megatron_dppo.models.families.tables import (
     ATTENTION,
     DELTA_RULE,
@@ -40,6 +40,10 @@ def _delta(config: PreTrainedConfig, layers: int) -> DeltaRule | None:
 
 def hybrid(config: PreTrainedConfig, sparse: tuple[bool, ...], *, normalise: bool = True) -> Architecture:
     """Of layers that are `sparse`, or have a dense MLP."""
+    moe = None
+    if any(sparse):
+        shared = whole(config, "shared_expert_intermediate_size")
+        moe = mixture(config, normalise=normalise, layers=sparse, shared_size=shared, shared_gate=True)
     return decoder(
         config,
         qk_norm="head",
@@ -47,20 +51,7 @@ def hybrid(config: PreTrainedConfig, sparse: tuple[bool, ...], *, normalise: boo
         output_gate=True,
         centred_norms=True,
         delta=_delta(config, len(sparse)),
-        moe=_moe(config, sparse, normalise) if any(sparse) else None,
-    )
-
-
-def _moe(config: PreTrainedConfig, sparse: tuple[bool, ...], normalise: bool) -> MoE:
-    number = whole(config, "num_experts")
-    return MoE(
-        experts=number,
-        topk=topk(config, number),
-        intermediate_size=whole(config, "moe_intermediate_size"),
-        normalise=normalise,
-        layers=sparse,
-        shared_size=whole(config, "shared_expert_intermediate_size"),
-        shared_gate=True,
+        moe=moe,
     )
 
 

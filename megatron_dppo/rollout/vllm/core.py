@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -87,7 +87,7 @@ class VllmCore:
 
     async def load(self, version: int, what: Bucket | Literal["shared", "group"]) -> None:
         info: dict[str, Any] = {"version": version}
-        with MemorySegment() if isinstance(what, Bucket) else nullcontext() as segment:
+        with closing(MemorySegment()) if isinstance(what, Bucket) else nullcontext() as segment:
             if isinstance(what, Bucket):
                 assert segment is not None
                 segment.write(what.payload)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -30,12 +29,7 @@ class MemorySegment:
         while written < len(view):
             written += os.pwrite(self._descriptor, view[written:], written)
 
-    def __enter__(self) -> MemorySegment:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         os.close(self._descriptor)
 
 
