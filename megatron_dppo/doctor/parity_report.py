@@ -70,17 +70,13 @@ def summarise(one: Comparison) -> dict[str, dict[str, float]]:
     result: dict[str, dict[str, float]] = {}
     for compared, mine, theirs, routed in one.passes():
         row = {"tokens": float(len(mine))}
-        for name, gaps in (("logp", _logp_gaps(mine, theirs)), ("prob", _prob_gaps(mine, theirs))):
+        for name, gaps in (("logp", np.abs(mine.astype(np.float64) - theirs)), ("prob", _prob_gaps(mine, theirs))):
             values = (gaps.mean(), *np.quantile(gaps, (0.5, 0.99)), gaps.max())
             row |= {f"{name}_{statistic}": float(value) for statistic, value in zip(STATISTICS, values, strict=True)}
         if routed is not None:
             row["routed_otherwise"] = routed
         result[compared] = row
     return result
-
-
-def _logp_gaps(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    return np.abs(mine.astype(np.float64) - theirs)
 
 
 def _prob_gaps(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:

@@ -119,12 +119,35 @@ class Plan(Run):
     @cached_property
     def problem(self) -> str:
         """Why this cannot run; empty where it can."""
-        return _problem(self)
+        layout, workload = self.layout, self.workload
+        longest = layout.parallel.packed_length(workload.sequence)
+        if longest > layout.microbatch_tokens:
+            return (
+                f"a sequence of {longest} tokens is longer than a microbatch of {layout.microbatch_tokens}: "
+                "raise --microbatch-tokens (actor.max_tokens_per_microbatch)"
+            )
+        if workload.sequences < layout.data * workload.mini_batches:
+            return (
+                f"{workload.sequences // workload.mini_batches} sequences of a gradient step are fewer than "
+                f"{layout.data} data-parallel ranks: use more model parallelism or larger mini-batches"
+            )
+        return memory_problem(self)
 
     @property
     def extrapolated(self) -> tuple[str, ...]:
         """What lies beyond the measured range."""
-        return _extrapolated(self.layout, self.gpus)
+        layout, gpus, beyond = self.layout, self.gpus, []
+        if gpus > MEASURED_GPUS:
+            beyond.append(f"{gpus} GPUs (measured: 1 to {MEASURED_GPUS})")
+        if not layout.gpu.measured:
+            beyond.append(f"{layout.gpu.name} (measured: {', '.join(MEASURED)})")
+        if layout.tokens_per_rank > MEASURED_TOKENS:
+            beyond.append(f"{layout.tokens_per_rank} tokens per rank (measured: {MEASURED_TOKENS})")
+        if layout.lora is not None and (gpus, layout.gpu.name) != MEASURED_LORA:
+            beyond.append(f"LoRA on {gpus} x {layout.gpu.name} (measured: {MEASURED_LORA[0]} x {MEASURED_LORA[1]})")
+        if gpus > layout.gpu.gpus_per_node:
+            beyond.append("traffic between nodes")
+        return tuple(beyond)
 
     @property
     def fullest(self) -> StageMemory:
@@ -243,22 +266,6 @@ def microbatches_per_rank(layout: Layout, workload: Workload) -> int:
     return max(1, math.ceil(per_rank / multiple)) * multiple
 
 
-def _problem(plan: Plan) -> str:
-    layout, workload = plan.layout, plan.workload
-    longest = layout.parallel.packed_length(workload.sequence)
-    if longest > layout.microbatch_tokens:
-        return (
-            f"a sequence of {longest} tokens is longer than a microbatch of {layout.microbatch_tokens}: "
-            "raise --microbatch-tokens (actor.max_tokens_per_microbatch)"
-        )
-    if workload.sequences < layout.data * workload.mini_batches:
-        return (
-            f"{workload.sequences // workload.mini_batches} sequences of a gradient step are fewer than {layout.data} "
-            "data-parallel ranks: use more model parallelism or larger mini-batches"
-        )
-    return memory_problem(plan)
-
-
 def memory_problem(plan: Plan) -> str:
     """What does not fit where and how large its parts are; empty where all does."""
     engine, memory = plan.engine, plan.layout.gpu.memory
@@ -295,18 +302,3 @@ def largest_part(stage: StageMemory) -> str:
     }
     name = max(parts, key=lambda part: parts[part])
     return f"mostly {name}, {parts[name] / GIB:.0f} GiB"
-
-
-def _extrapolated(layout: Layout, gpus: int) -> tuple[str, ...]:
-    beyond = []
-    if gpus > MEASURED_GPUS:
-        beyond.append(f"{gpus} GPUs (measured: 1 to {MEASURED_GPUS})")
-    if not layout.gpu.measured:
-        beyond.append(f"{layout.gpu.name} (measured: {', '.join(MEASURED)})")
-    if layout.tokens_per_rank > MEASURED_TOKENS:
-        beyond.append(f"{layout.tokens_per_rank} tokens per rank (measured: {MEASURED_TOKENS})")
-    if layout.lora is not None and (gpus, layout.gpu.name) != MEASURED_LORA:
-        beyond.append(f"LoRA on {gpus} x {layout.gpu.name} (measured: {MEASURED_LORA[0]} x {MEASURED_LORA[1]})")
-    if gpus > layout.gpu.gpus_per_node:
-        beyond.append("traffic between nodes")
-    return tuple(beyond)

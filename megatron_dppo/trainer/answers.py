@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.errors import UserError, of_file
+from megatron_dppo.trainer.history import complete_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,19 +79,16 @@ class AnswerFile:
     def _read(self, settings: dict[str, Any]) -> int:
         """Take in what the file holds; returns the bytes of its complete lines."""
         whole = 0
-        with open(self.path, "rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.endswith(b"\n") or b"\0" in line:  # cut off, or blocks that a power cut kept from the disk
-                    break
-                try:
-                    row = json.loads(line)
-                    if number == 1:
-                        self._check(row["settings"], settings)
-                    else:
-                        self._remember(Answer(**row))
-                except (ValueError, TypeError, KeyError, RecursionError) as error:
-                    raise UserError(f"{self.path}, line {number}: not an answer of an evaluation: {error!r}") from error
-                whole += len(line)
+        for number, line in complete_lines(self.path):
+            try:
+                row = json.loads(line)
+                if number == 1:
+                    self._check(row["settings"], settings)
+                else:
+                    self._remember(Answer(**row))
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                raise UserError(f"{self.path}, line {number}: not an answer of an evaluation: {error!r}") from error
+            whole += len(line)
         return whole
 
     def _check(self, before: dict[str, Any], now: dict[str, Any]) -> None:

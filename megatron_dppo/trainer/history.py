@@ -96,7 +96,18 @@ def read_rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_lines(file: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The complete lines of a metrics file with the row in each.
+    """The complete lines of a metrics file with the row in each."""
+    for number, line in complete_lines(file):
+        try:
+            row = json.loads(line)
+            row["step"] = int(row["step"])
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            raise UserError(f'{file}, line {number}: not a metrics row ({{"step": ..., ...}}): {error}') from error
+        yield line, row
+
+
+def complete_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that is written line by line, with their numbers from 1.
 
     A last line without its newline was cut off by a crash. Zeros are what a power cut leaves of blocks that were not on
     the disk yet, at the end of a file. Neither is a line.
@@ -105,9 +116,4 @@ def read_lines(file: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n") or b"\0" in line:
                 return
-            try:
-                row = json.loads(line)
-                row["step"] = int(row["step"])
-            except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-                raise UserError(f'{file}, line {number}: not a metrics row ({{"step": ..., ...}}): {error}') from error
-            yield line, row
+            yield number, line

@@ -387,14 +387,10 @@ def _quantities(reference: str, answer: str, precision: int) -> bool | None:
     return alike()
 
 
-def _expressions(reference: str, answer: str, precision: int) -> bool | None:
-    return same_expression(reference, answer, precision)
-
-
 # fmt: off
 _RULES: tuple[Rule, ...] = (
     _choice, several_options, _numbers, dates, times, feet_or_minutes, residues, _digits, _piecewise, yes_or_no,
     complements, _matrices, _membership, _intervals_and_tuples, _lists, _relations, _ratios, _quantities, words,
-    angles, _expressions,
+    angles, same_expression,
 )
 # fmt: on
