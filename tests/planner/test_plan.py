@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +263,21 @@ def config_json(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIGS["Qwen3-30B-A3B"]))
     return folder
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("Qwen3-30B-A3B", "64"), ("Qwen3-235B-A22B", "1024")])
+def test_the_guide_shows_what_the_planner_says(
+    name: str, gpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["plan", str(tmp_path), "--gpus", gpus, "--mean-response", "6000"]) == 0
+    printed = [[cell.strip() for cell in re.split("[│┃]", line)] for line in capsys.readouterr().out.splitlines()]
+    guide = (Path(__file__).parents[2] / "docs/cluster.md").read_text()
+    table = guide[guide.index(f"/{name} --gpus {gpus} ") :].partition("| layout")[2].partition("\n\n")[0].splitlines()
+    assert len(table) == 8
+    for row in table[2:]:
+        assert [cell.strip() for cell in row.split("|")] in printed
 
 
 def test_the_command_prints_a_configuration_that_loads(
