@@ -118,12 +118,12 @@ def test_bash_makes_the_model_once_and_passes_arguments_to_every_rank(project: P
     assert result.stdout.splitlines() == [
         "making the model",
         f"rank 0: ['train', '{project}/examples/tiny_moe_dppo/tiny_moe_dppo.yaml', 'model.path={model}', "
-        "'run.dir=here', 'run.seed=7', 'trainer.steps=3', 'run.name=a b']",
+        f"'run.dir={project}/here', 'run.seed=7', 'trainer.steps=3', 'run.name=a b']",  # config.yaml is read anywhere
     ]
     assert (model / "made").read_text() == "--seed 7 --family qwen3_moe"
     result = run(["bash", script, "--family", "olmoe", "trainer.steps=3"], project, RUN_DIR="here", NPROC="1")
     model = project / "runs/tiny_moe_model/olmoe-0"
-    assert f"'model.path={model}', 'run.dir=here', 'run.seed=0', 'trainer.steps=3']" in result.stdout
+    assert f"'model.path={model}', 'run.dir={project}/here', 'run.seed=0', 'trainer.steps=3']" in result.stdout
     assert (model / "made").read_text() == "--seed 0 --family olmoe"
 
 
