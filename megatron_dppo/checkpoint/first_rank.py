@@ -47,17 +47,17 @@ def write_on_first_rank(
     target: Path, stream: Iterator[object], write: Callable[[Path], None], *, overwrite: bool
 ) -> None:
     """A folder that `write` fills on rank 0 with what comes in `stream`, a collective; whole, or not at all, which
-    every rank then raises alike. All iterate to the stream's end: the others send, also where rank 0 cannot write."""
+    every rank then raises alike. All iterate to the stream's end: the others send, also where rank 0
+    cannot write; but a signal that ends rank 0 ends it at once."""
 
     def fill() -> None:
         try:
             with whole_folder(target, overwrite=overwrite) as folder:
                 write(folder)
         except (OSError, UserError) as error:
+            deque(stream, maxlen=0)
             reason = error.strerror or error if isinstance(error, OSError) else error
             raise of_file(error, f"cannot write {target}: {reason}; nothing was left there") from None
-        finally:
-            deque(stream, maxlen=0)
 
     if dist.get_rank() != 0:
         deque(stream, maxlen=0)

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from ipaddress import IPv6Address
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -90,8 +91,10 @@ def _nodes(environment: Mapping[str, str]) -> Nodes:
     head = _needed(environment, "HEAD_ADDRESS")
     try:
         head.encode("idna")
-    except UnicodeError:
-        raise UserError(f"HEAD_ADDRESS={head}: is no name or address; name node 0's") from None
+        if ":" in head:
+            IPv6Address(head)
+    except ValueError:
+        raise UserError(f"HEAD_ADDRESS={head}: is no name or address; name node 0's, without a port") from None
     return Nodes(
         count=count,
         number=number,

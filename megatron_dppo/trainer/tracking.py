@@ -52,7 +52,7 @@ class Tracker:
                     _drop_rows_after(folder / name, resume_step)
             else:
                 require_unused(folder)
-            self.path.touch()
+            self.path.open("a").close()
             sync(folder)
             purge = None if resume_step is None else resume_step + 1
             self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=purge, flush_secs=10)

@@ -6,11 +6,13 @@ import errno
 import os
 import threading
 import urllib.error
+from collections.abc import Iterator
 from email.message import Message
+from pathlib import Path
 
 import pytest
 
-from megatron_dppo.checkpoint.first_rank import on_first_rank
+from megatron_dppo.checkpoint.first_rank import on_first_rank, write_on_first_rank
 from megatron_dppo.errors import SystemFault, UserError
 from tests.distributed import run_ranks
 
@@ -37,3 +39,21 @@ def test_an_error_that_cannot_be_sent_reaches_every_rank() -> None:
         "UserError: f: is cut off",
     ]
     assert run_ranks(fails, 2) == [said, said]
+
+
+def stops(rank: int, folder: str) -> tuple[str, list[int], list[int]]:
+    def write(error: BaseException, stream: Iterator[int]) -> list[int]:
+        def begin(_: Path) -> None:
+            next(stream)
+            raise error
+
+        with pytest.raises(type(error)):
+            write_on_first_rank(Path(folder) / "whole", stream, begin, overwrite=False)
+        return list(stream)
+
+    after_a_signal = write(KeyboardInterrupt(), iter(range(5)))
+    return ", ".join(os.listdir(folder)), after_a_signal, write(UserError("f: is cut off"), iter(range(5)))
+
+
+def test_a_signal_ends_a_folder_that_is_written_at_once_and_an_error_lets_the_others_send(tmp_path: Path) -> None:
+    assert run_ranks(stops, 1, str(tmp_path)) == [("", [1, 2, 3, 4], [])]

@@ -220,6 +220,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         ("NODES", "0", "must be a whole number from 1;"),
         ("NPROC_PER_NODE", "0", "must be a whole number from 1;"),
         ("HEAD_ADDRESS", "a..b", "is no name or address; name node 0's"),
+        ("HEAD_ADDRESS", "10.0.0.1:29500", "is no name or address; name node 0's, without a port"),
         ("MASTER_PORT", "70000", "must be a whole number from 1 below 65536;"),
         ("RAY_PORT", "0", "must be a whole number from 1 below 65536;"),
         ("RAY_HEAD", "10.0.0.1", "must be host:port of the cluster's head"),

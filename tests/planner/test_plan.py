@@ -265,7 +265,9 @@ def config_json(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("name", "gpus"), [("Qwen3-30B-A3B", "64"), ("Qwen3-235B-A22B", "1024")])
+@pytest.mark.parametrize(
+    ("name", "gpus"), [("Qwen3-30B-A3B", "64"), pytest.param("Qwen3-235B-A22B", "1024", marks=pytest.mark.full)]
+)
 def test_the_guide_shows_what_the_planner_says(
     name: str, gpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,17 +26,20 @@ def test_answers_are_the_same_afterwards(served_mixed: Served) -> None:
     np.testing.assert_allclose(before.mu_logp, after.mu_logp, atol=1e-5)
 
 
+@pytest.mark.parametrize("answer", [2, 16, 64])
 @pytest.mark.parametrize(("prompt", "tokens", "sequences"), [(1024, 8192, 256), (7, 100, 16), (1, 4, 3), (4096, 64, 2)])
-def test_steps_of_every_size_are_met(prompt: int, tokens: int, sequences: int) -> None:
-    config = RolloutConfig(max_prompt_tokens=prompt, max_num_batched_tokens=tokens, max_num_seqs=sequences)
-    *prompts, decode = waves(config)
-    totals = [sum(length for length, _ in wave) for wave in prompts]
-    assert totals == sizes(min(tokens, prompt * sequences))
-    for wave in (*prompts, decode):
+def test_steps_of_every_size_are_met(prompt: int, tokens: int, sequences: int, answer: int) -> None:
+    config = RolloutConfig(
+        max_prompt_tokens=prompt, max_num_batched_tokens=tokens, max_num_seqs=sequences, max_response_tokens=answer
+    )
+    found, totals = list(waves(config)), sizes(min(tokens, prompt * sequences))
+    prompts, decode = found[: len(totals)], found[len(totals) :]
+    assert [sum(length for length, _ in wave) for wave in prompts] == totals
+    for wave in found:
         assert len(wave) <= sequences
-        assert all(1 <= length <= prompt and 1 <= count <= config.max_response_tokens for length, count in wave)
-    under_way = [sum(count > step for _, count in decode) for step in range(max(count for _, count in decode))]
-    assert under_way == [size for size in reversed(sizes(sequences)) for _ in range(2)]
+        assert all(1 <= length <= prompt and 1 <= count <= answer for length, count in wave)
+    under_way = [sum(count > step for _, count in w) for w in decode for step in range(max(count for _, count in w))]
+    assert sorted(under_way) == [size for size in sizes(sequences) for _ in range(2)]
 
 
 def test_sizes_are_those_that_kernels_tell_apart() -> None:

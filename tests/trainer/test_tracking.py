@@ -205,6 +205,12 @@ def test_a_service_without_a_key_is_one_line(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("fresh_wandb")
+def test_metrics_that_cannot_be_written_are_refused_before_a_step(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/proc/self/task")  # root may write any file, but not a directory
+    with pytest.raises(UserError, match="cannot write metrics there: Is a directory"):
+        Tracker(tmp_path)
+
+
 def test_a_second_service_that_cannot_be_opened_closes_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

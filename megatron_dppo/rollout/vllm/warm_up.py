@@ -51,13 +51,15 @@ def sizes(most: int) -> list[int]:
 
 def waves(config: RolloutConfig) -> Iterator[list[tuple[int, int]]]:
     """Requests that are asked for together, each as (tokens of the prompt, tokens to sample): prompts of every one of
-    `sizes` in all, as many as go into one step; then one token for each of up to `max_num_seqs` sequences at once."""
+    `sizes` in all, as many as go into one step; then one token for each of up to `max_num_seqs` sequences at once, in
+    more than one wave where answers are short."""
     for total in sizes(min(config.max_num_batched_tokens, config.max_num_seqs * config.max_prompt_tokens)):
         count = -(-total // config.max_prompt_tokens)
         yield [(total // count + (number < total % count), 1) for number in range(count)]
-    together = sizes(config.max_num_seqs)
-    lengths = [2 * sum(size > number for size in together) for number in range(config.max_num_seqs)]  # two steps each
-    yield [(1, min(length, config.max_response_tokens)) for length in lengths]
+    together, room = sizes(config.max_num_seqs), max(config.max_response_tokens // 2, 1)  # two steps each
+    for chunk in (together[start : start + room] for start in range(0, len(together), room)):
+        lengths = [2 * sum(size > number for size in chunk) for number in range(chunk[-1])]
+        yield [(1, min(length, config.max_response_tokens)) for length in lengths]
 
 
 async def warm_up(core: VllmCore, facts: ModelFacts, config: RolloutConfig) -> None:
