@@ -26,13 +26,13 @@ from typing import IO, Any
 import psutil
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.lease import make_writable
 from megatron_dppo.launch.local import launch_local
 from megatron_dppo.launch.meeting import Meeting, NodeLost, Nodes
 from megatron_dppo.launch.network import LOOPBACK, address_towards, interface_variables
 from megatron_dppo.launch.nodes import PORTS, host_and_port, listed_gpus
 from megatron_dppo.launch.rank import PROGRAM, exit_status
 from megatron_dppo.launch.restarts import Restarts, max_restarts
-from megatron_dppo.launch.run_folder import make_writable
 from megatron_dppo.launch.stop import DONE, REQUEST
 
 _ATTEMPTS = 4

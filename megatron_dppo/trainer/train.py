@@ -25,10 +25,9 @@ from megatron_dppo.config.load import read_tree, recorded, save_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.launch.heartbeat import Heartbeat
 from megatron_dppo.launch.lease import FOLDER as LEASE
-from megatron_dppo.launch.lease import lease
+from megatron_dppo.launch.lease import lease, make_writable
 from megatron_dppo.launch.logs import FOLDER as LOGS
 from megatron_dppo.launch.logs import logging_to
-from megatron_dppo.launch.run_folder import make_writable
 from megatron_dppo.launch.stop import StopRequest
 from megatron_dppo.models.build import build_model
 from megatron_dppo.models.hf_config import HFConfig, load_hf_config
