@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from actor_step.cases import CASES, Case
 
-from megatron_dppo.launch.arguments import out_folder, real
+from megatron_dppo.launch.arguments import out_folder, real, require_gpu
 
 
 @dataclass
@@ -67,10 +67,7 @@ def main() -> int:
         return work(
             case, arguments.out / f"{case.name}.json", tiny=arguments.tiny, seconds=arguments.seconds, fusion=fusion
         )
-    from torch.cuda import device_count
-
-    if not arguments.tiny and not device_count():
-        parser.error("it measures GPUs and found none; --tiny runs on a CPU")
+    require_gpu(parser, tiny=arguments.tiny)
     return drive(arguments)
 
 

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.launch.arguments import out_folder, real, whole
+from megatron_dppo.launch.arguments import out_folder, real, require_gpu, whole
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -46,10 +46,7 @@ def main() -> int:
     if arguments.trial:
         run_trial(arguments)
         return 0
-    from torch.cuda import is_available
-
-    if not arguments.tiny and not is_available():
-        parser.error("it measures a GPU and found none; --tiny runs on a CPU")
+    require_gpu(parser, tiny=arguments.tiny)
     return drive(arguments)
 
 

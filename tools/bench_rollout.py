@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rollout_host_costs import host_costs
 
 from examples.paper.make_shapes import SHAPES
-from megatron_dppo.launch.arguments import out_folder, real, whole
+from megatron_dppo.launch.arguments import out_folder, real, require_gpu, whole
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.vllm.record_frame import HOLD, ResponseRecord
 from megatron_dppo.rollout.vllm.start import engine_environment, engine_options, quantization_options
@@ -363,10 +363,7 @@ def main() -> None:
     parser.add_argument("--gpu-share", type=real(below=1), default=0.42, help="memory of each engine")
     parser.add_argument("--kv-gib", type=real(), help="keys and values of each engine; engines then start side by side")
     options = parser.parse_args()
-    from torch.cuda import is_available
-
-    if not options.tiny and not is_available():
-        parser.error("it measures a GPU and found none; --tiny runs on a CPU")
+    require_gpu(parser, tiny=options.tiny)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     load = Load(options.sequences, options.prompt_tokens, options.new_tokens)

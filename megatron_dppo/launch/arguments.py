@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,3 +91,11 @@ def _refused(text: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ArgumentTypeError(f"{text} cannot be made: {error.strerror}; name another folder") from None
+
+
+def require_gpu(parser: ArgumentParser, *, tiny: bool) -> None:
+    """Refuse what measures GPUs where there is none, but for a `tiny` run."""
+    from torch.cuda import is_available  # takes seconds to import
+
+    if not tiny and not is_available():
+        parser.error("it measures GPUs and found none; --tiny runs on a CPU")
