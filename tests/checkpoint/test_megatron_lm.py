@@ -78,11 +78,11 @@ def of_each_expert(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torc
                 yield f"{layer}{stacked}{expert}.{part}_proj.weight", value
 
 
-def _full(names: Any, quick: str) -> list[Any]:
-    return [name if name == quick else pytest.param(name, marks=pytest.mark.full) for name in names]
+def _full(names: Any, *quick: str) -> list[Any]:
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
-@pytest.mark.parametrize("name", _full((*MOE, *DENSE, *OTHERS), "qwen3_moe"))
+@pytest.mark.parametrize("name", _full((*MOE, *DENSE, *OTHERS), "qwen3_moe", "qwen2"))
 def test_there_and_back_to_the_bit_and_plain_megatron_core_reads_it(
     name: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -95,7 +95,7 @@ def test_there_and_back_to_the_bit_and_plain_megatron_core_reads_it(
             assert min(run_ranks(read_stock, 2, models[name], tmp_path / "megatron", plain)) > 5
 
 
-@pytest.mark.parametrize("name", _full(FURTHER, "qwen3_next"))
+@pytest.mark.parametrize("name", _full(FURTHER, "qwen3_next", "deepseek_v3", "gpt_oss"))
 def test_other_attention_goes_there_and_back_and_plain_megatron_core_reads_it(
     name: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -182,7 +182,6 @@ def test_states_come_from_megatron_lm_and_go_there_and_logits_are_verified(
     assert load_file(half / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
 
 
-@pytest.mark.full
 def test_megatron_lm_itself_finds_the_arguments(models: dict[str, Path], tmp_path: Path) -> None:
     assert run_ranks(convert, 1, models["qwen3_moe"], tmp_path / "out", "--to", "megatron-lm") == [""]
     args = run_ranks(arguments_of, 1, tmp_path / "out")[0]
