@@ -96,7 +96,6 @@ def refusals(rank: int, path: str, root: Path) -> list[str]:
     return found
 
 
-@pytest.mark.full
 def test_states_of_other_weights_are_refused(world: World, tmp_path: Path) -> None:
     (found,) = run_ranks(refusals, 1, str(world.path), tmp_path)
     adapters = r"adapters of rank 4, alpha 10.0 on \['qkv', 'o', 'mlp', 'experts'\]".replace("\\", "")
