@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
@@ -77,6 +78,16 @@ def at_home(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError:  # no such user: the name of a file
         return Path(path)
+
+
+def where_it_is[P: (str, Path)](path: P) -> P:
+    """Whole where there is such a file or folder; another name, such as one of the Hugging Face hub, stays."""
+    found = at_home(path)
+    return type(path)(found.absolute()) if os.path.exists(found) else path
+
+
+Folder = Annotated[Path, AfterValidator(Path.absolute)]
+"""Whole, so that every process means the same, and what a run writes of it is right in any folder."""
 
 
 def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
 from megatron_dppo.algorithm import KLEstimator, KLPlace, ReferenceKL, presets
@@ -14,7 +14,7 @@ from megatron_dppo.algorithm.advantage import Baseline
 from megatron_dppo.algorithm.aggregation import Aggregation
 from megatron_dppo.algorithm.preset import Preset
 from megatron_dppo.config.trainer import EvaluationConfig, TrackingConfig, TrainerConfig
-from megatron_dppo.config_base import ConfigModel, Seed
+from megatron_dppo.config_base import ConfigModel, Folder, Seed, where_it_is
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.rollout.config import RolloutConfig
@@ -84,7 +84,7 @@ class AlgorithmConfig(ConfigModel):
 class RunConfig(ConfigModel):
     """Where a run lives and what makes it repeatable."""
 
-    dir: Path
+    dir: Folder
     """Folder of the run: metrics, checkpoints, plots and the trained model. Made when absent."""
     name: str = "run"
     """Shown in titles."""
@@ -101,7 +101,7 @@ class RunConfig(ConfigModel):
 class ModelConfig(ConfigModel):
     """The model that is trained."""
 
-    path: Path
+    path: Annotated[Path, AfterValidator(where_it_is)]
     """Folder with a Hugging Face checkpoint: config.json, safetensors, tokenizer."""
     random_weights: bool = False
     """Draw the weights from `run.seed`; the folder then needs no safetensors. For trying out large shapes."""

@@ -98,7 +98,7 @@ def run_example(
     `settings` are the variables that name this run: with them the closing line after an interruption says how to go on.
     A run that lost a rank is started again from its newest state, MAX_RESTARTS times without a new one in between.
     """
-    # The command that goes on, and config.yaml, are right in any folder.
+    # The command that goes on is right in any folder.
     settings = {name: value.absolute() if isinstance(value, Path) else value for name, value in settings.items()}
     extra = sys.argv[1:]
     given = extra if overrides is None else overrides

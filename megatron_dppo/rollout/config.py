@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from megatron_dppo.config_base import ConfigModel
+from megatron_dppo.config_base import ConfigModel, Folder
 
 ENGINES = {
     "vllm": "megatron_dppo.rollout.vllm.start:open_engine",
@@ -78,7 +77,7 @@ class RolloutConfig(ConfigModel):
     """Let the engine give its GPU memory back between rollouts (`sleep` and `wake`). Where it is on the trainer's GPUs
     they take turns then; without it both keep theirs, and it has to hold both: for small models, since no time goes
     into handing over. A CPU has nothing to give back."""
-    compile_cache: Path | None = None
+    compile_cache: Folder | None = None
     """Folder in which vLLM keeps what it, Triton and torch's compiler make for a model and a GPU, for the next engine
     and the next run; on every node that has engines. Before it is ready an engine meets every shape then, which takes
     the first one longer. None leaves what is made where these have it, which a container forgets, and compiles in the
@@ -129,11 +128,6 @@ class RolloutConfig(ConfigModel):
     groups wait for the first engine with room. None: twice what it decodes together (`max_num_seqs`)."""
     sync_timeout_s: float = Field(default=600.0, gt=0.0)
     """For each bucket of a weight sync."""
-
-    @field_validator("compile_cache")
-    @classmethod
-    def _wherever_an_engine_starts(cls, folder: Path | None) -> Path | None:
-        return None if folder is None else folder.absolute()
 
     @property
     def takes_turns(self) -> bool:

@@ -25,7 +25,11 @@ def check_agreement(runtime: Runtime, config: Config) -> None:
     if runtime.is_controller:
         mark.touch()
     first, name = runtime.broadcast((mine, mark.name))
-    differing = sorted(key for key in first.keys() | mine.keys() if first.get(key) != mine.get(key))
+    differing = sorted(
+        key
+        for key in first.keys() | mine.keys()
+        if first.get(key) != mine.get(key) and not key.endswith("data.path")  # which rank 0 alone reads
+    )
     deadline = time.monotonic() + _PATIENCE_S
     while not (seen := (config.run.dir / name).exists()) and not differing and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -32,7 +32,7 @@ class Checkpoints:
         self._fixed = fixed
         self.window: dict[int, WindowState] = {}
         """After the steps by number, where the schedule has one: what is saved with a step."""
-        self.again = f"run.dir={shlex.quote(str(config.run.dir.absolute()))} trainer.resume=true"
+        self.again = f"run.dir={shlex.quote(str(config.run.dir))} trainer.resume=true"
         """What goes on from the newest of them, given to the command that started the run."""
         self._states = TrainingStates(checkpoint_root(config), actor.trainee, keep=config.trainer.keep_checkpoints)
 

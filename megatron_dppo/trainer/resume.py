@@ -120,7 +120,7 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         section = name.rpartition(".")[0] + "."
         if name not in before and any(key.startswith(section) for key in before) and _is_default(name, now[name]):
             continue
-        if _compared(before.get(name)) != _compared(now.get(name)):
+        if _compared(name, before.get(name)) != _compared(name, now.get(name)):
             was, value = (repr(side[name]) if name in side else "absent" for side in (before, now))
             return f"{name} was {_short(was)} and is {_short(value)} now"
     return ""
@@ -186,8 +186,10 @@ def weights_fingerprint(folder: Path, *, random: bool) -> str:
     return digest.hexdigest()[:16]
 
 
-def _compared(value: Any) -> Any:
-    """Of the model, where it is does not count."""
+def _compared(name: str, value: Any) -> Any:
+    """Of the model, where it is does not count. States of before have an adapter's path as it was given."""
+    if name == "lora.adapter" and value:
+        return Path(value).absolute()
     match = re.fullmatch(r".*( \(weights [0-9a-f]{16}\))", value) if isinstance(value, str) else None
     return match[1] if match else value
 

@@ -57,7 +57,7 @@ def test_a_mapping_for_a_section_changes_what_it_names(tmp_path):
     assert config.task.environment.parameters == {"depth": 2}
     assert load_config(file, ["lora={}"]).lora is not None
     linked = load_config(file, ["evaluation={every: '${run.seed}'}", "run={seed: 5}"])
-    assert (linked.evaluation.every, linked.evaluation.prompts, linked.run.dir) == (5, 12, Path("out"))
+    assert (linked.evaluation.every, linked.evaluation.prompts, linked.run.dir) == (5, 12, Path("out").absolute())
 
 
 class Several(ConfigModel):
@@ -94,7 +94,25 @@ def test_the_home_folder(config_file, tmp_path, monkeypatch):
     assert config.model.path == tmp_path
     assert config.rollout.compile_cache == tmp_path / "cache"
     assert config.lora.adapter == tmp_path / "adapter"
-    assert load_config(config_file, ["run.dir=~nobody-of-that-name/x"]).run.dir == Path("~nobody-of-that-name/x")
+    nobody = load_config(config_file, ["run.dir=~nobody-of-that-name/x"])
+    assert nobody.run.dir == Path("~nobody-of-that-name/x").absolute()
+
+
+def test_folders_are_whole_and_names_of_the_hub_stay(config_file, tmp_path, monkeypatch):
+    """What a run writes of its configuration is read again in other folders."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "q.jsonl").touch()
+    sets = "evaluation.sets=[{name: a, data: {path: q.jsonl}}, {name: b, data: {path: org/questions}}]"
+    paths = ["rollout.compile_cache=cache", "lora={adapter: adapter}", "task={kind: data, data: {path: ./q.jsonl}}"]
+    save_config(load_config(config_file, [*paths, sets]), tmp_path / "saved.yaml")
+    monkeypatch.chdir("/")
+    config = load_config(tmp_path / "saved.yaml")
+    assert (config.run.dir, config.model.path) == (tmp_path / "out", tmp_path / "model")
+    assert (config.rollout.compile_cache, config.lora.adapter) == (tmp_path / "cache", tmp_path / "adapter")
+    assert config.task.data.path == str(tmp_path / "q.jsonl")
+    assert [one.data.path for one in config.evaluation.sets] == [str(tmp_path / "q.jsonl"), "org/questions"]
+    assert load_config(config_file, ["model.path=Qwen/Qwen3-30B-A3B"]).model.path == Path("Qwen/Qwen3-30B-A3B")
 
 
 def test_own_code_that_is_a_program(config_file, tmp_path, monkeypatch):

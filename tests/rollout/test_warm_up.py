@@ -66,8 +66,3 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"rollout.compile_cache=.*file cannot be written where an engine starts"):
         keep_compiled(tmp_path / "file")
-
-
-def test_the_folder_is_the_same_in_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert RolloutConfig(compile_cache=Path("kept")).compile_cache == tmp_path / "kept"

@@ -13,7 +13,7 @@ from tests.distributed import run_ranks
 
 
 def agree(rank: int, folder: str, names: list[str], steps: list[int]) -> str:
-    """What the check says on this rank; `names` are the folder's on each, `run` a link there where they differ."""
+    """What the check says on this rank; `names` are the folder's on each, of which the first alone has the data."""
     import torch
 
     from megatron_dppo.actor.runtime import Runtime
@@ -21,11 +21,19 @@ def agree(rank: int, folder: str, names: list[str], steps: list[int]) -> str:
     from megatron_dppo.trainer import agreement
 
     agreement._PATIENCE_S = 1.0
-    os.chdir(Path(folder) / names[rank])  # one relative path, two disks
+    os.chdir(Path(folder) / names[rank])
     Path("run").mkdir(exist_ok=True)
     config = Config.model_validate(
-        {"run": {"dir": "run"}, "model": {"path": "model"}, "trainer": {"steps": steps[rank]}}
+        {
+            "run": {"dir": "run"},
+            "model": {"path": "model"},
+            "trainer": {"steps": steps[rank]},
+            "task": {"kind": "data", "data": {"path": "questions"}},
+        }
     )
+    config = config.model_copy(
+        update={"run": config.run.model_copy(update={"dir": Path("run")})}
+    )  # one path, two disks
     runtime = Runtime(rank, 2, torch.device("cpu"), groups=None)  # type: ignore[arg-type]
     try:
         agreement.check_agreement(runtime, config)
@@ -47,6 +55,7 @@ def agree(rank: int, folder: str, names: list[str], steps: list[int]) -> str:
 def test_all_ranks_say_what_differs(tmp_path: Path, names: list[str], steps: list[int], message: str) -> None:
     for name in names:
         (tmp_path / name).mkdir(exist_ok=True)
+    (tmp_path / names[0] / "questions").mkdir()
     first, second = run_ranks(agree, 2, str(tmp_path), names, steps)
     assert first == second
     assert message in first

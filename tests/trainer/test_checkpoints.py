@@ -99,6 +99,12 @@ def test_a_state_from_before_a_setting_goes_on_with_its_default() -> None:
     assert difference(settings(), settings(lora={})).startswith("lora.")
 
 
+def test_a_state_that_has_an_adapters_path_as_it_was_given_goes_on() -> None:
+    now = settings(lora={"adapter": "a"})
+    assert difference(now | {"lora.adapter": "a"}, now) == ""
+    assert difference(now | {"lora.adapter": "b"}, now).startswith("lora.adapter was 'b' and is ")
+
+
 def test_the_normaliser_is_compared_as_it_is_resolved() -> None:
     def explicit(value: float) -> dict[str, Any]:
         return {"overrides": {"aggregation": "seq-mean-token-sum-norm"}, "normaliser": value}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator
 
-from megatron_dppo.config_base import ConfigModel
+from megatron_dppo.config_base import ConfigModel, Folder
 
 Target = Literal["qkv", "o", "mlp", "experts"]
 TARGETS: tuple[Target, ...] = ("qkv", "o", "mlp", "experts")
@@ -28,7 +27,7 @@ class LoraConfig(ConfigModel):
     """Layers that get adapters: query, key and value, with latent attention all matrices that they are made by ("qkv"),
     the attention's output projection ("o"), dense MLPs and the experts that every token passes ("mlp"), and every
     expert that is chosen ("experts"). The router, the norms, the embedding and the LM head stay as they are."""
-    adapter: Path | None = None
+    adapter: Folder | None = None
     """Folder of a PEFT adapter (adapter_config.json, adapter_model.safetensors) to start from, of the same rank, alpha
     and targets; null starts from the base model."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from megatron_dppo.config_base import ConfigModel
+from megatron_dppo.config_base import ConfigModel, where_it_is
 
 
 class FieldMap(ConfigModel):
@@ -34,7 +34,7 @@ class FieldMap(ConfigModel):
 class DataConfig(ConfigModel):
     """A set of questions with reference answers."""
 
-    path: str = Field(min_length=1)
+    path: Annotated[str, Field(min_length=1), AfterValidator(where_it_is)]
     """A file (`.jsonl`, `.json`, both also as `.gz` or `.zst`, or `.parquet`), a folder of such files (read in the
     order of their names; where names tell splits, those of `split`), a folder that `datasets` saved, or the name of a
     dataset on the Hugging Face hub."""
