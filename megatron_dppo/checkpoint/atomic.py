@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.folders import existing, require_writable
 
 INCOMPLETE = ".incomplete-"
 _CHECKPOINT_MARKS = ("config.json", "state.json", "latest", "adapter_config.json", "latest_checkpointed_iteration.txt")
@@ -45,14 +46,7 @@ def check_target(path: Path, *, overwrite: bool) -> None:
             raise UserError(
                 f"{path} is no checkpoint folder and is not overwritten; remove it or choose another output"
             )
-    parent = existing(path.parent)
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"{parent} is not writable, so {path} cannot be created; choose another output")
-
-
-def existing(path: Path) -> Path:
-    """`path`, or the nearest folder above it that is there."""
-    return next(one for one in (path, *path.absolute().parents) if one.exists())
+    require_writable(path.parent, named=str(path))
 
 
 def require_room(path: Path, needed: int) -> None:

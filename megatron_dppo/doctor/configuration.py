@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_dppo.checkpoint.atomic import existing
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.doctor.machine import MIB, check_shared_memory
 from megatron_dppo.errors import UserError, first_line
+from megatron_dppo.launch.folders import existing, require_writable
 from megatron_dppo.launch.secrets import redact
 from megatron_dppo.models.hf_config import HFConfig, load_hf_config
 from megatron_dppo.models.parallel import ParallelConfig
@@ -89,15 +89,9 @@ def _folder(config: Config) -> Iterator[Finding]:
     from megatron_dppo.trainer.tracking import require_unused
 
     folder = config.run.dir
-    there = existing(folder)
-    try:
-        if not there.is_dir():
-            raise NotADirectoryError(20, "a file is in its place")
-        probe = there / ".megatron-dppo-doctor"
-        probe.touch()
-        probe.unlink()
-    except OSError as problem:
-        yield error("run-folder", f"run.dir={folder} cannot be made: {there}: {problem.strerror}", "choose another")
+    wrong = attempt("run-folder", "", lambda: require_writable(folder, named=f"run.dir={folder}"))[1]
+    yield from wrong
+    if wrong:
         return
     if config.trainer.resume:
         yield from attempt(

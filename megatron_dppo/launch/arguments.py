@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_dppo.errors import SystemFault, UserError
+from megatron_dppo.launch.folders import require_writable
+
 SEEDS = 2**32
 """Seeds are below it: as the generators of all libraries take them."""
 
@@ -52,22 +55,18 @@ def several[T](kind: Callable[[str], T]) -> Callable[[str], list[T]]:
 def new_folder(text: str) -> Path:
     """One that is not there yet, or empty, and can be made: what takes minutes is not lost at its end."""
     path = _named(text)
-    with _refused(text):
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise ArgumentTypeError(f"{text} exists already; name another folder or remove it")
-        above = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise ArgumentTypeError(f"{text} cannot be made in {above}; name another folder")
+    with _refused():
+        require_writable(path, named=text)
+    if path.exists() and any(path.iterdir()):
+        raise ArgumentTypeError(f"{text} exists already; name another folder or remove it")
     return path
 
 
 def out_folder(text: str) -> Path:
     """Made when absent."""
     path = _named(text)
-    with _refused(text):
-        path.mkdir(parents=True, exist_ok=True)
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ArgumentTypeError(f"{text} cannot be written; name another folder")
+    with _refused():
+        require_writable(path, named=text, make=True)
     return path
 
 
@@ -86,11 +85,11 @@ def _named(text: str) -> Path:
 
 
 @contextmanager
-def _refused(text: str) -> Iterator[None]:
+def _refused() -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        raise ArgumentTypeError(f"{text} cannot be made: {error.strerror}; name another folder") from None
+    except (UserError, SystemFault) as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 def require_gpu(parser: ArgumentParser, *, tiny: bool) -> None:

@@ -26,20 +26,6 @@ FOLDER = ".lease"
 _LOG = logging.getLogger(__name__)
 
 
-def make_writable(folder: Path, *, setting: str, who: object) -> None:
-    """Make it where it is absent, and a file in it, named by `who` tries. Errors: UserError, or SystemFault, that names
-    it as `setting`=folder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".write-probe-{who}"
-        probe.touch()
-        probe.unlink(missing_ok=True)  # another job may be trying the same folder
-    except OSError as error:
-        raise of_file(
-            error, f"{setting}={folder} cannot be written: {error.strerror or error}; choose another folder"
-        ) from error
-
-
 @contextmanager
 def lease(place: Path, *, of: str) -> Iterator[None]:
     """Hold the lease in the folder `place` (made, and removed at the end). `of` is what it guards, for errors.

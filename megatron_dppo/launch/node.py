@@ -26,7 +26,7 @@ from typing import IO, Any
 import psutil
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.launch.lease import make_writable
+from megatron_dppo.launch.folders import require_writable
 from megatron_dppo.launch.local import launch_local
 from megatron_dppo.launch.meeting import Meeting, NodeLost, Nodes
 from megatron_dppo.launch.network import LOOPBACK, address_towards, interface_variables
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     ray = RayNode(nodes, run) if several or environment.get("RAY_HEAD") else None
     stopped = _number(environment, "STOPPED_STATUS", 0, below=256)
     restarts = Restarts(run, limit=max_restarts(), goes_on=True, seen_after_s=_number(environment, "SEEN_AFTER_S", 60))
-    make_writable(run, setting="RUN_DIR", who=f"node-{nodes.number}")
+    require_writable(run, named=f"RUN_DIR={run}", make=True)
     meeting = Meeting(nodes, restarts, alive=ray.alive if ray else lambda: None)
 
     def ask_to_stop(number: int, frame: FrameType | None) -> None:

@@ -23,9 +23,10 @@ from megatron_dppo.checkpoint.random_weights import fill_random
 from megatron_dppo.checkpoint.state_folder import latest_state
 from megatron_dppo.config.load import read_tree, recorded, save_config
 from megatron_dppo.config.schema import Config
+from megatron_dppo.launch.folders import require_writable
 from megatron_dppo.launch.heartbeat import Heartbeat
 from megatron_dppo.launch.lease import FOLDER as LEASE
-from megatron_dppo.launch.lease import lease, make_writable
+from megatron_dppo.launch.lease import lease
 from megatron_dppo.launch.logs import FOLDER as LOGS
 from megatron_dppo.launch.logs import logging_to
 from megatron_dppo.launch.stop import StopRequest
@@ -84,7 +85,7 @@ def train(
     rank = actor_runtime.rank()
     with ExitStack() as stack:
         # The run's folder, and on rank 0 the task.
-        make_writable(config.run.dir, setting="run.dir", who=rank)
+        require_writable(config.run.dir, named=f"run.dir={config.run.dir}", make=True)
         if rank == 0:  # the others write nothing before they have met it
             stack.enter_context(lease(config.run.dir / LEASE, of=f"run.dir={config.run.dir}"))
             if config.trainer.resume:  # others may see it late, and take what this rank sees

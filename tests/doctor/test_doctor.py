@@ -198,7 +198,7 @@ FAULTS: list[tuple[Callable[[Path, Tree], None], str]] = [
     (nothing_to_resume, "error: resume: cannot resume"),
     (lost_checkpoint, "names 'step_00000007'"),
     (used_folder, "already holds the metrics of a run"),
-    (file_in_the_way, "a file is in its place"),
+    (file_in_the_way, "runs: Not a directory"),
     (secret_in_clear, "holds what looks like a secret"),
     (impatient_ranks, "ranks give up after 1 min"),
     (unknown_dataset, "no_such_dataset"),

@@ -64,5 +64,5 @@ def test_what_is_compiled_is_kept_in_one_folder(tmp_path: Path, monkeypatch: pyt
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"rollout.compile_cache=.*file cannot be written where an engine starts"):
+    with pytest.raises(UserError, match=r"rollout.compile_cache=.*file, where an engine starts, cannot be written"):
         keep_compiled(tmp_path / "file")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dppo.errors import of_file
+from megatron_dppo.launch.folders import require_writable
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import GenerationRequest, SamplingConfig
 from megatron_dppo.rollout.model_facts import ModelFacts
@@ -30,14 +30,7 @@ def keep_compiled(folder: Path | None) -> None:
     if folder is None:
         return
     for variable, name in CACHES.items():
-        try:
-            (folder / name).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise of_file(
-                error,
-                f"rollout.compile_cache={folder} cannot be written where an engine starts: {error.strerror}; "
-                "choose another folder",
-            ) from error
+        require_writable(folder / name, named=f"rollout.compile_cache={folder}, where an engine starts,", make=True)
         os.environ[variable] = str(folder / name)
 
 
