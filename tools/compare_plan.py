@@ -13,13 +13,15 @@ Markdown on standard output. With `--fixed` the predictions are those of the fil
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-import pydantic.dataclasses
+import pydantic
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -27,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from actor_step.cases import CASES as MEASURED
 from actor_step.cases import Case
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, listed
 from megatron_dppo.json_object import read_json_object
 from megatron_dppo.launch import exit_status
 from megatron_dppo.models.hf_config import resolve_hf_config
@@ -75,6 +77,17 @@ def read[T](file: Path, kind: type[T], *, option: str, writer: str) -> T:
     except (UserError, ValidationError) as error:
         problem = f"{file}: {first_problem(error)}" if isinstance(error, ValidationError) else str(error)
         raise UserError(f"{option}: {problem}; give a file that {writer} wrote") from None
+
+
+def read_bench(file: Path, names: Sequence[str]) -> Bench:
+    """The same of bench.json, in which one of the cases `names` was measured at least."""
+    bench = read(file, Bench, option="bench", writer="tools/bench_actor_step.py")
+    if all(measured(bench, name) == (None, None) for name in names):
+        raise UserError(
+            f"bench: {file}: no peak and no step of {listed(names, 8, between=' ')} in it; give a file that "
+            "tools/bench_actor_step.py wrote of a case"
+        )
+    return bench
 
 
 def first_problem(error: ValidationError) -> str:
@@ -197,18 +210,21 @@ def main() -> int:
 
 def compare(arguments: argparse.Namespace) -> None:
     """The table on standard output."""
-    bench, efficiency = None, None
-    if arguments.bench:
-        bench = read(arguments.bench, Bench, option="bench", writer="tools/bench_actor_step.py")
+    efficiency = None
     if arguments.efficiency:
-        kind = pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid"))(Efficiency)
-        efficiency = read(arguments.efficiency, kind, option="--efficiency", writer="tools/fit_planner.py --save")
+        fields: dict[str, Any] = {field.name: float for field in dataclasses.fields(Efficiency)}  # none is left out
+        kind = pydantic.create_model("Fit", __config__=ConfigDict(extra="forbid"), **fields)
+        fit = read(arguments.efficiency, kind, option="--efficiency", writer="tools/fit_planner.py --save")
+        efficiency = Efficiency(**fit.model_dump())
     if arguments.fixed:
         predictions = read(arguments.fixed, dict[str, Prediction], option="--fixed", writer="this tool with --save")
+        if not predictions:
+            raise UserError(f"--fixed: {arguments.fixed}: no case in it; give a file that this tool with --save wrote")
     else:
         cases = {case.name: case for case in MEASURED}
         gpu = find_gpu(arguments.gpu)
         predictions = {name: predict(cases[name], gpu, efficiency) for name in arguments.only}
+    bench = read_bench(arguments.bench, list(predictions)) if arguments.bench else None
     if arguments.save:
         save(arguments.save, predictions)
     print(table(predictions, bench))

@@ -22,7 +22,7 @@ from scipy.optimize import least_squares
 sys.path.insert(0, str(Path(__file__).parent))
 
 from actor_step.cases import CASES, Case
-from compare_plan import Bench, Measured, measured, plan, read, save
+from compare_plan import Measured, measured, plan, read_bench, save
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import exit_status
@@ -77,11 +77,12 @@ def fit_files(arguments: argparse.Namespace) -> None:
     """The efficiencies and what they foretell on standard output."""
     gpu = find_gpu(arguments.gpu)
     found: dict[str, Measured] = {}
+    known = [case.name for case in CASES]
     for file in arguments.bench:
-        found |= read(file, Bench, option="bench", writer="tools/bench_actor_step.py")["cases"]
+        found |= read_bench(file, arguments.only or known)["cases"]
     names = arguments.only or found
     steps = {name: step for name in names if (step := measured({"cases": found}, name)[1])}
-    if not steps.keys() & {case.name for case in CASES}:
+    if not steps.keys() & set(known):
         files = " ".join(map(str, arguments.bench))
         raise UserError(f"bench: {files}: no step of {' '.join(names) or 'any case'} was measured; measure one")
     before, after = efficiency_of(gpu.name), fit(steps, gpu)

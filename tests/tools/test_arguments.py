@@ -33,6 +33,9 @@ FILES = {
     "prediction.json": json.dumps({"a1": PREDICTION}),
     "half.json": json.dumps({"a1": {"layout": "x"}}),
     "efficiency.json": '{"speed": 2}',
+    "peak.json": '{"cases": {"a1": {"peak_gib": 3}}}',
+    "foreign.json": '{"cases": {"a1": {"seconds": 3}, "zz": {"peak_gib": 3}}}',
+    "nothing.json": "{}",
 }
 
 
@@ -47,14 +50,18 @@ FILES = {
         ("tools/compare_plan.py --fixed half.json", "--fixed: half.json: a1.layers: Field required"),
         (
             "tools/compare_plan.py --efficiency efficiency.json",
-            "--efficiency: efficiency.json: speed: Unexpected",
+            "--efficiency: efficiency.json: dense: Field required; give a file that tools/fit_planner.py --save wrote",
         ),
+        ("tools/compare_plan.py foreign.json", "bench: foreign.json: no peak and no step of a1 b2 c2 d2 e4 f4 g4 in"),
+        ("tools/compare_plan.py peak.json --only b2", "bench: peak.json: no peak and no step of b2 in it; give a file"),
+        ("tools/compare_plan.py --fixed nothing.json", "--fixed: nothing.json: no case in it; give a file that this"),
         ("tools/compare_plan.py --gpu tpu", "argument --gpu: invalid choice: 'tpu'"),
         ("tools/compare_plan.py --only zz", "argument --only: invalid choice: 'zz'"),
         ("tools/compare_plan.py --only a1 --save no/such/p.json", "--save: no/such/p.json cannot be written: No such"),
         ("tools/fit_planner.py wrong.json", "bench: wrong.json: cases.a1.with_replay.dppo-topk-tv, replay.0: Input"),
-        ("tools/fit_planner.py empty.json", "bench: empty.json: no step of any case was measured"),
-        ("tools/fit_planner.py empty.json --only a1", "bench: empty.json: no step of a1 was measured"),
+        ("tools/fit_planner.py empty.json", "bench: empty.json: no peak and no step of a1"),
+        ("tools/fit_planner.py peak.json foreign.json", "bench: foreign.json: no peak and no step of a1 "),
+        ("tools/fit_planner.py peak.json --only a1", "bench: peak.json: no step of a1 was measured"),
         ("tools/bench_engines.py absent", "argument model: absent is no folder of a Hugging Face model"),
         ("tools/bench_engines.py model --repeats 0", "argument --repeats: 0 must be 1 or more"),
         ("tools/bench_engines.py model --engines no", "config key engine='no': String should match pattern"),
