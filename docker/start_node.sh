@@ -29,4 +29,4 @@
 # and the exit status is STOPPED_STATUS. Started again it goes on from the newest state. A configuration that cannot run
 # ends with exit status 2.
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # a lost node is told in one line, not by its sockets
-exec "${PYTHON:-python}" -m megatron_dppo.launch.node "$@"
+exec "${PYTHON:-python}" -m megatron_dppo.launch "$@"

@@ -1,6 +1,7 @@
 """The command line: `megatron-dppo train | evaluate | convert | plot | report | plan | doctor`.
 
-Heavy imports happen inside the commands.
+Heavy imports happen inside the commands, and others than launch's within `exit_status`: Ctrl-C is one line from the
+first second on.
 """
 
 from __future__ import annotations
@@ -13,12 +14,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_dppo import __version__
-from megatron_dppo.checkpoint.convert_arguments import add_convert_arguments, run_convert
-from megatron_dppo.doctor.command import add_doctor_arguments, run_doctor
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import exit_status
 from megatron_dppo.launch.imports import ignore_warnings_of_libraries, uncollected
-from megatron_dppo.planner.command import add_plan_arguments, run_plan
 
 _OVERRIDE = re.compile(
     r"(seed|(run|model|lora|parallel|actor|optimizer|algorithm|rollout|task|trainer|evaluation|tracking)\.[^=]+)="
@@ -60,6 +58,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from megatron_dppo.checkpoint.convert_arguments import add_convert_arguments, run_convert
+    from megatron_dppo.doctor.command import add_doctor_arguments, run_doctor
+    from megatron_dppo.planner.command import add_plan_arguments, run_plan
+
     parser = _Parser(prog="megatron-dppo", description="Reinforcement learning of MoE models with DPPO.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

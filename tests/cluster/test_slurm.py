@@ -143,7 +143,7 @@ def test_a_task_that_is_lost_is_started_again_in_the_same_job(slurm: Path, tmp_p
     tasks = [
         one
         for one in psutil.process_iter(["cmdline", "environ"])
-        if "megatron_dppo.launch.node" in (one.info["cmdline"] or [])
+        if "megatron_dppo.launch" in (one.info["cmdline"] or [])
         and (one.info["environ"] or {}).get("RUN_DIR") == str(run)
     ]
     next(one for one in tasks if one.info["environ"]["NODE_RANK"] == "1").kill()

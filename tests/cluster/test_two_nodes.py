@@ -119,7 +119,7 @@ def name_of(pid: int) -> str:
         return first
     if Path(first).name in ("gcs_server", "raylet"):
         return Path(first).name
-    if "megatron_dppo.launch.node" in command:
+    if "megatron_dppo.launch" in command:
         return "start_node.sh"
     if any(part.endswith("run_tiny_moe_dppo.sh") for part in command):
         return "rank"

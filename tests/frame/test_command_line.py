@@ -11,6 +11,8 @@ import pytest
 
 from megatron_dppo.cli import _parse, main
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.mark.parametrize(
     ("line", "found"),
@@ -44,3 +46,13 @@ def test_a_rank_hands_what_is_wrong_with_its_words_to_its_launcher(tmp_path):
     command = [sys.executable, "-m", "megatron_dppo.cli", "train"]
     assert subprocess.run(command, env=rank, capture_output=True, timeout=300, check=False).returncode == 2
     assert "error: the following arguments are required: config" in (tmp_path / "error.json").read_text()
+
+
+@pytest.mark.parametrize(("program", "late"), [("megatron_dppo.cli", "numpy"), ("megatron_dppo.launch", "torch")])
+def test_ctrl_c_while_it_is_loaded_is_one_line(program, late, tmp_path):
+    """What takes time to import begins after the program can say how it ended."""
+    (tmp_path / f"{late}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-m", program, "--version"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "megatron-dppo: stopped by SIGINT\n")
