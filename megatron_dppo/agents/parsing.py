@@ -128,7 +128,7 @@ _DEEPSEEK = (
 )
 _KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
          "<|tool_call_argument_begin|>", "<|tool_call_end|>")  # fmt: skip
-_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 _CALL = ("<tool_call>", "</tool_call>")
 _GLM = (*_CALL, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
@@ -138,7 +138,7 @@ FORMATS: dict[str, Format] = {
     "hermes": Format("<tool_call>", *_CALL, lambda body, tools: _named(body, "arguments"), _CALL),
     "deepseek": Format(_DEEPSEEK[2], *_DEEPSEEK[2:4], _deepseek, _DEEPSEEK),
     "kimi": Format(_KIMI[2], _KIMI[2], _KIMI[4], _kimi, _KIMI),
-    "harmony": Format("<|channel|>", "", "", lambda body, tools: None, _HARMONY),
+    "harmony": Format("<|channel|>", "", "", lambda body, tools: None, HARMONY),
     "llama": Format('"parameters": ', "", "", lambda body, tools: _named(body, "parameters"), ("<|python_tag|>",)),
 }
 """By name; the first that a template writes is the model's."""
@@ -168,7 +168,7 @@ class AnswerParser:
         thinking  whether it begins inside of reasoning
         """
         if self._harmony:
-            return self._channels(text)
+            return read_channels(text)
         content, reasoning = self._split(text, thinking) if self._thinks else (text, "")
         calls: list[tuple[str, str]] = []
         if self._format is not None and tools:
@@ -188,26 +188,27 @@ class AnswerParser:
         reasoning, end, content = (text if thinking else begun).removeprefix(THINK).partition(END_THINK)
         return content.lstrip("\n") if end else "", reasoning.strip("\n")
 
-    def _channels(self, text: str) -> Parsed:
-        """gpt-oss: a message is a head, <|message|>, a body and an end. On the channel "analysis" it is reasoning, one
-        to a function is a call, the others are content, and so is what has no head."""
-        said: dict[str, list[str]] = {"content": [], "reasoning": []}
-        calls: list[tuple[str, str]] = []
-        head, *messages = text.split("<|message|>")
-        for message in messages:
-            end = min((at for one in _ENDS if (at := message.find(one)) >= 0), default=len(message))
-            body, behind = message[:end], message[end:].partition("|>")[2]
-            to = _word(head, " to=").removeprefix("functions.")
-            call = _json_of(to, body)
-            if call:
-                calls.append(call)
-            else:
-                kind = "reasoning" if not to and _word(head, "<|channel|>") == "analysis" else "content"
-                said[kind].append(body)
-            head = behind
-        if head.strip():
-            said["content"].append(head)
-        return Parsed("\n".join(said["content"]), "\n".join(said["reasoning"]), tuple(calls))
+
+def read_channels(text: str) -> Parsed:
+    """gpt-oss: a message is a head, <|message|>, a body and an end. On the channel "analysis" it is reasoning, one
+    to a function is a call, the others are content, and so is what has no head."""
+    said: dict[str, list[str]] = {"content": [], "reasoning": []}
+    calls: list[tuple[str, str]] = []
+    head, *messages = text.split("<|message|>")
+    for message in messages:
+        end = min((at for one in _ENDS if (at := message.find(one)) >= 0), default=len(message))
+        body, behind = message[:end], message[end:].partition("|>")[2]
+        to = _word(head, " to=").removeprefix("functions.")
+        call = _json_of(to, body)
+        if call:
+            calls.append(call)
+        else:
+            kind = "reasoning" if not to and _word(head, "<|channel|>") == "analysis" else "content"
+            said[kind].append(body)
+        head = behind
+    if head.strip():
+        said["content"].append(head)
+    return Parsed("\n".join(said["content"]), "\n".join(said["reasoning"]), tuple(calls))
 
 
 def _word(text: str, behind: str) -> str:

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from megatron_dppo.agents.response_text import response_texts
 from megatron_dppo.checkpoint.atomic import replace_synced
 from megatron_dppo.checkpoint.hf_files import WEIGHTS, require_unchanged
 from megatron_dppo.config.load import build_config, read_tree, section
@@ -158,9 +159,9 @@ def _answer_all(
                 well_formed=bool(rewards.well_formed[i]),
                 tokens=int(batch.response_lengths[i]),
                 finish_reason=batch.finish_reasons[i],
-                response=tokenizer.decode(batch.response_ids(i), skip_special_tokens=True),
+                response=text,
             )
-            for i in range(len(batch))
+            for i, text in enumerate(response_texts(tokenizer, [batch.response_ids(i) for i in range(len(batch))]))
         )
         console.print(f"{one.name}: {start + len(part)} of {len(prompts)} questions", markup=False)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from megatron_dppo.agents.response_text import said_aloud
 from megatron_dppo.batch import RolloutBatch, join_turns
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.engine import Generates, GenerationRequest, SamplingConfig
@@ -82,7 +83,8 @@ class EnvironmentPlayer:
                 requests = [_request(running, run_seed, step, stream, turn) for running in active]
                 batch = engine.generate(requests, sampling, training=stream == TRAINING)
                 parts = [batch.select([number]) for number in range(len(active))]
-                actions = [self._tokenizer.decode(part.response_ids(0), skip_special_tokens=True) for part in parts]
+                sampled = [part.response_ids(0) for part in parts]
+                actions = said_aloud(self._tokenizer, [running.ids for running in active], sampled)
                 answers, begun = task.episodes.step([running.episode for running in active], actions)
                 for running, part, answer, episode in zip(active, parts, answers, begun, strict=True):
                     running.episode = episode

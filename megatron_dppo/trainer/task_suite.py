@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from megatron_dppo.agents.response_text import response_texts
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.trainer import EvaluationConfig
 from megatron_dppo.errors import UserError
@@ -62,7 +63,7 @@ def score_responses(
     finish_reasons: Sequence[str],
 ) -> Rewards:
     """The verdicts on `responses`, the token ids of `samples` answers to each prompt in turn, and why each ended."""
-    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    texts = response_texts(tokenizer, responses)
     asked = [prompt for prompt in prompts for _ in range(samples)]
     return grader.score(asked, texts, [len(ids) for ids in responses], finish_reasons)
 

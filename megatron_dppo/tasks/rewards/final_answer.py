@@ -36,6 +36,11 @@ _NUMBER = re.compile(
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
 
 
+def is_thinking_tag(text: str) -> bool:
+    """Whether `text` is a tag that begins or ends thinking."""
+    return _THINKING.fullmatch(text) is not None
+
+
 def is_thinking(response: str) -> bool:
     """Whether the response ends inside its thinking: no answer can have been given."""
     marks = list(_THINKING.finditer(response))
@@ -47,11 +52,14 @@ def end_of_thinking(response: str) -> int:
     return max((mark.end() for mark in _THINKING.finditer(response) if mark[1] or mark[2]), default=0)
 
 
+def behind_thinking(response: str) -> str:
+    """What `response` says behind its thinking; nothing where it ends inside of it."""
+    return "" if is_thinking(response) else response[end_of_thinking(response) :]
+
+
 def final_answer(response: str, *, boxed_only: bool = False) -> str | None:
     """The final answer of `response`, None where it has none. See the head of this file for the rules."""
-    if is_thinking(response):
-        return None
-    text = response[end_of_thinking(response) :].strip()
+    text = behind_thinking(response).strip()
     boxes = _boxes(text)
     if boxes:
         return _last_group(text, boxes)

@@ -107,9 +107,9 @@ class Grader:
         lengths: Sequence[int] | np.ndarray | None = None,
         finish_reasons: Sequence[str] | None = None,
     ) -> Rewards:
-        """Score `responses[i]`, of `lengths[i]` tokens, as a response to `prompts[i]`; the text has no special tokens.
-        Rewards that look at lengths need them. Where `finish_reasons[i]` is "length" the response was cut off, and has
-        no answer."""
+        """Score `responses[i]`, of `lengths[i]` tokens, as a response to `prompts[i]`; the text has no special tokens
+        but tags around its thinking. Rewards that look at lengths need them. Where `finish_reasons[i]` is "length" the
+        response was cut off, and has no answer."""
         if len(prompts) != len(responses):
             raise ValueError(f"{len(prompts)} prompts but {len(responses)} responses")
         answers, undecided = self._answers(prompts, responses, finish_reasons)
