@@ -103,7 +103,8 @@ class Routes:
         """The named token rows and MoE layers (all when None), in the order named (copies them)."""
         every = layers is None or list(layers) == list(range(self.moe_layers))
         experts = self.experts.take(rows, axis=0) if every else self.experts[rows[:, None], np.array(layers)]
-        return Routes(experts, self.valid[rows], self.num_experts, _runs(self.weight_versions[rows]))
+        versions = self.spans[np.searchsorted(self.spans[:, 0], rows, side="right") - 1, 1]
+        return Routes(experts, self.valid[rows], self.num_experts, _runs(versions))
 
     def between(self, start: int, stop: int) -> Routes:
         """Tokens `start..stop-1`, as views of the same memory."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -90,6 +92,42 @@ def test_each_rank_pulls_its_columns_and_layers_only(ray_session: RaySession, gr
         assert_same_kind(empty, expected)
     finally:
         ray.kill(keeper)
+
+
+@pytest.mark.parametrize("groups", [None, [[2, 0], [1]]])
+@pytest.mark.parametrize("wanted", [[6, 0, 4, 1], [3, 6, 3], [0, 2, 5, 6], [6, 5, 4, 3, 2, 1, 0]])
+def test_a_pack_from_several_objects_comes_in_the_order_asked(
+    ray_session: RaySession, groups: list[list[int]] | None, wanted: list[int]
+) -> None:
+    batch = random_batch(5, PROMPTS, RESPONSES, 4)
+    assert batch.routes is not None
+    routes = batch.routes.routed_under(np.repeat([7, 8, 7, 7, 9, 8, 8], batch.lengths))
+    batch = replace(batch, routes=routes)
+    keeper, handle = keep(batch, groups)
+    try:
+        assert_same(RolloutSource(handle).rows(np.array(wanted)), align(batch).select(np.array(wanted)))
+    finally:
+        ray.kill(keeper)
+
+
+@pytest.mark.parametrize("groups", [None, [[0], [1, 2]]])
+def test_a_pack_copies_its_own_rows_and_not_the_objects_that_hold_them(
+    ray_session: RaySession, groups: list[list[int]] | None
+) -> None:
+    batch = random_batch(5, PROMPTS, [3, 30_000, 4, 2, 30_000, 1, 3], 4)
+    keeper, handle = keep(batch, groups)
+    try:
+        source, pack = RolloutSource(handle), np.array([0, 3])
+        expected = source.rows(pack)
+        tracemalloc.start()
+        got = source.rows(pack)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        ray.kill(keeper)
+    assert_same(got, expected)
+    assert handle.topk_bytes[:2].min() > 1 << 20
+    assert most < 3 << 19, "Ray's packer takes a MiB, and 11 rows next to nothing"
 
 
 def assert_same_kind(empty: AlignedBatch, full: AlignedBatch) -> None:

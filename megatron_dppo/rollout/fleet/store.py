@@ -3,7 +3,7 @@ how a rank pulls the rows that it trains on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import ray
 
 from megatron_dppo.batch import AlignedBatch, Columns
+from megatron_dppo.batch.rollout_batch import rows_of
 from megatron_dppo.rollout.stored import LayerGroups, Part, RolloutHandle, columns_of
 from megatron_dppo.router_replay.routes import Routes
 
@@ -85,13 +86,15 @@ class RolloutSource:
         if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(handle)):
             raise IndexError(f"sequences {wanted.min()}..{wanted.max()} of a rollout of {len(handle)}")
         # A pack without sequences still has the arrays' types and widths, which some object must tell.
-        numbers = np.unique(handle.objects_of(wanted)) if len(wanted) else np.zeros(1, dtype=np.int64)
+        objects = handle.objects_of(wanted)
+        numbers = np.unique(objects) if len(wanted) else np.zeros(1, dtype=np.int64)
         names = handle.columns(columns)
         arrays = self._pull([(handle.keys[n], name) for name in names for n in numbers])
-        chunks = [self._chunk(int(n), arrays, columns) for n in numbers]
+        # A pack takes few sequences of an object that has many: what is not of it is never copied.
+        chunks = [self._chunk(int(n), wanted[objects == n], arrays, columns) for n in numbers]
         joined = chunks[0] if len(chunks) == 1 else AlignedBatch.concatenate(chunks)
-        places = np.searchsorted(_sequences_of(handle, numbers), wanted)
-        return joined.select(places)
+        by_object = np.argsort(objects, kind="stable")
+        return joined if (np.diff(by_object) == 1).all() else joined.select(np.argsort(by_object))
 
     def token_ids(self) -> list[np.ndarray]:
         """Token ids of every sequence, for a reader that decodes them."""
@@ -108,30 +111,28 @@ class RolloutSource:
                 self.pulled_bytes += value.nbytes
         return dict(zip(parts, values, strict=True))
 
-    def _chunk(self, number: int, arrays: dict[Part, Any], columns: Columns) -> AlignedBatch:
-        handle, key = self._handle, self._handle.keys[number]
-        lengths = handle.lengths[handle.bounds[number] : handle.bounds[number + 1]]
-        return AlignedBatch(
+    def _chunk(self, number: int, sequences: np.ndarray, arrays: dict[Part, Any], columns: Columns) -> AlignedBatch:
+        """The named sequences, all of which the object holds."""
+        handle, key, first = self._handle, self._handle.keys[number], self._handle.bounds[number]
+        lengths = handle.lengths[first : handle.bounds[number + 1]]
+        held = AlignedBatch(
             input_ids=arrays[key, "tokens"],
             offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             policy=arrays.get((key, "policy")),
             topk=arrays.get((key, "topk")),
-            routes=self._routes(key, arrays, columns),
+            routes=None,
         )
+        routes = self._routes(key, arrays, columns, rows_of(held.offsets, sequences - first))
+        return replace(held.select(sequences - first), routes=routes)
 
-    def _routes(self, key: str, arrays: dict[Part, Any], columns: Columns) -> Routes | None:
+    def _routes(self, key: str, arrays: dict[Part, Any], columns: Columns, rows: np.ndarray) -> Routes | None:
         groups = self._handle.route_groups(columns)
         if not groups:
             return None
-        parts: list[Routes] = [arrays[key, f"routes.{g}"] for g in groups]
+        parts: list[Routes] = [arrays[key, f"routes.{g}"].take(rows) for g in groups]
         held = [layer for g in groups for layer in self._handle.layer_groups[g]]
         order = list(range(max(held) + 1)) if columns.moe_layers is None else list(columns.moe_layers)
         if len(parts) == 1 and held == order:
             return parts[0]
         stacked = np.concatenate([part.experts for part in parts], axis=1)
         return replace(parts[0], experts=stacked[:, [held.index(layer) for layer in order]])
-
-
-def _sequences_of(handle: RolloutHandle, numbers: Iterable[int]) -> np.ndarray:
-    """Sequences held by the named objects, ascending."""
-    return np.concatenate([np.arange(handle.bounds[n], handle.bounds[n + 1]) for n in numbers])
