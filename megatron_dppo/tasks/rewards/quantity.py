@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 _MOST_DIGITS = 4000
 """Python reads no longer integers."""
@@ -108,10 +109,17 @@ def same_number(one: Number, other: Number, precision: int, *, converted: bool =
         return True
     if one.digits is None and ((one.value.denominator == 1 and not converted) or 0 < one.place <= other.place):
         return False
-    places = [n.place for n in (one, other) if n.digits is not None and n.digits >= precision]
-    if not places or (one.digits is not None and other.digits is not None and len(places) < 2):
+    decimals = [n for n in (one, other) if n.digits is not None and n.digits >= precision]
+    if not decimals or (one.digits is not None and other.digits is not None and len(decimals) < 2):
         return False
-    return abs(one.value - other.value) < max(places)
+    coarse = max(decimals, key=lambda decimal: decimal.place)
+    return rounds(other.value if coarse is one else one.value, coarse)
+
+
+def rounds(exact: Any, decimal: Number) -> bool:
+    """Whether `decimal` is the real number `exact`, rounded to its last digit or cut off after it."""
+    over = (abs(exact) - abs(decimal.value)) / decimal.place
+    return bool(exact * decimal.value >= 0 and -0.5 <= over < 1)
 
 
 _UNITS: dict[str, tuple[str, Fraction]] = {}
