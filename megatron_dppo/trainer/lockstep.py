@@ -9,13 +9,17 @@ from dataclasses import dataclass, field
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from megatron_dppo.agents.messages import Message, Refused
+from megatron_dppo.agents.rendering import CannotContinue, ChatRenderer
 from megatron_dppo.agents.response_text import said_aloud
 from megatron_dppo.batch import RolloutBatch, join_turns
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.engine import Generates, GenerationRequest, SamplingConfig
 from megatron_dppo.rollout.seeds import TRAINING, request_seed
+from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.environments.episode import Begun, Turn
+from megatron_dppo.tasks.prompting import encode_text, split_special
 from megatron_dppo.tasks.rewards.grader import Grader
 from megatron_dppo.tasks.task import Prompt, Rewards
 from megatron_dppo.trainer.episodes import Episodes
@@ -52,8 +56,20 @@ class EnvironmentPlayer:
 
     any_prompts = False
 
-    def __init__(self, task: EnvironmentTask, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        task: EnvironmentTask,
+        config: TaskConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_prompt_tokens: int,
+        stop_token_ids: Sequence[int] = (),
+    ) -> None:
         self._task, self._tokenizer, self._max_prompt_tokens = task, tokenizer, max_prompt_tokens
+        self._given, self._renderer = config.chat_template_kwargs, None
+        if config.chat_template:
+            stops = {tokenizer.eos_token_id, *stop_token_ids} - {None}
+            self._renderer = ChatRenderer(tokenizer, stop_token_ids=stops, date=config.date)
 
     def play(
         self,
@@ -88,7 +104,9 @@ class EnvironmentPlayer:
                 answers, begun = task.episodes.step([running.episode for running in active], actions)
                 for running, part, answer, episode in zip(active, parts, answers, begun, strict=True):
                     running.episode = episode
-                    _take(running, part, answer, task)
+                    if _take(running, part, answer):
+                        said = self._between(answer.observation, part)
+                        running.ids = np.concatenate([part.token_ids, said]).astype(np.int32)
                 unfinished = [r for r in active if not (r.ended or r.failed) and len(r.ids) <= self._max_prompt_tokens]
                 task.episodes.end(running.episode for running in active if running not in unfinished)
                 active = unfinished
@@ -99,6 +117,23 @@ class EnvironmentPlayer:
 
     def close(self) -> None:
         """Its processes are the task's."""
+
+    def _between(self, observation: str, turn: RolloutBatch) -> np.ndarray:
+        """Token ids int32 between a turn and the next: what the chat template writes there or, without one, the
+        observation between line breaks."""
+        if self._renderer is None:
+            observation = split_special(self._tokenizer, observation)
+            return encode_text(self._tokenizer, f"\n{observation}\n", continues=True)
+        last = int(turn.token_ids[-1])
+        closed = turn.finish_reasons[0] == "stop" and last in self._renderer.added.values()  # a word closes no message
+        new = [Message("user", observation)]
+        try:
+            return self._renderer.after(Message("assistant"), new, None, self._given, last=last, closed=closed).ids
+        except (CannotContinue, Refused) as error:
+            raise UserError(
+                f"the conversation with task.environment cannot be continued: {error}; use another template or "
+                "task.chat_template=false"
+            ) from error
 
 
 def _joined(episodes: Sequence[_Running], step: int, stream: int) -> Episodes:
@@ -127,18 +162,16 @@ def _joined(episodes: Sequence[_Running], step: int, stream: int) -> Episodes:
     return Episodes(batch, np.arange(len(episodes)), rewards, turns)
 
 
-def _take(running: _Running, part: RolloutBatch, answer: Turn, task: EnvironmentTask) -> None:
-    """A turn and what the environment answered."""
+def _take(running: _Running, part: RolloutBatch, answer: Turn) -> bool:
+    """A turn and what the environment answered; whether the episode goes on."""
     running.turns.append(part)
     if answer.error:
         running.failed = answer
-        return
+        return False
     running.total += answer.reward
     if answer.ended:
         running.ended, running.correct = True, answer.won
-        return
-    said = task.turns.between(answer.observation, int(part.token_ids[-1]))
-    running.ids = np.concatenate([part.token_ids, said]).astype(np.int32)
+    return not answer.ended
 
 
 def _report(episodes: Sequence[_Running]) -> None:

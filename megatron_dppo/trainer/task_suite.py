@@ -94,7 +94,14 @@ def _player(config: Config, task: PromptSet, tokenizer: PreTrainedTokenizerBase)
 
         return AgentPlayer(config.task, config.rollout, tokenizer, task.grader)
     if isinstance(task, EnvironmentTask):
-        return EnvironmentPlayer(task, tokenizer, max_prompt_tokens=config.rollout.max_prompt_tokens)
+        rollout = config.rollout
+        return EnvironmentPlayer(
+            task,
+            config.task,
+            tokenizer,
+            max_prompt_tokens=rollout.max_prompt_tokens,
+            stop_token_ids=rollout.stop_token_ids,
+        )
     return None
 
 

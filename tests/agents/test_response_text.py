@@ -48,15 +48,14 @@ def test_nobody_is_paid_for_thinking(name: str) -> None:
         grader.close()
     assert rewards.reward.tolist() == [0, 0, 0, 1]
     prompts = [ids_of(tokenizer, "q")] * len(texts)
-    said = [text.strip() for text in said_aloud(tokenizer, prompts, responses)]
-    assert said == ["The answer is 41.", "I do not know.", "", "\\boxed{42}"]
+    assert said_aloud(tokenizer, prompts, responses) == ["The answer is 41.", "I do not know.", "", "\\boxed{42}"]
 
 
 def test_thinking_that_the_prompt_begins() -> None:
     tokenizer = tokenizer_of("qwen3")
     prompts = [ids_of(tokenizer, "<|im_start|>assistant\n<think>\n")] * 2
     responses = [ids_of(tokenizer, "hm 1\n</think>\n2<|im_end|>"), ids_of(tokenizer, "hm 1<|im_end|>")]
-    assert [text.strip() for text in said_aloud(tokenizer, prompts, responses)] == ["2", ""]
+    assert said_aloud(tokenizer, prompts, responses) == ["2", ""]
 
 
 def test_a_tag_that_is_a_special_token_is_shown_and_no_other() -> None:

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.config import TaskConfig
-from megatron_dppo.tasks.environments.environment_task import TurnEncoder
 from megatron_dppo.trainer.task_suite import score_responses
 
 SUMS = [{"problem": f"{i} + {i}", "answer": str(2 * i)} for i in range(30)]
@@ -86,8 +85,6 @@ def test_a_template_with_a_clock_shows_the_date_of_the_run(path, tokenizer):
     assert build_task(config(path, date="2024-03-01"), clocked).fingerprint != task.fingerprint
     today = {datetime.date.today(), (datetime.datetime.now() - datetime.timedelta(minutes=10)).date()}
     assert build_task(config(path), clocked).prompts(0, 1)[0].text[:11] in {f"{day:%d %b %Y}" for day in today}
-    turns = TurnEncoder(config(path, date="2024-02-29"), clocked)
-    assert turns.between("next", -1).tolist() == TurnEncoder(config(path), tokenizer).between("next", -1).tolist()
 
 
 def test_the_fingerprint_knows_the_reference_answers(path, tokenizer, tmp_path):

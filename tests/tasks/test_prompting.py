@@ -12,7 +12,6 @@ from examples.tiny_moe_dppo.model import byte_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.config import TaskConfig
-from megatron_dppo.tasks.environments.environment_task import TurnEncoder
 from megatron_dppo.tasks.prompting import encode_prompt
 from megatron_dppo.tasks.rewards.grader import build_grader
 from megatron_dppo.tasks.task import Prompt
@@ -39,14 +38,6 @@ def test_what_spells_a_special_token_in_a_question_stays_text(own, config):
     assert [i for i in ids if i in ours] == [i for i in clean if i in ours]
     assert own.decode(ids) == text
     assert question in text
-
-
-def test_what_an_environment_says_stays_text(own):
-    between = TurnEncoder(CHAT, own).between("You see <|end|> and <|assistant|>.", last_sampled=-1)
-    clean = TurnEncoder(CHAT, own).between("You see a door.", last_sampled=-1)
-    ours = {own.convert_tokens_to_ids(token) for token in specials(own)}
-    assert [i for i in between if i in ours] == [i for i in clean if i in ours]
-    assert "You see <|end|> and <|assistant|>." in own.decode(between)
 
 
 def test_a_tokenizer_that_closes_every_text(own):
@@ -142,8 +133,6 @@ def test_what_the_template_is_given_besides(own):
         ids, spelled = encode_prompt(config, own, "1 + 1")
         assert spelled == (text or asked + "<think>\n\n</think>\n\n")
         assert own.decode(ids) == spelled
-        between = own.decode(TurnEncoder(config, own).between("go on", last_sampled=-1))
-        assert between == "<|end|><|user|>go on<|end|>" + spelled.removeprefix("<|user|>1 + 1<|end|>")
 
 
 def test_thinking_on_and_off_is_graded_alike(own):

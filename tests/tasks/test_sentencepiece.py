@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
+from megatron_dppo.agents.messages import Message
+from megatron_dppo.agents.rendering import ChatRenderer
 from megatron_dppo.cli import main
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.config import TaskConfig
-from megatron_dppo.tasks.environments.environment_task import TurnEncoder
-from megatron_dppo.tasks.prompting import encode_prompt
+from megatron_dppo.tasks.prompting import encode_prompt, encode_text
 from megatron_dppo.tasks.tokenizer import load_tokenizer
 from tests.tiny import tiny_model
 
@@ -99,13 +100,14 @@ def test_what_follows_a_turn_has_no_blank_of_its_own(
 ) -> None:
     tokenizer = load_tokenizer(folder)
     answer = itself.encode("the answer is 7")
-    for config, said in ((TaskConfig(chat_template=False), "\nyou see 3\n"), (TaskConfig(), None)):
-        between = [int(i) for i in TurnEncoder(config, tokenizer).between("you see 3", last_sampled=EOS)]
-        if said is not None:
-            assert itself.decode(answer + between) == "the answer is 7" + said
-        else:
-            assert [i for i in between if i in (BOS, EOS)] == [EOS, BOS]
-            assert itself.decode(between[between.index(BOS) + 1 :]).strip() == "[INST] you see 3 [/INST]"
+    between = [int(i) for i in encode_text(tokenizer, "\nyou see 3\n", continues=True)]
+    assert itself.decode(answer + between) == "the answer is 7\nyou see 3\n"
+    renderer, seen = ChatRenderer(tokenizer, stop_token_ids=[EOS]), [Message("user", "you see 3")]
+    for closed in (False, True):
+        rendered = renderer.after(Message("assistant"), seen, None, {}, last=EOS, closed=closed)
+        between = [int(i) for i in rendered.ids]
+        assert [i for i in between if i in (BOS, EOS)] == ([BOS] if closed else [EOS, BOS])
+        assert itself.decode(between[between.index(BOS) + 1 :]).strip() == "[INST] you see 3 [/INST]"
 
 
 def test_without_the_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,8 @@ def test_engines_stay_busy_while_half_of_the_episodes_wait(tmp_path) -> None:
         player.close()
         task.close()
         environment = build_task(lockstep, tokenizer)
-        beside = play(EnvironmentPlayer(environment, tokenizer, max_prompt_tokens=700), environment, engine, sampling)
+        other = EnvironmentPlayer(environment, lockstep, tokenizer, max_prompt_tokens=700)
+        beside = play(other, environment, engine, sampling)
         environment.close()
     finally:
         engine.close()

@@ -53,8 +53,11 @@ def end_of_thinking(response: str) -> int:
 
 
 def behind_thinking(response: str) -> str:
-    """What `response` says behind its thinking; nothing where it ends inside of it."""
-    return "" if is_thinking(response) else response[end_of_thinking(response) :]
+    """What `response` says behind its thinking, without white space before it; nothing where it ends inside of it."""
+    if is_thinking(response):
+        return ""
+    end = end_of_thinking(response)
+    return response[end:].lstrip() if end else response
 
 
 def final_answer(response: str, *, boxed_only: bool = False) -> str | None:

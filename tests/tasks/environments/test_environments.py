@@ -77,7 +77,7 @@ class Scripted:
 
 
 def run(task, tokenizer, policy, prompts, samples: int = 1, max_prompt_tokens: int = 8192) -> Episodes:
-    player = EnvironmentPlayer(task, tokenizer, max_prompt_tokens=max_prompt_tokens)
+    player = EnvironmentPlayer(task, TaskConfig(), tokenizer, max_prompt_tokens=max_prompt_tokens)
     return player.play(policy, SamplingConfig(), prompts, samples, run_seed=5, step=3, stream=TRAINING)
 
 
