@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
-from megatron_dppo.rollout.engine import EngineDead, EnginesFailed
+from megatron_dppo.rollout.engine import EngineDead, EnginesFailed, GenerationRequest, SamplingConfig
 from megatron_dppo.rollout.fleet.dispatcher import Dispatcher
 from megatron_dppo.rollout.fleet.replica import Replica
+from megatron_dppo.rollout.fleet.work import Ticket
 from tests.distributed import PATIENCE_S
 
 
@@ -203,3 +205,46 @@ def test_a_run_that_gets_engines_of_another_one_counts_its_own_failures(make: An
     starts.fail(1, "no room")
     with pytest.raises(EnginesFailed, match=r"^2 engine failures, rollout.max_engine_failures=1 "):
         starts.dispatcher.wait_until_up()
+
+
+class Asked(Engine):
+    """One that is up, and whose answers the test gives."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.answers: list[Future[Any]] = []
+        self.started.set_result(0)
+
+    def ask(self, call: Any, lane: str) -> Future[Any]:
+        answer: Future[Any] = Future()
+        if lane == "work":
+            self.answers.append(answer)
+        return answer
+
+
+class Answering(Remembering):
+    def _new_engine(self) -> Any:
+        return Asked(self._name)
+
+
+def test_work_that_an_engine_refuses_holds_up_no_sync() -> None:
+    """A sync that lets running work end waits for none that has ended, however it did."""
+    replica = Answering(_nothing, RolloutConfig(), "engine-0", {}, None)
+    dispatcher, threads = Dispatcher([replica], RolloutConfig(), None, "store"), ThreadPoolExecutor(1)
+    try:
+        dispatcher.wait_until_up()
+        request = GenerationRequest(request_id="a", prompt_ids=np.ones(3, np.int32), seed=0)
+        ticket = Ticket([[request]], SamplingConfig(), training=True)
+        asked = threads.submit(dispatcher.wait_for, ticket)
+        deadline = time.monotonic() + PATIENCE_S
+        while not replica.engine.answers:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        replica.engine.answers[0].set_exception(UserError("the prompt is too long"))
+        with pytest.raises(UserError, match="the prompt is too long"):
+            asked.result(PATIENCE_S)
+        drained = threads.submit(dispatcher.hold_for, 1, drain=True)
+        assert [engine.name for engine in drained.result(PATIENCE_S / 10)] == ["engine-0"]
+    finally:
+        dispatcher.close()
+        threads.shutdown()

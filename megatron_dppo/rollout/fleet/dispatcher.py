@@ -289,7 +289,7 @@ class Dispatcher:
         asked = tuple(request.request_id for request in work.requests)
         if error is None and result.result().request_ids != asked:
             error = MalformedOutput(f"asked for {asked[0]} and {len(asked) - 1} more, others were answered")
-        if ticket.closed or error is None:
+        if ticket.closed or error is None or isinstance(error, UserError | GenerationTimeout):
             del replica.running[key]
         if ticket.closed:
             if ticket in self._tickets:  # enough came already, and who waited for it has not left yet
@@ -300,7 +300,6 @@ class Dispatcher:
         elif isinstance(error, UserError):
             ticket.fail(error)
         elif isinstance(error, GenerationTimeout):
-            del replica.running[key]
             self._counts["request_timeouts"] += 1
             work.timeouts += 1
             if work.timeouts == _MOST_TIMEOUTS:
