@@ -14,13 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_dppo.algorithm import policy_loss, presets
-from megatron_dppo.algorithm.bounds import (
-    ImprovementBound,
-    absorb_after,
-    improvement_bound,
-    linear_penalty_estimate,
-    token_probabilities,
-)
+from tests.algorithm.bounds import ImprovementBound, absorb_after, improvement_bound, token_probabilities
 
 END = 0
 
@@ -191,8 +185,13 @@ def test_sample_estimates_average_to_the_exact_surrogate_and_penalty() -> None:
         penalty += weight * metrics["linear_penalty_estimate"]
     assert surrogate == pytest.approx(bound.surrogate, rel=1e-12)
     assert penalty == pytest.approx(bound.linear_penalty, rel=1e-12)
-    assert linear_penalty_estimate(3.0, 2.0, 4) == 3.0
-    assert linear_penalty_estimate(0.0, math.inf, 4) == 0.0
+
+
+def test_equal_policies_have_no_penalty_whatever_the_reward() -> None:
+    equal = torch.full((3,), 0.5, dtype=torch.float64).log()
+    mask = torch.ones(3, dtype=torch.bool)
+    loss = policy_loss(presets.get("pg-is"), equal, equal, torch.zeros_like(equal), loss_mask=mask, returns=equal)
+    assert loss.metrics.finalize(1, reward_bound=math.inf)["linear_penalty_estimate"] == 0.0
 
 
 def test_bad_tables_are_refused() -> None:

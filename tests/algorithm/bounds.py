@@ -1,14 +1,9 @@
-"""The paper's performance identity and its lower bounds, for policies that can be enumerated; and, for training,
-what can be estimated from samples.
+"""The paper's performance identity and its lower bounds, for policies that can be enumerated.
 
 A tabular policy over V tokens and horizon T is a list of T tensors: entry t is `[V**t, V]`, the distribution of
 token t after each prefix of t tokens, prefixes numbered in base V with the first token most significant. Sequences
 y = 0 .. V**T - 1 are numbered the same way, so rewards are `[V**T]`. Answers shorter than T are an absorbing end
 token (`absorb_after`): both policies repeat it with probability 1, so its ratio is 1 and every sum over t skips it.
-
-In training, the full divergence is not known (binary and top-K are lower bounds, so nothing built on them bounds
-anything from below) and Eq. 7's T(T - 1) makes it vacuous at T = 16k. What can be reported without bias is the
-surrogate of Eq. 5 and the linear penalty of Eq. 19, since |r_t - 1| averages to 2 D_TV under mu.
 """
 
 from collections.abc import Sequence
@@ -103,15 +98,6 @@ def improvement_bound(mu: TabularPolicy, pi: TabularPolicy, rewards: Float[Tenso
         quadratic_penalty=2 * xi * horizon * (horizon - 1) * max_tv**2,
         linear_penalty=4 * xi * float(expected_tv),
     )
-
-
-def linear_penalty_estimate(abs_ratio_deviation: float, reward_bound: float, sequences: int) -> float:
-    """2 xi (1/N) sum over N sequences and their tokens of |r_t - 1|: the sample estimate of Eq. 19, an estimate.
-
-    Unbiased for the linear penalty 4 xi E_mu[sum_t D_TV] (Eq. 20) if the sequences were drawn from mu and pi was not
-    fitted to them, because E_{a ~ mu}|r - 1| = 2 D_TV. Args: the sum of |r_t - 1|, xi = max |R|, N.
-    """
-    return 2.0 * reward_bound * abs_ratio_deviation / sequences if abs_ratio_deviation else 0.0
 
 
 def _check_tables(mu: TabularPolicy, pi: TabularPolicy, rewards: Tensor) -> None:
