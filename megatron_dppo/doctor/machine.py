@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 import resource
-import shutil
 import socket
 import subprocess
 import sys
@@ -18,8 +17,9 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from megatron_dppo.launch.folders import require_shared_memory
 from megatron_dppo.launch.nodes import host_and_port, listed_gpus, ranks_in_all_and_here
-from megatron_dppo.preflight.finding import Finding, error, ok, warning
+from megatron_dppo.preflight.finding import Finding, attempt, error, ok, warning
 from megatron_dppo.tasks.workers import sandbox
 
 MIB = 1 << 20
@@ -41,17 +41,8 @@ def check_files() -> Iterator[Finding]:
 
 def check_shared_memory(wanted_mib: int = SHARED_MEMORY_MIB) -> Iterator[Finding]:
     """/dev/shm holds Ray's object store (`wanted_mib` is what a configuration asks for)."""
-    folder = Path("/dev/shm")
-    if not folder.is_dir():
-        yield error("shared-memory", "/dev/shm does not exist", "mount a tmpfs there")
-        return
-    free = shutil.disk_usage(folder).free // MIB
-    if free < wanted_mib:
-        yield error(
-            "shared-memory",
-            f"/dev/shm has {free} MiB free of {wanted_mib} wanted",
-            "give the container --shm-size (Kubernetes: an emptyDir in memory), or lower rollout.object_store_mib",
-        )
+    less = ", or lower rollout.object_store_mib"
+    yield from attempt("shared-memory", "", lambda: require_shared_memory(wanted_mib, instead=less))[1]
 
 
 def check_locked_memory(devices: Path = INFINIBAND) -> Iterator[Finding]:

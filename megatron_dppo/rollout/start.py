@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.folders import require_shared_memory
 from megatron_dppo.launch.imports import load_callable
 from megatron_dppo.launch.nodes import ranks_in_all_and_here
 from megatron_dppo.rollout.config import ENGINES, RolloutConfig
@@ -33,6 +34,7 @@ from megatron_dppo.rollout.weight_transfer.recipients import WeightSender
 def open_engine(model: Path, config: RolloutConfig, folder: str | None = None) -> RolloutEngine:
     """The engine that `rollout.engine` names, on this machine, its processes below this one. Blocks until it can
     generate. A user's own is looked for in `folder`, or the working folder; `UserError` where it is not there."""
+    require_shared_memory()
     make = load_callable(ENGINES.get(config.engine, config.engine), named="rollout.engine: ", folder=folder)
     return make(model, config)
 

@@ -23,7 +23,7 @@ from megatron_dppo.checkpoint.random_weights import fill_random
 from megatron_dppo.checkpoint.state_folder import latest_state
 from megatron_dppo.config.load import read_tree, recorded, save_config
 from megatron_dppo.config.schema import Config
-from megatron_dppo.launch.folders import require_writable
+from megatron_dppo.launch.folders import require_shared_memory, require_writable
 from megatron_dppo.launch.heartbeat import Heartbeat
 from megatron_dppo.launch.lease import FOLDER as LEASE
 from megatron_dppo.launch.lease import lease
@@ -72,6 +72,7 @@ def train(
     started = time.monotonic()
     # What can be checked before anything is started.
     require_cluster()
+    require_shared_memory()
     findings = list(check_sections(config))
     raise_first(findings)
     hf_config = load_hf_config(config.model.path)

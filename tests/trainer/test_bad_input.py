@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from megatron_dppo.cli import main
+from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.start import open_engine
+from tests.system_faults import failing
 from tests.tiny import tiny_qwen3_moe
 
 
@@ -133,3 +139,13 @@ def test_without_torchrun(capsys, config, monkeypatch):
 
 def test_a_missing_config(capsys, tmp_path):
     assert "does not exist" in one_line(capsys, ["train", str(tmp_path / "none.yaml")])
+
+
+@pytest.mark.usefixtures("rank_zero_of_two")
+def test_shared_memory_that_cannot_be_written(capsys, config, model, monkeypatch):
+    """Of a rank, and of an engine, which may be on another node. Else it is 180 lines, and minutes later."""
+    monkeypatch.setattr(tempfile, "TemporaryFile", failing(errno.EROFS))
+    why = "/dev/shm cannot be written: Read-only file system; mount a tmpfs of that size"
+    assert why in one_line(capsys, ["train", str(config)])
+    with pytest.raises(UserError, match=why):
+        open_engine(model, RolloutConfig())
