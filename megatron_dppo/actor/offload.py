@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -68,8 +68,8 @@ class Offloader:
     On a GPU copies run in a stream of their own, beside what else the device does:
 
     ```
-    host      make_room ─ there is enough ─ engines load ─ leave ─ they end ─ offload     onload ─ gradients ─ arrive
-    copies    some optimizer state ──┘  the rest ────────────┘ weights ─────────┘      weights ─┘ optimizer state ─┘
+    host      make_room ─ there is enough ─ leave ─ engines load ─ they end ─ offload    onload ─ gradients ─ arrive
+    copies    some optimizer state ──┘  the rest, and weights behind it ─────────┘     weights ─┘ optimizer state ─┘
     ```
     """
 
@@ -87,8 +87,11 @@ class Offloader:
         self._away: dict[Part, list[_Storage]] = {}
         self._leaving: list[_Storage] = []
         """On their way to the host; they still have their memory here."""
-        self._coming: torch.cuda.Event | None = None
+        self._coming: Future[torch.cuda.Event] | None = None
         """When optimizer state is back."""
+        self._thread = ThreadPoolExecutor(1)
+        self._under_way: list[Future[torch.cuda.Event]] = []
+        """What the thread was given since the last `wait`."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
@@ -110,7 +113,10 @@ class Offloader:
         return sum(storage.size for storage in leaving)
 
     def wait(self) -> None:
-        """Until what leaves is on the host."""
+        """Until what is on its way has arrived."""
+        under_way, self._under_way = self._under_way, []
+        for copies in under_way:
+            copies.result()
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -143,14 +149,9 @@ class Offloader:
         try:
             for part in coming:
                 self._allocate(self._away[part])
-                with self._copying():
-                    for storage in self._away[part]:
-                        storage.fetch()
-                    there = None if self._stream is None else self._stream.record_event()
-                if part == "optimizer":
-                    self._coming = there
-                elif there is not None:
-                    torch.cuda.current_stream(self._device).wait_event(there)
+                self._coming = self._copy(_Storage.fetch, self._away[part])
+                if part != "optimizer":
+                    self.arrive()
         except BaseException:
             self.wait()
             raise
@@ -162,7 +163,7 @@ class Offloader:
     def arrive(self) -> None:
         """What the device is given next waits until optimizer state is back."""
         if self._coming is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._coming)
+            torch.cuda.current_stream(self._device).wait_event(self._coming.result())
             self._coming = None
 
     def prepare(self) -> None:
@@ -191,9 +192,7 @@ class Offloader:
         return [storage for part in sorted(leaving, key=_FREE.index) for storage in leaving[part]]
 
     def _send(self, storages: Sequence[_Storage]) -> None:
-        with self._copying():
-            for storage in storages:
-                storage.send()
+        self._copy(_Storage.send, storages)
         self._leaving += storages
 
     def _free(self) -> None:
@@ -207,15 +206,17 @@ class Offloader:
         if self._stream is not None:
             torch.cuda.empty_cache()
 
-    @contextmanager
-    def _copying(self) -> Iterator[None]:
-        """Inside, copies go to their own stream, behind what the device was given before."""
+    def _copy(self, move: Callable[[_Storage], None], storages: Sequence[_Storage]) -> Future[torch.cuda.Event] | None:
+        """Have copies made in their own stream, behind what the device was given before. A thread gives them to CUDA,
+        which holds about a thousand and then keeps waiting who has more: an optimizer has several thousand tensors."""
         if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield
+            for storage in storages:
+                move(storage)
+            return None
+        after = torch.cuda.current_stream(self._device).record_event()
+        copies = self._thread.submit(_enqueue, move, storages, self._stream, after)
+        self._under_way.append(copies)
+        return copies
 
     def _allocate(self, storages: Sequence[_Storage]) -> None:
         """Give storages their memory. The driver takes as long to make thousands of them one by one as copying them
@@ -278,6 +279,16 @@ class Offloader:
                     yield buffer.param_data
             if part == "weights":  # frozen parameters and buffers are in no gradient buffer
                 yield from (p.data for p in chunk.module.parameters())
+
+
+def _enqueue(
+    move: Callable[[_Storage], None], storages: Sequence[_Storage], stream: torch.cuda.Stream, after: torch.cuda.Event
+) -> torch.cuda.Event:
+    with torch.cuda.stream(stream):
+        stream.wait_event(after)
+        for storage in storages:
+            move(storage)
+        return stream.record_event()
 
 
 def _optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:

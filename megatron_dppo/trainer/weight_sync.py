@@ -45,6 +45,7 @@ class WeightSync:
         self._rollout = config.rollout
         self.takes_turns = config.rollout.takes_turns
         """Whether GPUs change hands between engines and trainer."""
+        self._buckets: WeightBuckets | None = None
         self._sender: WeightSender | None = None
         self._awake = False
         """Whether the engines have the GPUs, if they take turns."""
@@ -106,50 +107,52 @@ class WeightSync:
 
     def _lend(self, to: Recipients | None, clock: _Clock) -> None:
         """Make room for the engines' weights, and let them have it: optimizer state goes to the host while they are
-        sent."""
-        lent = 0
+        sent, and behind it these weights, which stay here until they are."""
+        lent, offloader = 0, self._actor.offloader
         with clock("lend_room"):
             if self._awake:  # engines that were started again get weights while the others have theirs
                 self._actor.onload(("weights",))
-            else:
-                lent = self._actor.offloader.make_room(("optimizer", "gradients"), self._missing)
+            sender, buckets = self._planned()
+            sender.prepare()
+            if not self._awake:
+                lent = offloader.make_room(("optimizer", "gradients"), lambda: self._missing(buckets))
+            lent += offloader.leave(("weights",))
         clock.metrics["sync/lent_bytes"] = float(lent)
         self._runtime.barrier()
         with clock("lend_weights"):
             if to is not None:
                 to.wait(to.ask(lambda engine: engine.wake("weights")))
 
-    def _missing(self) -> int:
-        """Bytes that this GPU lacks for an engine's weights, the buckets, and what its loaders need besides."""
+    def _missing(self, buckets: WeightBuckets) -> int:
+        """Bytes that this GPU lacks for an engine's weights, and what loading takes beside the sender's buffers."""
         device = self._runtime.device
         if device.type != "cuda":
             return 0
-        buckets, rollout = self._buckets(), self._rollout
+        rollout = self._rollout
         held = buckets.nbytes * (2 if rollout.dtype == "float32" else 1) // rollout.tensor_parallel
-        filled = 3 if buckets.shares else 2  # one more where a rank owns what the worker on its GPU does not need
-        return held + held // 4 + filled * buckets.largest + _LOADING - torch.cuda.mem_get_info(device)[0]
+        aside = buckets.largest if buckets.shares else 0  # where a rank owns what the worker on its GPU does not need
+        return held + held // 4 + aside + _LOADING - torch.cuda.mem_get_info(device)[0]
 
-    def _buckets(self) -> WeightBuckets:
-        rollout, sliced = self._rollout, not self._rollout.expert_parallel
-        shares = rollout.weight_shares(self._runtime.device.type)
-        if sliced and self._config.lora is not None:  # an adapter would be merged into a matrix for every slice of it
-            shares = 1
-        return self._actor.weight_buckets(rollout.weight_sync_bucket_mib << 20, shares, sliced=sliced)
-
-    def _transfer(self, version: int, to: Recipients | None, clock: _Clock) -> None:
-        buckets = self._buckets()
-        if self._sender is None:
+    def _planned(self) -> tuple[WeightSender, WeightBuckets]:
+        """Made at the first sync, while the weights are here."""
+        if self._sender is None or self._buckets is None:
+            rollout, sliced = self._rollout, not self._rollout.expert_parallel
+            shares = rollout.weight_shares(self._runtime.device.type)
+            if sliced and self._config.lora is not None:  # an adapter would be merged into a matrix for every slice
+                shares = 1
+            self._buckets = self._actor.weight_buckets(rollout.weight_sync_bucket_mib << 20, shares, sliced=sliced)
             noise = self._config.trainer.engine_weight_noise
             change = partial(perturbed, noise=noise, seed=self._config.run.seed) if noise else None
             control = self._runtime.control
-            self._sender = weight_sender(self._rollout, buckets, self._runtime.device, change, control)
+            self._sender = weight_sender(self._rollout, self._buckets, self._runtime.device, change, control)
+        return self._sender, self._buckets
+
+    def _transfer(self, version: int, to: Recipients | None, clock: _Clock) -> None:
+        sender, buckets = self._planned()
         with clock("begin"):
-            self._sender.begin(version, to)
+            sender.begin(version, to)
         with clock("transfer"):
-            packed = self._sender.send(version, to)
-        if self.takes_turns:  # beside the engines' end of the sync: nobody reads these weights any more
-            with clock("lend"), clock("lend_copy"):
-                clock.metrics["sync/lent_bytes"] += self._actor.offloader.leave(("weights",))
+            packed = sender.send(version, to)
         with clock("end"):
             if to is None:
                 return

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.rollout.engine import EngineClient, RolloutEngine, TransferTerms
-from megatron_dppo.rollout.weight_transfer.cuda_ipc import gpu_uuid, share, take_back
+from megatron_dppo.rollout.weight_transfer.cuda_ipc import Shared, gpu_uuid, share, take_back
 from megatron_dppo.rollout.weight_transfer.manifest import Packed, gathered
 from megatron_dppo.rollout.weight_transfer.recipients import Pending, Recipients, WeightSender
 from megatron_dppo.rollout.weight_transfer.turns import Filling, TurnsBroken
@@ -46,6 +46,8 @@ class IpcSender(WeightSender):
         """
         self._buckets, self._device, self._timeout, self._lent = buckets, device, timeout_s, lent
         self._control = control
+        self._shared: tuple[list[torch.Tensor], Filling, Shared] | None = None
+        """Of the next sync."""
         self._told: set[str] = set()
         """Engines that know the layouts."""
         self._packed = Packed()
@@ -60,12 +62,21 @@ class IpcSender(WeightSender):
             if rank in members:
                 self._groups[number] = group
 
+    def prepare(self) -> None:
+        """Make the buffers, and share them: that records an event, behind which the GPU does nothing else until all
+        copies are through that it had been given, gigabytes of optimizer state on their way to the host."""
+        buffers = [torch.empty(self._buckets.largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        turns = Filling(len(buffers), self._timeout)
+        self._shared = buffers, turns, share(buffers, turns.path, self._timeout)
+
     def send(self, version: int, to: Recipients | None) -> dict[int, int]:
         """See `WeightSender.send`."""
         device = self._device
-        buffers = [torch.empty(self._buckets.largest, dtype=torch.uint8, device=device) for _ in range(2)]
-        turns = Filling(len(buffers), self._timeout)
-        shared = share(buffers, turns.path, self._timeout)
+        if self._shared is None:
+            self.prepare()
+        assert self._shared is not None
+        buffers, turns, shared = self._shared
+        self._shared = None
         handles: list[tuple[str, bytes]] = [("", b"")] * dist.get_world_size()
         dist.all_gather_object(handles, (gpu_uuid(device), pickle.dumps(shared)), group=self._control)
         loading: Pending[None] | None = None

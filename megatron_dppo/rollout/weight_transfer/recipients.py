@@ -80,6 +80,11 @@ class WeightSender(Protocol):
     """Brings every bucket to every engine; every rank has one. Collective over the trainer; `to` on the controller,
     rank 0, alone."""
 
+    def prepare(self) -> None:
+        """Before optimizer state is on its way to the host: what would wait for it. Here nothing does. `send` does it
+        otherwise."""
+        return
+
     def begin(self, version: int, to: Recipients | None) -> None:
         """Have the engines open an update (`RolloutEngine.begin_update`), and wait for it; what can be prepared here is
         meanwhile. Before `send`; the weights stay as they are from here on."""

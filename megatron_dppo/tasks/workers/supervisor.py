@@ -322,17 +322,20 @@ def main() -> None:
         return
 
     def stop(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)  # it may come twice, and behind the work
         raise _Stop
 
     signal.signal(signal.SIGTERM, stop)
     folder = tempfile.mkdtemp(prefix="megatron-dppo-worker-")
     try:
-        die_with_parent(signal.SIGTERM)
-        Supervisor(trainer, start, folder).run()
+        try:
+            die_with_parent(signal.SIGTERM)
+            Supervisor(trainer, start, folder).run()
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except _Stop:
-        return
+        pass
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         shutil.rmtree(folder, ignore_errors=True)
 
 
