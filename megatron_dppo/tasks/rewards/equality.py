@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from megatron_dppo.tasks.rewards.canonical import canonical, depth, matching, split_top, trimmed
-from megatron_dppo.tasks.rewards.expressions import rounded, same_equation, same_expression
+from megatron_dppo.tasks.rewards.expressions import rounded, same_equation, same_expression, same_solutions
 from megatron_dppo.tasks.rewards.final_answer import boxed_answer
 from megatron_dppo.tasks.rewards.notations import (
-    complements,
     dates,
     families,
     feet_or_minutes,
@@ -34,7 +33,6 @@ from megatron_dppo.tasks.rewards.structure import (
     assignment,
     bracketed,
     cells,
-    interval,
     is_system,
     lines,
     pieces,
@@ -185,10 +183,7 @@ def _intervals_and_tuples(reference: str, answer: str, precision: int) -> bool |
             return all(_same(x, y, precision) for x, y in zip(left, right, strict=True))
     if one is None or other is None:
         text = answer if one is not None else reference
-        as_interval = interval(text)
-        if as_interval is not None:
-            one, other = one or as_interval, other or as_interval
-        elif len(sides_of(text)) > 1 or len(_parts(text)) > 1 or _CUPS.search(text):
+        if len(sides_of(text)) > 1 or len(_parts(text)) > 1 or _CUPS.search(text):
             return None
     if one is None or other is None:
         return False
@@ -288,21 +283,10 @@ def _relations(reference: str, answer: str, precision: int) -> bool | None:
             ]
             if bare[0] == bare[1] or ("(" in name[0]) != ("(" in name[1]):  # x_1 and x; f(x) = ..., y = ...
                 return _same(one[-1], other[-1], precision)
-        return len(one) == len(other) == 3 and same_equation((one[0], one[2]), (other[0], other[2]), "=", "=")
-    if len(one) == 1 or len(other) == 1:
-        return False
-    expected, answered = interval(reference), interval(answer)
-    if expected is not None and answered is not None:
-        names = [{side for side in sides[::2] if NAME.fullmatch(side)} for sides in (one, other)]
-        same = expected[0] == answered[0] and expected[2] == answered[2] and names[0] == names[1]
-        return same and all(_same(x, y, precision) for x, y in zip(expected[1], answered[1], strict=True))
+        return len(one) == len(other) == 3 and same_equation(one, other)
     if len(one) == len(other) == 3:
-        return same_equation((one[0], one[2]), (other[0], other[2]), one[1], other[1])
-    return (
-        len(one) == len(other)
-        and one[1::2] == other[1::2]
-        and all(_same(x, y, precision) for x, y in zip(one[::2], other[::2], strict=True))
-    )
+        return same_equation(one, other)
+    return one[1::2] == other[1::2] and all(_same(x, y, precision) for x, y in zip(one[::2], other[::2], strict=True))
 
 
 def _true(side: str, value: str, precision: int, *, first: bool) -> bool:
@@ -390,7 +374,7 @@ def _quantities(reference: str, answer: str, precision: int) -> bool | None:
 # fmt: off
 _RULES: tuple[Rule, ...] = (
     _choice, several_options, _numbers, dates, times, feet_or_minutes, residues, _digits, _piecewise, yes_or_no,
-    complements, _matrices, _membership, _intervals_and_tuples, _lists, _relations, _ratios, _quantities, words,
+    _matrices, _membership, same_solutions, _intervals_and_tuples, _lists, _relations, _ratios, _quantities, words,
     angles, same_expression,
 )
 # fmt: on

@@ -13,6 +13,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
+from megatron_dppo.tasks.rewards.canonical import split_top
 from megatron_dppo.tasks.rewards.quantity import Number, number, rounds
 
 _LARGEST = 50_000
@@ -22,6 +23,11 @@ _UNREAD = re.compile(r"(?<![\w\\])\d+\s+\d|\.\.\.|[?'\"]|!!|_\s*$|\^\s*$")
 """What the parser would read as something else: it drops 5' to 5."""
 _DERIVATIVE = re.compile(r"(\\[a-zA-Z]+)|([a-zA-Z])('|\")(?! ?[(_^\d'\"])")
 """Of a name: `y'` is one name, of its own; what `f'(x)` is the parser cannot say."""
+
+
+_BOUND = re.compile(r"[<>]|\\(?:[lg]e|ne|setminus)(?![a-z])")
+_OR = re.compile(r"\s*(?:(?<![a-zA-Z])or(?![a-zA-Z])|\\lor(?![a-z])|\\cup(?![a-z]))\s*")
+_AND = re.compile(r"\s*(?:,? ?(?<![a-zA-Z])and(?![a-zA-Z])|,|\\land(?![a-z]))\s*")
 
 
 class Unreadable(Exception):
@@ -43,20 +49,65 @@ def same_expression(one: str, other: str, precision: int) -> bool:
         return False
 
 
-def same_equation(one: tuple[str, str], other: tuple[str, str], sign: str, other_sign: str) -> bool:
-    """Whether `left sign right` says the same twice: the differences of the sides are a constant multiple of each
-    other, positive for inequalities, which a negative one turns round."""
-    turned = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
+def same_equation(one: list[str], other: list[str]) -> bool:
+    """Whether `[left, sign, right]` say the same: the differences of the sides are a constant multiple of each other,
+    positive for `<` and `\\le`."""
     try:
-        first, second = _parsed(one[0]) - _parsed(one[1]), _parsed(other[0]) - _parsed(other[1])
+        first, second = (_parsed(left) - _parsed(right) for left, _, right in (one, other))
         ratios = _quotients(first, second)
     except (Unreadable, TypeError):
         return False
-    if not ratios or not first.free_symbols or ratios[0] == 0 or not all(_close(one, ratios[0]) for one in ratios):
+    if one[1] != other[1] or not ratios or not first.free_symbols or ratios[0] == 0:
         return False
-    if sign == other_sign and sign not in turned:
-        return True
-    return bool(ratios[0].is_real) and other_sign == (sign if ratios[0] > 0 else turned.get(sign))
+    either = one[1] in ("=", "\\ne") or (ratios[0].is_real and ratios[0] > 0)
+    return bool(either) and all(_close(ratio, ratios[0]) for ratio in ratios)
+
+
+def same_solutions(one: str, other: str, precision: int) -> bool | None:
+    """Whether bounds of a name (`x > 1, x < 3`, `x \\ne 2`), intervals and complements leave the same numbers; None
+    where one is something else, or there are intervals alone."""
+    if not _BOUND.search(one + other) or not (first := _solutions(one)) or not (second := _solutions(other)):
+        return None
+    return len(first[1] | second[1]) < 2 and _equal(first[0], second[0])
+
+
+@functools.lru_cache(maxsize=4096)
+def _solutions(text: str) -> tuple[Any, frozenset[str]] | None:
+    """The set and its name, if it has one. Bounds between commas hold together if they can."""
+    import sympy
+
+    alternatives, names = [], frozenset[str]()
+    for alternative in split_top(text, _OR):
+        sets = []
+        for part in split_top(alternative, _AND):
+            try:
+                parsed = _parsed(part.strip(" ,"))
+            except Unreadable:
+                return None
+            bounds = [_bounded(one) for one in (parsed.args if isinstance(parsed, sympy.And) else (parsed,))]
+            if None in bounds:
+                return None
+            sets.append(sympy.Intersection(*bounds))
+            names |= {str(name) for name in parsed.free_symbols}
+        together = sympy.Intersection(*sets)
+        alternatives.append(sympy.Union(*sets) if together is sympy.S.EmptySet else together)
+    return sympy.Union(*alternatives), names
+
+
+def _bounded(parsed: Any) -> Any:
+    """What `x < 3` leaves; a set is itself; None of anything else."""
+    import sympy
+
+    if isinstance(parsed, sympy.Set):
+        return None if isinstance(parsed, sympy.FiniteSet) else parsed
+    if not isinstance(parsed, sympy.Rel) or len(parsed.free_symbols) != 1:
+        return None
+    parsed = parsed if parsed.lhs.is_Symbol else parsed.reversed
+    if not parsed.lhs.is_Symbol or not parsed.rhs.is_extended_real:
+        return None
+    below, above = sympy.Interval.open(-sympy.oo, parsed.rhs), sympy.Interval.open(parsed.rhs, sympy.oo)
+    closed = {"<=": sympy.Interval(-sympy.oo, parsed.rhs), ">=": sympy.Interval(parsed.rhs, sympy.oo)}
+    return (closed | {"<": below, ">": above, "!=": sympy.Union(below, above)}).get(parsed.rel_op)
 
 
 def rounded(exact: str, decimal: Number) -> bool:

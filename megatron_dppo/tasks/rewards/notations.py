@@ -10,13 +10,9 @@ from fractions import Fraction
 from itertools import pairwise
 from math import gcd
 
-from megatron_dppo.tasks.rewards.canonical import split_top
-from megatron_dppo.tasks.rewards.expressions import same_expression
 from megatron_dppo.tasks.rewards.quantity import number, quantity
-from megatron_dppo.tasks.rewards.structure import interval, sides_of
 
 _PART = re.compile(r" ?(?:and )?(\d+(?:/\d+)?) ?(°|¤|[A-Za-z]+)\.?")
-_BOTH = re.compile(r" ?(?:,? ?(?<![a-zA-Z])and(?![a-zA-Z])|,|\\land(?![a-z])) ?")
 _INTEGERS = re.compile(
     r"(?<![ ,;(])[ ,;(]*(?<!\\)(?<![a-zA-Z])(?:(?:where|for|with|all|any|some|every|integers?|\\forall) ?)*"
     r"(?P<name>[a-z]) ?(?:\\in ?(?:\\math[a-z]+ ?)?\{? ?Z ?\}?|is (?:an|any) integer)[\s)]*$"
@@ -41,12 +37,7 @@ _BETWEEN_OPTIONS = re.compile(r"(?:[\s,;&()]|\band\b)+")
 
 
 def whole(text: str) -> str:
-    """`8 ft 6 in` as `17/2 ft`, and `x > 1, x < 3` as `1 < x < 3`; any other text as it is."""
-    return _joined_bounds(_one_unit(text))
-
-
-def _one_unit(text: str) -> str:
-    """Falling units of one dimension, each with a number, are a sum."""
+    """`8 ft 6 in`, falling units of one dimension, as their sum `17/2 ft`; any other text as it is."""
     marks = ("arcmin", "arcsec") if "°" in text else ("ft", "in")
     spelled = text.replace("'", f" {marks[0]} ").replace('"', f" {marks[1]}")
     at, total, units = 0, Fraction(0), []
@@ -60,21 +51,6 @@ def _one_unit(text: str) -> str:
     if len(units) < 2 or not falling or spelled[at:].strip():
         return text
     return f"{total / units[0][1]} {units[0][2]}"
-
-
-def _joined_bounds(text: str) -> str:
-    """A lower and an upper bound of one name."""
-    parts = [part.strip() for part in split_top(text, _BOTH)]
-    bounds = [found for part in parts if (found := interval(part))]
-    if len(parts) != 2 or len(bounds) != 2:
-        return text
-    lower, upper = bounds[::-1] if bounds[0][1][0] == "-\\infty" else bounds
-    names = {side for part in parts for side in sides_of(part)[::2] if side not in (lower[1][0], upper[1][1])}
-    low, high = number(lower[1][0]), number(upper[1][1])
-    if len(names) != 1 or low is None or high is None or low.value >= high.value:
-        return text
-    signs = ["\\le" if bracket in "[]" else "<" for bracket in (lower[0], upper[2])]
-    return f"{lower[1][0]} {signs[0]} {names.pop()} {signs[1]} {upper[1][1]}"
 
 
 def families(reference: str, answer: str) -> tuple[str, str]:
@@ -187,21 +163,6 @@ def residues(reference: str, answer: str, precision: int) -> bool | None:
     else:
         return False
     return int(modulus) == int(one[2]) > 0 and (int(value) - int(one[1])) % int(modulus) == 0
-
-
-def complements(reference: str, answer: str, precision: int) -> bool | None:
-    """`\\mathbb{R} \\setminus \\{2\\}` as a union of intervals or as `x \\ne 2`; None where nothing is left out."""
-    left_out = [_left_out(text) for text in (reference, answer)]
-    if not any("\\setminus" in text for text in left_out) or any(len(sides_of(text)) > 1 for text in left_out):
-        return None
-    return same_expression(left_out[0], left_out[1], precision) or None
-
-
-def _left_out(text: str) -> str:
-    sides = [sides_of(part) for part in split_top(text, _BOTH)]
-    if any(len(one) != 3 or one[1] != "\\ne" or one[0] != sides[0][0] for one in sides):
-        return text
-    return "\\mathbb{R} \\setminus \\{" + ", ".join(one[2] for one in sides) + "\\}"
 
 
 def several_options(reference: str, answer: str, precision: int) -> bool | None:

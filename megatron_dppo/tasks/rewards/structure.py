@@ -27,7 +27,7 @@ _CONDITION = re.compile(
 _BETWEEN_PIECES = re.compile(
     rf"\s*(?:[,;]\s*(?:and\s)?(?!\s*(?:{_LEADS}|otherwise|else))|(?<![a-zA-Z])and\s(?=[^,;]*\s(?:{_LEADS}|otherwise|else)))\s*"
 )
-_NEGATED = {"=": "\\ne", "\\ne": "=", "<": "\\ge", "\\ge": "<", ">": "\\le", "\\le": ">", "even": "odd", "odd": "even"}
+_NEGATED = {"=": "\\ne", "\\ne": "=", "<": "\\ge", "\\le": ">", "even": "odd", "odd": "even"}
 
 
 def pieces(text: str) -> list[tuple[str, str]]:
@@ -109,30 +109,8 @@ def bracketed(text: str) -> tuple[str, list[str], str] | None:
     return (text[0], parts, text[-1]) if len(parts) > 1 else None
 
 
-def interval(relation: str) -> tuple[str, list[str], str] | None:
-    """`1 < x \\le 4` as the interval (1, 4]; None for what is no inequality of one name."""
-    sides = sides_of(relation)
-    if len(sides) == 3:
-        left, sign, right = sides
-        if not NAME.fullmatch(left):
-            left, sign, right = right, flipped(sign), left
-        if not NAME.fullmatch(left) or (number(right) is None and NAME.fullmatch(right)):
-            return None
-        if sign in ("<", "\\le"):
-            return "(", ["-\\infty", right], ")" if sign == "<" else "]"
-        if sign in (">", "\\ge"):
-            return "(" if sign == ">" else "[", [right, "\\infty"], ")"
-        return None
-    if len(sides) == 5 and NAME.fullmatch(sides[2]):
-        if sides[1] in (">", "\\ge") and sides[3] in (">", "\\ge"):
-            sides = [sides[4], flipped(sides[3]), sides[2], flipped(sides[1]), sides[0]]
-        if sides[1] in ("<", "\\le") and sides[3] in ("<", "\\le"):
-            return "(" if sides[1] == "<" else "[", [sides[0], sides[4]], ")" if sides[3] == "<" else "]"
-    return None
-
-
 def sides_of(text: str) -> list[str]:
-    """`a < b = c` as [a, <, b, =, c]; one entry where there is no relation."""
+    """`a < b = c` as [a, <, b, =, c], `b > a` as [a, <, b]; one entry where there is no relation."""
     sides: list[str] = []
     begin = 0
     for part in split_top(text, _RELATIONS)[:-1]:
@@ -142,8 +120,7 @@ def sides_of(text: str) -> list[str]:
         assert sign is not None  # split_top found it here
         sides.append({"<=": "\\le", ">=": "\\ge", "!=": "\\ne"}.get(sign[0].strip(), sign[0].strip()))
         begin = sign.end()
-    return [*sides, trimmed(text[begin:])]
-
-
-def flipped(sign: str) -> str:
-    return {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}.get(sign, sign)
+    sides.append(trimmed(text[begin:]))
+    if all(sign in (">", "\\ge") for sign in sides[1::2]):
+        sides = [{">": "<", "\\ge": "\\le"}.get(side, side) for side in reversed(sides)]
+    return sides
