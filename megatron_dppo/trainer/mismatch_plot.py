@@ -20,10 +20,15 @@ _BINS = 24
 
 
 def plot_mismatch(runs: Mapping[str, Mismatch], path: Path, *, title: str = "") -> None:
-    """Write a PNG: per run a row with pi / mu (left) and |pi - mu|, the binary TV divergence (right), against mu.
+    """Write `draw_mismatch` as a PNG. Errors: also `UserError` when the file cannot be written."""
+    write_png(draw_mismatch(runs, title=title), path)
+
+
+def draw_mismatch(runs: Mapping[str, Mismatch], *, title: str = "") -> Figure:
+    """Per run a row with pi / mu (left) and |pi - mu|, the binary TV divergence (right), against mu.
 
     A dot is a token; the line is the median of the tokens of like probability, the band holds 98 % of them.
-    Errors: `UserError` when there is no run or the file cannot be written.
+    Errors: `UserError` when there is no run.
     """
     if not runs:
         raise UserError("plot: name at least one run")
@@ -53,14 +58,14 @@ def plot_mismatch(runs: Mapping[str, Mismatch], path: Path, *, title: str = "") 
         if len(logps) > 1:
             left.legend(fontsize=9)
     figure.suptitle(plain(title) or "Trainer against engine, same weights", fontsize=14)
-    write_png(figure, path)
+    return figure
 
 
 def _cloud(axis: Axes, mu: np.ndarray, values: np.ndarray, colour: str, label: str) -> None:
     """Dots, the median by bin of mu, and the band from the 1st to the 99th percentile."""
     axis.set_xscale("log")
     few = len(mu) < 5000  # larger and darker, so that single dots are seen
-    axis.scatter(mu, values, s=9 if few else 3, color=colour, alpha=0.5 if few else 0.15, linewidths=0)
+    axis.scatter(mu, values, s=9 if few else 3, color=colour, alpha=0.5 if few else 0.15, linewidths=0, rasterized=True)
     edges = np.logspace(np.log10(max(mu.min(), 1e-8)), 0.0, _BINS + 1)
     number = np.clip(np.digitize(mu, edges) - 1, 0, _BINS - 1)
     middle, bands = [], []

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,22 +73,15 @@ def panels_for(runs: Mapping[str, History]) -> list[Panel]:
     return [*PANELS[:2], *sets, *PANELS[2:], *kl]
 
 
-def plot_runs(
-    runs: Mapping[str, History],
-    path: Path,
-    *,
-    title: str = "",
-    panels: Sequence[Panel] | None = None,
-    by_time: bool = False,
-) -> None:
-    """Write a PNG with one panel per metric (`panels_for` the runs when absent), one colour per run (label -> history).
+def draw_runs(
+    runs: Mapping[str, History], *, title: str = "", panels: Sequence[Panel] | None = None, by_time: bool = False
+) -> Figure:
+    """One panel per metric (`panels_for` the runs when absent), one colour per run (label -> history).
 
     As in the paper, training curves are smoothed by a Gaussian filter with a standard deviation of 2 steps, over the
     unsmoothed curve in a paler shade; held-out evaluations are shown as measured, those of evaluation sets with their
     bootstrap interval. Panels of metrics that no run logged say so. `by_time` draws all over the minutes that the
-    steps took.
-
-    Errors: `UserError` when there is no run or the file cannot be written.
+    steps took. Errors: `UserError` when there is no run.
     """
     if not runs:
         raise UserError("plot: name at least one run")
@@ -137,7 +131,12 @@ def plot_runs(
     if len(runs) > 1:
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(runs), 5))
     figure.suptitle(plain(title), fontsize=15)
-    write_png(figure, path)
+    return figure
+
+
+def plot_runs(runs: Mapping[str, History], path: Path, **options: Any) -> None:
+    """Write `draw_runs` as a PNG. Errors: also `UserError` when the file cannot be written."""
+    write_png(draw_runs(runs, **options), path)
 
 
 def write_png(figure: Figure, path: Path) -> None:

@@ -6,36 +6,35 @@ runs' configurations: all from the files that a run writes into its folder.
 
 from __future__ import annotations
 
+import base64
 import html
+import io
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
 
 from megatron_dppo.config.load import read_tree
-from megatron_dppo.errors import UserError, of_file
+from megatron_dppo.errors import of_file
 from megatron_dppo.trainer.history import History, as_written, read_rows
 from megatron_dppo.trainer.mismatch import MISMATCH_FILE, Mismatch
-from megatron_dppo.trainer.plots import Panel, panels_for, smooth
+from megatron_dppo.trainer.mismatch_plot import draw_mismatch
+from megatron_dppo.trainer.plots import draw_runs, panels_for, plain
 from megatron_dppo.trainer.resume import flatten
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
-_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")
 GREEN, RED = "44,160,44", "214,39,40"
 _PHASES = ("rollout", "hand_over", "train", "sync")
-_DOTS = 3000
-"""Tokens of a run that the picture of the mismatch shows."""
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 76em; padding: 0 1em; color: #222 }
 h2 { margin-top: 2em; border-bottom: 1px solid #ccc } table { border-collapse: collapse }
 td, th { border: 1px solid #ddd; padding: .2em .6em; text-align: left; vertical-align: top }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; font-size: 13px }
-.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(34em, 1fr)); gap: 1em }
+img { width: 100% }
 .token { border-radius: 2px; outline: 1px solid #fff8 } .none { color: #888 }
 .blocked { text-decoration: line-through 2px } .untrained { color: #999 }
 """
@@ -51,12 +50,8 @@ TOKEN_KEY = (
 def write_report(runs: Mapping[str, Path], path: Path, *, title: str = "") -> None:
     """Write the page of `runs` (label -> folder) to `path`.
 
-    Errors: `UserError` where plotly is not installed, a folder holds no run, or the file cannot be written.
+    Errors: `UserError` where a folder holds no run, or the file cannot be written.
     """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise UserError("report: plotly is not installed; `uv pip install megatron-dppo[report]`") from None
     histories = {label: History.read(folder) for label, folder in runs.items()}
     sections = [
         ("Curves", _curves(histories)),
@@ -67,16 +62,15 @@ def write_report(runs: Mapping[str, Path], path: Path, *, title: str = "") -> No
         ("Configurations", _configurations(runs)),
     ]
     body = "\n".join(f"<h2>{html.escape(name)}</h2>\n{content}" for name, content in sections)
-    write_page(path, title or ", ".join(runs), body, script=get_plotlyjs())
+    write_page(path, title or ", ".join(runs), body)
 
 
-def write_page(path: Path, title: str, body: str, *, style: str = STYLE, script: str = "") -> None:
+def write_page(path: Path, title: str, body: str, *, style: str = STYLE) -> None:
     """Write a page that needs nothing else. Raises UserError where that cannot be."""
     heading = html.escape(title)
-    head = f"<style>{style}</style>\n" + (f"<script>{script}</script>" if script else "")
     page = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title>\n'
-        f"{head}</head>\n<body><h1>{heading}</h1>\n{body}\n</body></html>\n"
+        f"<style>{style}</style></head>\n<body><h1>{heading}</h1>\n{body}\n</body></html>\n"
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,71 +80,35 @@ def write_page(path: Path, title: str, body: str, *, style: str = STYLE, script:
 
 
 def _curves(runs: Mapping[str, History]) -> str:
-    panels = panels_for(runs)
-    logged = [p for p in panels if any(len(h[p.metric]) or len(h[p.held_out]) for h in runs.values())]
-    return f'<div class="grid">{"".join(_html(_curve(panel, runs)) for panel in logged)}</div>'
-
-
-def _curve(panel: Panel, runs: Mapping[str, History]) -> Figure:
-    """A metric of all runs: as measured, smoothed as in `plot_runs`, and on held-out prompts."""
-    from plotly.graph_objects import Figure, Scatter
-
-    figure = Figure()
-    for number, (label, history) in enumerate(runs.items()):
-        colour = _COLOURS[number % len(_COLOURS)]
-        curve, held_out = history[panel.metric], history[panel.held_out]
-        if len(curve):
-            pale = {"color": colour, "width": 1}
-            raw = {"name": f"{label}, each step", "opacity": 0.35, "line": pale, "showlegend": False}
-            figure.add_trace(Scatter(x=curve.steps.tolist(), y=_json(curve.values), **raw))
-            strong = {"color": colour, "width": 2.5}
-            figure.add_trace(Scatter(x=curve.steps.tolist(), y=_json(smooth(curve)), name=label, line=strong))
-        if len(held_out):
-            dashed = {"color": colour, "dash": "dash"}
-            figure.add_trace(
-                Scatter(x=held_out.steps.tolist(), y=_json(held_out.values), name=f"{label}, held-out", line=dashed,
-                        mode="lines+markers")
-            )  # fmt: skip
-    figure.update_layout(title=_plain(panel.title), xaxis_title="training step", yaxis_title=_plain(panel.unit))
-    if panel.fraction:
-        figure.update_yaxes(tickformat=".1%")
-    return figure
+    logged = [p for p in panels_for(runs) if any(len(h[p.metric]) or len(h[p.held_out]) for h in runs.values())]
+    return _picture(draw_runs(runs, panels=logged)) if logged else _nothing("no run has logged one")
 
 
 def _mismatch(runs: Mapping[str, Path]) -> str:
-    """Figure 2: |pi - mu| of tokens against mu."""
-    from plotly.graph_objects import Figure, Scattergl
-
-    figure = Figure()
-    for label, folder in runs.items():
-        if not (folder / MISMATCH_FILE).is_file():
-            continue
-        tokens = Mismatch.read(folder)
-        some = np.linspace(0, len(tokens.log_mu) - 1, min(_DOTS, len(tokens.log_mu))).astype(int)
-        mu, pi = np.exp(tokens.log_mu[some].astype(np.float64)), np.exp(tokens.log_pi[some].astype(np.float64))
-        dots = {"mode": "markers", "name": label, "marker": {"size": 3, "opacity": 0.5}}
-        figure.add_trace(Scattergl(x=_json(mu), y=_json(np.maximum(np.abs(pi - mu), 1e-12)), **dots))
-    if not figure.data:
-        return _nothing("no run has one (trainer.parity_check)")
-    figure.update_layout(xaxis_title="mu, the engine's probability of the token", yaxis_title="|pi - mu|")
-    figure.update_xaxes(type="log")
-    figure.update_yaxes(type="log")
-    return _html(figure)
+    """Figure 2."""
+    found = {label: Mismatch.read(folder) for label, folder in runs.items() if (folder / MISMATCH_FILE).is_file()}
+    return _picture(draw_mismatch(found)) if found else _nothing("no run has one (trainer.parity_check)")
 
 
 def _phases(runs: Mapping[str, History]) -> str:
     """Seconds of the phases of every step, of each run in turn."""
-    from plotly.graph_objects import Bar, Figure
-
-    pictures = []
-    for label, history in runs.items():
-        figure = Figure()
-        for phase in _PHASES:
-            series = history[f"time/{phase}_s"]
-            figure.add_trace(Bar(x=series.steps.tolist(), y=_json(series.values), name=phase))
-        figure.update_layout(barmode="stack", title=html.escape(label), xaxis_title="step", yaxis_title="seconds")
-        pictures.append(_html(figure))
-    return f'<div class="grid">{"".join(pictures)}</div>'
+    taken = {label: {phase: history[f"time/{phase}_s"] for phase in _PHASES} for label, history in runs.items()}
+    taken = {label: phases for label, phases in taken.items() if any(map(len, phases.values()))}
+    if not taken:
+        return _nothing("no run has logged it")
+    figure = Figure(figsize=(13.5, 2.6 * len(taken)), layout="constrained")
+    for axis, (label, phases) in zip(figure.subplots(len(taken), squeeze=False)[:, 0], taken.items(), strict=True):
+        steps = np.unique(np.concatenate([series.steps for series in phases.values()]))
+        edges = np.append(steps, steps[-1:] + 1) - 0.5
+        below = np.zeros(len(steps))
+        for phase, series in phases.items():
+            above = below.copy()
+            above[np.searchsorted(steps, series.steps)] += np.nan_to_num(series.values)
+            axis.stairs(above, edges, baseline=below, fill=True, label=phase)
+            below = above
+        axis.set(title=plain(label), xlabel="training step", ylabel="seconds")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper")
+    return _picture(figure)
 
 
 def _answers(runs: Mapping[str, Path]) -> str:
@@ -254,21 +212,12 @@ def _rows(folder: Path, name: str) -> Iterator[dict[str, Any]]:
     return read_rows(folder / name) if (folder / name).is_file() else iter(())
 
 
-def _html(figure: Figure) -> str:
-    figure.update_layout(template="plotly_white", height=380, margin={"l": 60, "r": 20, "t": 50, "b": 50})
-    return str(figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False}))
-
-
-def _json(values: Sequence[float] | np.ndarray) -> list[float | None]:
-    """Plain numbers: readable in the page, and None where there is none."""
-    return [float(value) if np.isfinite(value) else None for value in values]
-
-
-def _plain(text: str) -> str:
-    """A panel's title without matplotlib's mathematics."""
-    for old, new in (("$", ""), (r"\pi", "π"), (r"\mu", "μ"), (r"\log", "log")):
-        text = text.replace(old, new)
-    return html.escape(text)
+def _picture(figure: Figure) -> str:
+    """In the page itself, sharp however far one zooms in."""
+    FigureCanvasSVG(figure)
+    written = io.BytesIO()
+    figure.savefig(written, format="svg")
+    return f'<img alt="" src="data:image/svg+xml;base64,{base64.b64encode(written.getvalue()).decode()}">'
 
 
 def _nothing(why: str) -> str:
