@@ -12,7 +12,7 @@ from megatron_dppo.rollout.engine import GenerationRequest, SamplingConfig
 from megatron_dppo.rollout.seeds import continued_seed
 
 type Sample = Callable[[GenerationRequest, SamplingConfig, bool], RolloutBatch]
-"""Samples one sequence, for training or not. Blocks; is called from many threads; raises as `Generates.generate`."""
+"""`Generates.generate` of one sequence, for training or not. Blocks; is called from many threads."""
 
 PIECE = 256
 """Tokens that are sampled before the text is looked at, where a text ends the answer."""
@@ -38,23 +38,26 @@ def draw(
     prompt: the last piece is as long as it must be."""
     if not stop or spell is None:
         return sample(request, sampling, training)
-    whole: RolloutBatch | None = None
-    left, now, number = sampling.max_tokens, request, 0
+    parts: list[RolloutBatch] = []
+    left, now, kept = sampling.max_tokens, request, 0
     while True:
         piece = min(PIECE, left) if len(now.prompt_ids) + PIECE <= most_prompt else left
         part = sample(now, replace(sampling, max_tokens=piece), training)
-        parts = [part] if whole is None else [whole, part]
-        whole = join_turns(parts, request_id=request.request_id, finish_reason=part.finish_reasons[0])
+        parts.append(part)
         left -= int(part.response_lengths[0])
-        ids = whole.response_ids(0)
+        ids = np.concatenate([one.response_ids(0) for one in parts])
         if any(one in spell(ids) for one in stop):
             kept = _first_with(ids, stop, spell)
-            return whole if kept == len(ids) and whole.finish_reasons[0] == "stop" else _cut(whole, kept)
-        if part.finish_reasons[0] != "length" or left < 1:
-            return whole
-        number += 1
-        seed = continued_seed(request.seed, _OWN_SEEDS + number)
-        now = replace(request, request_id=f"{request.request_id}.{number}", prompt_ids=whole.token_ids, seed=seed)
+        if kept or part.finish_reasons[0] != "length" or left < 1:
+            break
+        so_far = np.concatenate([request.prompt_ids, ids])
+        name, seed = f"{request.request_id}.{len(parts)}", continued_seed(request.seed, _OWN_SEEDS + len(parts))
+        now = replace(request, request_id=name, prompt_ids=so_far, seed=seed, known=len(so_far))
+    whole = join_turns(parts, request_id=request.request_id, finish_reason="stop" if kept else part.finish_reasons[0])
+    if not 0 < kept < len(ids):
+        return whole
+    rows = np.arange(int(whole.prompt_lengths[0]) + kept)
+    return whole.take(rows, offsets=np.array([0, len(rows)], dtype=np.int64))
 
 
 def _first_with(ids: np.ndarray, stop: Sequence[str], spell: Callable[[np.ndarray], str]) -> int:
@@ -65,21 +68,3 @@ def _first_with(ids: np.ndarray, stop: Sequence[str], spell: Callable[[np.ndarra
         text = spell(ids[:middle])
         low, high = (low, middle) if any(one in text for one in stop) else (middle + 1, high)
     return low
-
-
-def _cut(batch: RolloutBatch, kept: int) -> RolloutBatch:
-    """The first `kept` sampled tokens of one sequence."""
-    rows = np.arange(int(batch.prompt_lengths[0]) + kept)
-    return RolloutBatch(
-        token_ids=batch.token_ids[rows],
-        offsets=np.array([0, len(rows)], dtype=np.int64),
-        prompt_lengths=batch.prompt_lengths,
-        loss_mask=batch.loss_mask[rows],
-        mu_logp=batch.mu_logp[rows],
-        topk_ids=batch.topk_ids[rows],
-        topk_logp=batch.topk_logp[rows],
-        routes=None if batch.routes is None else batch.routes.take(rows),
-        request_ids=batch.request_ids,
-        finish_reasons=("stop",),
-        weight_versions=batch.weight_versions[rows],
-    )

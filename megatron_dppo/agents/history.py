@@ -5,14 +5,15 @@ a request's messages:   system user1 | answer1 tool | answer2 user2      the lon
 turns:                  turn 0 ──────► turn 1 ──────► (new turn)         keeps its STORED ids; the rest is rendered
                             └── tool's answer edited: turn 2, a branch, a training sample of its own
 ```
-A turn goes on with the branch whose last turn it follows; else it begins a branch, in which everything before it is
-context. So every sampled token is in the loss mask of one branch, whatever the harness does to its history.
+A turn goes on with the branch whose last turn it follows, unless another answer is under way there; else it begins a
+branch, in which everything before it is context. So every sampled token is in the loss mask of one branch, whatever the
+harness does to its history.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -55,11 +56,17 @@ class TurnRecord:
 
 @dataclass(eq=False)
 class Branch:
-    ids: np.ndarray
+    ids: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     """Of all of it, trained on or not."""
-    joined: RolloutBatch | None = None
-    """The turns that are trained on, as one sequence."""
+    parts: list[RolloutBatch] = field(default_factory=list)
+    """The turns that are trained on, each beyond what those before it have."""
+    recorded: int = 0
+    """Tokens that they have."""
+    reason: str = ""
+    """Why the last of them ended."""
     last: Turn | None = None
+    under_way: bool = False
+    """Whether an answer is that will go on with it."""
 
 
 @dataclass(eq=False)
@@ -109,25 +116,34 @@ class History:
         fits = [t for t in self.turns if t.length <= len(ids) and np.array_equal(t.ids, ids[: t.length])]
         return max(fits, key=lambda turn: (turn.length, turn.record.number), default=None)
 
+    def branch_for(self, before: Turn | None) -> Branch:
+        """The branch of an answer that is to be drawn after this turn, `under_way` until its caller says otherwise."""
+        goes_on = before is not None and before.is_last and not before.branch.under_way
+        branch = before.branch if before is not None and goes_on else Branch()
+        branch.under_way = True
+        return branch
+
     def add(
         self,
-        before: Turn | None,
+        branch: Branch,
         record: TurnRecord,
+        prompt: np.ndarray,
         batch: RolloutBatch,
         *,
         closed: bool,
         root: Any = None,
         messages: tuple[Message, ...] | None = None,
     ) -> None:
-        """A turn that was sampled: `batch` is one sequence, whose prompt begins with all ids of the turn before."""
-        branch = before.branch if before is not None and before.is_last else Branch(batch.token_ids)
+        """A turn that was sampled: `batch` is one sequence, beyond what its branch has recorded of `prompt`."""
         if branch.last is None:
             self._branches.append(branch)
-        branch.ids = batch.token_ids
+        branch.ids = np.concatenate([prompt, batch.response_ids(0)])
         if record.trained:
-            parts = [batch] if branch.joined is None else [branch.joined, batch]
-            branch.joined = join_turns(parts, request_id=self._name, finish_reason=record.finish_reason)
-        turn = branch.last = Turn(record, branch, len(batch.token_ids), closed, messages)
+            if len(batch.token_ids) != len(branch.ids) - max(branch.recorded - 1, 0):
+                raise ValueError(f"{batch.request_ids[0]}: not what is beyond the {branch.recorded} tokens recorded")
+            branch.parts.append(batch)
+            branch.recorded, branch.reason = len(branch.ids), record.finish_reason
+        turn = branch.last = Turn(record, branch, len(branch.ids), closed, messages)
         self.turns.append(turn)
         if messages is not None:
             self._known.setdefault(digests(root, messages)[-1], []).append(turn)
@@ -135,10 +151,10 @@ class History:
     def samples(self, retries: Mapping[int, int]) -> tuple[tuple[RolloutBatch, ...], tuple[TurnRecord, ...]]:
         """The branches that have something to train on, and all turns in the order in which they were asked for, which
         is not always that in which they ended; `retries` by the turn's number."""
-        kept = [branch for branch in self._branches if branch.joined is not None]
+        kept = [branch for branch in self._branches if branch.parts]
         place = {id(branch): number for number, branch in enumerate(kept)}
         names = [f"{self._name}+{number}" if number else self._name for number in range(len(kept))]
-        branches = [replace(b.joined, request_ids=(n,)) for b, n in zip(kept, names, strict=True) if b.joined]
+        branches = [join_turns(b.parts, request_id=n, finish_reason=b.reason) for b, n in zip(kept, names, strict=True)]
         turns = [
             replace(turn.record, branch=place.get(id(turn.branch), -1), retries=retries.get(turn.record.number, 0))
             for turn in sorted(self.turns, key=lambda turn: turn.record.number)

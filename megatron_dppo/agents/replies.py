@@ -18,10 +18,12 @@ from megatron_dppo.batch import RolloutBatch
 
 @dataclass(frozen=True)
 class Answered:
-    """A turn that was sampled: session's name, number, one sequence, and what was asked."""
+    """A turn that was sampled: session's name, number, all ids before it, one sequence that ends with it, and what was
+    asked."""
 
     session: str
     number: int
+    prompt: np.ndarray
     batch: RolloutBatch
     asked: Asked
 
@@ -31,9 +33,8 @@ class Answered:
 
     @property
     def usage(self) -> dict[str, int]:
-        prompt = int(self.batch.prompt_lengths[0])
-        total = len(self.batch.token_ids)
-        return {"prompt_tokens": prompt, "completion_tokens": total - prompt, "total_tokens": total}
+        prompt, sampled = len(self.prompt), len(self.batch.response_ids(0))
+        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def chat_reply(answered: Answered, answer: Message, spell: Callable[[int], str]) -> dict[str, Any]:
@@ -59,9 +60,8 @@ def chat_reply(answered: Answered, answer: Message, spell: Callable[[int], str])
         "usage": answered.usage,
     }
     if asked.token_ids:
-        prompt = int(batch.prompt_lengths[0])
-        reply["prompt_token_ids"] = batch.token_ids[:prompt].tolist()
-        choice["token_ids"] = batch.token_ids[prompt:].tolist()
+        reply["prompt_token_ids"] = answered.prompt.tolist()
+        choice["token_ids"] = batch.response_ids(0).tolist()
     return reply
 
 

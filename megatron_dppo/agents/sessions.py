@@ -6,8 +6,9 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from megatron_dppo.agents.asked import Asked, OtherSampling, read_chat, read_ids
 from megatron_dppo.agents.drawing import Sample, draw
-from megatron_dppo.agents.history import History, Turn, TurnRecord
+from megatron_dppo.agents.history import Branch, History, Turn, TurnRecord
 from megatron_dppo.agents.messages import Message, Refused, ToolCall, read_messages
 from megatron_dppo.agents.parsing import AnswerParser
 from megatron_dppo.agents.rendering import CannotContinue, ChatRenderer
@@ -85,7 +86,7 @@ class _Request:
 
 class Session:
     """One conversation. `answer` blocks and may be called from several threads: requests that are under way at the same
-    time each get an answer, and the first to end goes on with the branch."""
+    time each get an answer, and the first that the engines were asked for goes on with the branch."""
 
     def __init__(
         self,
@@ -202,19 +203,21 @@ class Session:
             before, new = None, messages
             rendered = renderer.conversation(messages, tools, given)
             prompt = rendered.ids
-        number, started, batch = self._draw(prompt, asked)
-        ids, stopped, closed = self._sampled(batch, asked)
-        text = self._spell(ids[:-1] if stopped else ids)
-        text = text[: min((at for one in asked.stop if (at := text.find(one)) >= 0), default=len(text))]
-        parsed = parser.parse(text, tools, thinking=rendered.thinking)
-        earlier = sum(len(message.tool_calls) for message in messages)
-        calls = tuple(ToolCall(parser.call_id(c[0], number, n, earlier), *c) for n, c in enumerate(parsed.calls))
-        answer = Message("assistant", parsed.content, parsed.reasoning, calls[:1] if asked.one_call else calls)
-        record = _record(number, batch, asked, started, new, answer, why)
-        with self._lock:
-            self._check_open()
-            self._history.add(before, record, batch, closed=closed, root=[tools, given], messages=(*messages, answer))
-        answered = Answered(self.name, number, batch, asked)
+        with self._branch_for(before) as branch:
+            number, started, batch = self._draw(prompt, asked, branch.recorded)
+            ids, stopped, closed = self._sampled(batch, asked)
+            text = self._spell(ids[:-1] if stopped else ids)
+            text = text[: min((at for one in asked.stop if (at := text.find(one)) >= 0), default=len(text))]
+            parsed = parser.parse(text, tools, thinking=rendered.thinking)
+            earlier = sum(len(message.tool_calls) for message in messages)
+            calls = tuple(ToolCall(parser.call_id(c[0], number, n, earlier), *c) for n, c in enumerate(parsed.calls))
+            answer = Message("assistant", parsed.content, parsed.reasoning, calls[:1] if asked.one_call else calls)
+            record = _record(number, prompt, batch, asked, started, new, answer, why)
+            told = (*messages, answer)
+            with self._lock:
+                self._check_open()
+                self._history.add(branch, record, prompt, batch, closed=closed, root=[tools, given], messages=told)
+        answered = Answered(self.name, number, prompt, batch, asked)
         return number, chat_reply(answered, answer, lambda one: renderer.spell([one], keep=frozenset(renderer.added)))
 
     def _generate(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -227,15 +230,27 @@ class Session:
         # A model may sample ids that its tokenizer has not; engines take nobody else's.
         if (prompt[0 if before is None else before.length :] >= self._shared.vocab_size).any():
             raise Refused(400, f"token_ids: the ids are those below {self._shared.vocab_size}", param="token_ids")
-        number, started, batch = self._draw(prompt, asked)
-        record = _record(number, batch, asked, started, (), None, why)
-        with self._lock:
-            self._check_open()
-            self._history.add(before, record, batch, closed=self._sampled(batch, asked)[2])
-        return number, ids_reply(Answered(self.name, number, batch, asked))
+        with self._branch_for(before) as branch:
+            number, started, batch = self._draw(prompt, asked, branch.recorded)
+            record = _record(number, prompt, batch, asked, started, (), None, why)
+            with self._lock:
+                self._check_open()
+                self._history.add(branch, record, prompt, batch, closed=self._sampled(batch, asked)[2])
+        return number, ids_reply(Answered(self.name, number, prompt, batch, asked))
 
-    def _draw(self, prompt: np.ndarray, asked: Asked) -> tuple[int, float, RolloutBatch]:
-        """The number of a turn, when the engines were asked, and their answer."""
+    @contextmanager
+    def _branch_for(self, before: Turn | None) -> Iterator[Branch]:
+        """The branch of an answer that is drawn meanwhile, and nobody else's until then."""
+        with self._lock:
+            branch = self._history.branch_for(before)
+        try:
+            yield branch
+        finally:
+            with self._lock:
+                branch.under_way = False
+
+    def _draw(self, prompt: np.ndarray, asked: Asked, known: int) -> tuple[int, float, RolloutBatch]:
+        """The number of a turn, when the engines were asked, and what of their answer is beyond what is known."""
         limits = self.limits
         with self._lock:
             self._check_open()
@@ -249,7 +264,11 @@ class Session:
         if not fits:
             raise self._too_long(f"{len(prompt)} tokens", "max_tokens" if room < 1 else "max_prompt_tokens")
         request = GenerationRequest(
-            request_id=f"{self.name}/{number}", prompt_ids=prompt, seed=self._seed(number), affinity=self.name
+            request_id=f"{self.name}/{number}",
+            prompt_ids=prompt,
+            seed=self._seed(number),
+            affinity=self.name,
+            known=known,
         )
         sampling = replace(asked.sampling, max_tokens=min(room, asked.max_tokens or room))
         started = time.monotonic()
@@ -335,6 +354,7 @@ class Session:
 
 def _record(
     number: int,
+    prompt: np.ndarray,
     batch: RolloutBatch,
     asked: Asked,
     started: float,
@@ -342,15 +362,14 @@ def _record(
     answer: Message | None,
     why: str,
 ) -> TurnRecord:
-    prompt = int(batch.prompt_lengths[0])
     return TurnRecord(
         number=number,
         asked=new,
         answer=answer,
         started=started,
         ended=time.monotonic(),
-        prompt=prompt,
-        sampled=len(batch.token_ids) - prompt,
+        prompt=len(prompt),
+        sampled=len(batch.response_ids(0)),
         finish_reason=batch.finish_reasons[0],
         why_not=asked.why_not,
         rendered_anew=why,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
 from megatron_dppo.router_replay.routes import Routes
+
+BY_TOKEN = ("token_ids", "loss_mask", "mu_logp", "topk_ids", "topk_logp", "weight_versions")
 
 
 @dataclass(frozen=True)
@@ -102,20 +106,34 @@ class RolloutBatch:
     def select(self, sequences: np.ndarray | list[int]) -> RolloutBatch:
         """The named sequences, in the order named (copies their rows)."""
         sequences = np.asarray(sequences, dtype=np.int64)
-        rows = rows_of(self.offsets, sequences)
-        return RolloutBatch(
-            token_ids=self.token_ids[rows],
+        return self.take(
+            rows_of(self.offsets, sequences),
             offsets=np.concatenate([[0], np.cumsum(self.lengths[sequences])]),
             prompt_lengths=self.prompt_lengths[sequences],
-            loss_mask=self.loss_mask[rows],
-            mu_logp=self.mu_logp[rows],
-            topk_ids=self.topk_ids[rows],
-            topk_logp=self.topk_logp[rows],
-            routes=None if self.routes is None else self.routes.take(rows),
             request_ids=tuple(self.request_ids[i] for i in sequences),
             finish_reasons=tuple(self.finish_reasons[i] for i in sequences),
-            weight_versions=self.weight_versions[rows],
         )
+
+    def beyond(self, known: Sequence[int]) -> RolloutBatch:
+        """What somebody lacks who has the first `known[b]` tokens of each sequence: its rows from the last of those on,
+        whose route came with what follows it. Raises ValueError where more than a prompt is known."""
+        if not any(known):
+            return self
+        first = np.maximum(np.asarray(known, dtype=np.int64) - 1, 0)
+        if (np.asarray(known) > self.prompt_lengths).any():
+            raise ValueError(f"{list(known)} tokens are known of prompts of {self.prompt_lengths.tolist()}")
+        starts = self.offsets[:-1] + first
+        rows = np.concatenate([np.arange(*span) for span in zip(starts, self.offsets[1:], strict=True)])
+        return self.take(
+            rows,
+            offsets=np.concatenate([[0], np.cumsum(self.lengths - first)]),
+            prompt_lengths=(self.prompt_lengths - first).astype(np.int32),
+        )
+
+    def take(self, rows: np.ndarray, **others: Any) -> RolloutBatch:
+        """The named rows (copies them), and of the sequences that they are what `others` say."""
+        routes = None if self.routes is None else self.routes.take(rows)
+        return replace(self, **{name: getattr(self, name)[rows] for name in BY_TOKEN}, routes=routes, **others)
 
     @staticmethod
     def concatenate(batches: list[RolloutBatch]) -> RolloutBatch:

@@ -54,6 +54,9 @@ class GenerationRequest:
     prompt_ids: np.ndarray = field(repr=False)
     seed: int
     affinity: str = ""
+    known: int = 0
+    """Tokens at the beginning of the prompt whose record whoever asks has, from turns before. A fleet answers what is
+    `RolloutBatch.beyond` them: of an episode of many turns each row comes once."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +134,9 @@ class Generates(Protocol):
     def generate(
         self, requests: Sequence[GenerationRequest], sampling: SamplingConfig, *, training: bool
     ) -> RolloutBatch:
-        """Sample every request; the batch has the requests' order. `training=True` refuses what is not the model's own
-        distribution and records top-K and routes; otherwise only tokens and `log mu` are needed.
+        """Sample every request; the batch has the requests' order, and of each what is beyond its `known` tokens.
+        `training=True` refuses what is not the model's own distribution and records top-K and routes; otherwise only
+        tokens and `log mu` are needed.
 
         Raises `UserError` for what was asked wrongly, `EngineClosed`, `EngineDead`, `GenerationTimeout`,
         `MalformedOutput`, and `RouteError` for routes that cannot be.
@@ -156,7 +160,7 @@ class RolloutEngine(Protocol):
     def generate(
         self, requests: Sequence[GenerationRequest], sampling: SamplingConfig, *, training: bool, call: str = ""
     ) -> RolloutBatch:
-        """See `Generates.generate`. `call` names it to `abandon`."""
+        """See `Generates.generate`; sequences are whole, whatever is `known` of them. `call` names it to `abandon`."""
         ...
 
     def abandon(self, call: str) -> None:

@@ -41,6 +41,8 @@ class _Running:
     ids: np.ndarray
     """Everything so far: the prompt of the next turn."""
     turns: list[RolloutBatch] = field(default_factory=list)
+    known: int = 0
+    """Tokens that the turns have."""
     total: float = 0.0
     correct: bool = False
     ended: bool = False
@@ -106,7 +108,8 @@ class EnvironmentPlayer:
                     running.episode = episode
                     if _take(running, part, answer):
                         said = self._between(answer.observation, part)
-                        running.ids = np.concatenate([part.token_ids, said]).astype(np.int32)
+                        running.ids = np.concatenate([running.ids, part.response_ids(0), said]).astype(np.int32)
+                        running.known = len(running.ids) - len(said)
                 unfinished = [r for r in active if not (r.ended or r.failed) and len(r.ids) <= self._max_prompt_tokens]
                 task.episodes.end(running.episode for running in active if running not in unfinished)
                 active = unfinished
@@ -187,4 +190,5 @@ def _request(running: _Running, run_seed: int, step: int, stream: int, turn: int
         request_id=f"{sequence_name(running.prompt, running.sample, step=step, stream=stream)}/{turn}",
         prompt_ids=running.ids,
         seed=request_seed(run_seed, step, running.prompt.index, running.sample, stream=stream, turn=turn),
+        known=running.known,
     )

@@ -18,7 +18,8 @@ type Write = Callable[[np.random.Generator, GenerationRequest], Sequence[int]]
 
 
 class Recorder:
-    """A `Sample`. A token has other experts in every call, as if weights had changed."""
+    """A `Sample` that keeps whole what it gives out. A token has other experts in every call, as if weights had
+    changed."""
 
     def __init__(self, write: Write, stops: Sequence[int]) -> None:
         """
@@ -29,6 +30,11 @@ class Recorder:
         """By the request's id."""
         self.trained: dict[str, bool] = {}
         self.seeds: dict[str, int] = {}
+        self.known: dict[str, int] = {}
+        self.came: list[int] = []
+        """Rows of each answer."""
+        self.whole = False
+        """Whether it answers what is known too, which it must not."""
 
     def __call__(self, request: GenerationRequest, sampling: SamplingConfig, training: bool) -> RolloutBatch:
         rng = np.random.default_rng(request.seed)
@@ -42,7 +48,10 @@ class Recorder:
             self.given[request.request_id] = batch
             self.trained[request.request_id] = training
             self.seeds[request.request_id] = request.seed
-        return batch
+            self.known[request.request_id] = request.known
+            new = batch if self.whole else batch.beyond([request.known])
+            self.came.append(len(new.token_ids))
+        return new
 
     def _batch(
         self,

@@ -47,16 +47,19 @@ def test_the_longest_history(steps: list[tuple[int, int, str, str, str, int]]) -
         event("found" if found else "none found")
         event("a branch" if found and not found.is_last else "no branch")
         prompt = np.array([*(expected or []), 100 + number], dtype=np.int32)
-        request = GenerationRequest(request_id=str(number), prompt_ids=prompt, seed=number)
+        branch = history.branch_for(found)
+        recorded = branch.recorded
+        request = GenerationRequest(request_id=str(number), prompt_ids=prompt, seed=number, known=recorded)
         batch = recorder(request, SamplingConfig(max_tokens=3, top_k_logprobs=2), True)
         answer = Message("assistant", answered, "r")
         record = TurnRecord(
             number=number, asked=(), answer=answer, started=0, ended=0, prompt=len(prompt), sampled=3,
             finish_reason="length", why_not="other" if other else "", rendered_anew="",
         )  # fmt: skip
-        history.add(found, record, batch, closed=False, root=[other], messages=(*messages, answer))
-        known.append((other, [*messages, answer], batch.token_ids.tolist()))
-        given[number] = [batch]
+        history.add(branch, record, prompt, batch, closed=False, root=[other], messages=(*messages, answer))
+        branch.under_way = False
+        given[number] = [recorder.given[str(number)]]
+        known.append((other, [*messages, answer], given[number][0].token_ids.tolist()))
     branches, turns = history.samples({})
     assert [turn.number for turn in turns] == list(range(len(steps)))
     assert sum(int(branch.loss_mask.sum()) for branch in branches) == 3 * sum(turn.trained for turn in turns)

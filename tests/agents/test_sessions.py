@@ -87,7 +87,8 @@ def test_a_client_that_gave_up_gets_its_answer_when_it_tries_again(
 
 
 def test_answers_under_way_at_the_same_time(serve: Callable[..., SessionServer], sample: Held) -> None:
-    """The first goes on with the branch, the others begin one each; every token is trained on once."""
+    """The first goes on with the branch, the others begin one each; every token is trained on once. What the branch has
+    on record comes to none but the first."""
     session = open_session(serve())
     client = client_of(session)
     first = ask(client)
@@ -100,11 +101,51 @@ def test_answers_under_way_at_the_same_time(serve: Callable[..., SessionServer],
         sample.go.set()
         assert len({one.result().id for one in asked}) == 4
     record = session.finish()
+    known = [sample.recorder.known[f"train/0/0/0/{number}"] for number in range(5)]
+    assert sorted(known) == [0, 0, 0, 0, len(sample.recorder.given["train/0/0/0/0"].token_ids)]
+    assert [turn.branch for turn in record.turns if known[turn.number] or not turn.number] == [0, 0]
     assert len(record.branches) == 4
     assert sum(int(one.loss_mask.sum()) for one in record.branches) == sum(turn.sampled for turn in record.turns)
     for number, branch in enumerate(record.branches):
         mine = [turn for turn in record.turns if turn.branch == number]
         check_rows(branch, mine, {t.number: [sample.recorder.given[f"train/0/0/0/{t.number}"]] for t in mine})
+
+
+def test_an_answer_that_failed_leaves_its_branch_to_others(serve: Callable[..., SessionServer], sample: Held) -> None:
+    session = open_session(serve())
+    client = client_of(session)
+    talk = [*HI, {"role": "assistant", "content": ask(client).choices[0].message.content}, *HI]
+    sample.fails = GenerationTimeout("too long")
+    with pytest.raises(openai.InternalServerError):
+        ask(client, talk)
+    sample.fails = None
+    ask(client, talk)
+    (branch,) = session.finish().branches
+    assert branch.loss_mask.sum() == sum(len(one.response_ids(0)) for one in sample.recorder.given.values())
+
+
+def test_an_engine_that_answers_what_is_known_is_noticed(serve: Callable[..., SessionServer], sample: Held) -> None:
+    session = open_session(serve())
+    client = client_of(session)
+    talk = [*HI, {"role": "assistant", "content": ask(client).choices[0].message.content}, *HI]
+    sample.recorder.whole = True
+    with pytest.raises(openai.InternalServerError, match="not what is beyond"):
+        ask(client, talk)
+
+
+def test_what_comes_of_a_turn_does_not_grow_with_the_turns_before_it(
+    serve: Callable[..., SessionServer], sample: Held
+) -> None:
+    session = open_session(serve(), max_tokens=6000, max_prompt_tokens=5900)
+    client, talk = client_of(session), list(HI)
+    for _ in range(20):
+        answer = ask(client, talk).choices[0].message.content
+        talk += [{"role": "assistant", "content": answer}, {"role": "user", "content": "word " * 50}]
+    (branch,) = session.finish().branches
+    came, given = sample.recorder.came, sample.recorder.given.values()
+    assert sum(came) == len(branch.token_ids) + 19, "the last token before a turn comes with it, for its route"
+    assert max(came[1:]) < 1.5 * min(came[1:])
+    assert sum(len(one.token_ids) for one in given) > 9 * sum(came)
 
 
 def test_a_history_that_was_edited_can_be_refused(serve: Callable[..., SessionServer]) -> None:

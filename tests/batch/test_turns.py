@@ -35,7 +35,9 @@ def test_three_turns_token_by_token():
     first = turn([10, 11], [20, 21], routed_as=1, version=4)
     second = turn([10, 11, 20, 21, 30], [22], routed_as=2, version=4)
     third = turn([10, 11, 20, 21, 30, 22, 31, 32], [23, 24], routed_as=3, version=5)
-    batch = join_turns([first, second, third], request_id="train/0/7/1", finish_reason="stop")
+    parts = [first, second.beyond([4]), third.beyond([6])]
+    assert [len(part.token_ids) for part in parts] == [4, 3, 5]
+    batch = join_turns(parts, request_id="train/0/7/1", finish_reason="stop")
     #          prompt   turn 1   said  turn 2  said     turn 3
     tokens = [10, 11, 20, 21, 30, 22, 31, 32, 23, 24]
     mask = [False, False, True, True, False, True, False, False, True, True]
@@ -69,7 +71,27 @@ def test_one_turn_is_left_as_it_was():
     assert join_turns([turn([1], [2], routes=False)], request_id="r", finish_reason="stop").routes is None
 
 
-@pytest.mark.parametrize("prompt", [[10, 11, 20, 99, 30], [10, 11, 20]])
-def test_a_turn_that_does_not_begin_with_the_last_one_is_refused(prompt):
-    with pytest.raises(ValueError, match=r"r: turn 1 does not begin with the 4 tokens of the turns before it"):
-        join_turns([turn([10, 11], [20, 21]), turn(prompt, [22, 23, 24])], request_id="r", finish_reason="stop")
+def test_a_turn_that_does_not_begin_with_the_last_one_is_refused():
+    first, second = turn([10, 11], [20, 21]), turn([10, 11, 20, 99, 30], [22, 23, 24])
+    for wrong in (second.beyond([4]), turn([10, 11, 20, 21, 30], [22])):
+        with pytest.raises(ValueError, match=r"r: turn 1 does not begin with the last token of the turn before it"):
+            join_turns([first, wrong], request_id="r", finish_reason="stop")
+    plain = turn([10, 11, 20, 21, 30], [22], routes=False).beyond([4])
+    with pytest.raises(ValueError, match="r: some turns carry routes and some do not"):
+        join_turns([first, plain], request_id="r", finish_reason="stop")
+
+
+def test_what_is_known_is_left_out_of_each_sequence():
+    first, second = turn([10, 11], [20, 21], routed_as=1, version=4), turn([7, 8, 9], [6], routed_as=2, version=5)
+    batch = RolloutBatch.concatenate([first, second])
+    left = batch.beyond([2, 0])
+    assert left.token_ids.tolist() == [11, 20, 21, 7, 8, 9, 6]
+    assert (left.offsets.tolist(), left.prompt_lengths.tolist()) == ([0, 3, 7], [1, 3])
+    assert left.loss_mask.tolist() == [False, True, True, False, False, False, True]
+    assert left.routes.experts[:, 0].tolist() == [[1, 1], [1, 2], [0, 0], [2, 0], [2, 1], [2, 2], [0, 0]]
+    assert left.routes.valid.tolist() == [True, True, False, True, True, True, False]
+    assert left.weight_versions.tolist() == [4] * 3 + [5] * 4
+    assert batch.beyond([0, 0]) is batch
+    assert batch.beyond([1, 1]).token_ids.tolist() == batch.token_ids.tolist()
+    with pytest.raises(ValueError, match=r"\[3, 0\] tokens are known of prompts of \[2, 3\]"):
+        batch.beyond([3, 0])

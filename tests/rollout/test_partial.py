@@ -16,6 +16,7 @@ from megatron_dppo.rollout.engine import GenerationRequest
 from megatron_dppo.rollout.serving.engine import ServedEngine
 from megatron_dppo.rollout.serving.sampler import join_parts
 from megatron_dppo.rollout.stored import columns_of
+from tests.batch.test_turns import turn
 from tests.distributed import PATIENCE_S
 from tests.rollout.conftest import SAMPLING, Served, requests
 from tests.rollout.reference import model_with, other_weights
@@ -34,6 +35,25 @@ def test_parts_are_joined_under_the_name_of_their_request(served_mixed: Served) 
     joined = join_parts(asked, [1, 1], replace(whole, request_ids=("a/0", "a/1~1")))
     assert joined.request_ids == ("a/0", "a/1")
     np.testing.assert_array_equal(joined.token_ids, whole.token_ids)
+
+
+def test_of_two_parts_the_prompt_is_the_last_ones() -> None:
+    parts = [turn([10, 11, 12], [20, 21], routed_as=1), turn([10, 11, 12, 20, 21], [22], routed_as=2)]
+    batch = RolloutBatch.concatenate(parts)
+    versions = np.repeat([4, 5], [5, 6])
+    assert batch.routes is not None
+    batch = replace(batch, weight_versions=versions.astype(np.int32), routes=batch.routes.routed_under(versions))
+    asked = [GenerationRequest(request_id="a", prompt_ids=np.array([10, 11, 12]), seed=0)]
+    joined = join_parts(asked, [2], batch)
+    assert joined.routes is not None
+    assert joined.token_ids.tolist() == [10, 11, 12, 20, 21, 22]
+    assert joined.loss_mask.tolist() == [False] * 3 + [True] * 3
+    assert joined.prompt_lengths.tolist() == [3]
+    assert joined.weight_versions.tolist() == [5, 5, 5, 4, 4, 5]
+    # 12 sampled the first token, and 21 never went through the weights that sampled it.
+    assert joined.routes.experts[:, 0].tolist() == [[2, 0], [2, 1], [1, 2], [1, 3], [2, 4], [0, 0]]
+    assert joined.routes.weight_versions.tolist() == [5, 5, 4, 4, 5, 5]
+    assert joined.routes.valid.tolist() == [True] * 5 + [False]
 
 
 def test_a_cut_response_goes_on_under_the_new_weights(served_mixed: Served, tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ class Watched:
 
     def generate(self, requests, sampling, *, training):
         with self._counted():
-            return self.engine.generate(requests, sampling, training=training)
+            batch = self.engine.generate(requests, sampling, training=training)
+        return batch.beyond([request.known for request in requests])
 
 
 def play(player, task, engine, sampling) -> tuple[float, float]:

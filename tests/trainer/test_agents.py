@@ -61,7 +61,7 @@ class Policy:
             weight_versions=np.zeros(len(tokens), dtype=np.int32),
         )
         self.said[request.request_id] = (request, batch)
-        return batch
+        return batch.beyond([request.known])
 
 
 def task_config(**agent) -> TaskConfig:

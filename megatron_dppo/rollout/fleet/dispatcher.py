@@ -271,8 +271,9 @@ class Dispatcher:
             )
             result = future_of(handle)
         else:
-            result = replica.engine.ask(
-                lambda engine: engine.generate(requests, sampling, training=training, call=key), "work"
+            known = [request.known for request in requests]
+            result = replica.engine.ask(  # what is known stays where the engine lives
+                lambda engine: engine.generate(requests, sampling, training=training, call=key).beyond(known), "work"
             )
         replica.running[key] = work
         self._watch(result, lambda done: self._finished(replica, key, columns, done))

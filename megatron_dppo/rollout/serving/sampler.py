@@ -14,6 +14,7 @@ from megatron_dppo.rollout.seeds import continued_seed
 from megatron_dppo.rollout.serving.core import Answer, Core
 from megatron_dppo.rollout.serving.weight_updates import Gate
 from megatron_dppo.router_replay.record import RouteSchema, record_routes
+from megatron_dppo.router_replay.routes import Routes
 
 
 @dataclass(frozen=True)
@@ -178,11 +179,24 @@ def join_parts(requests: Sequence[GenerationRequest], parts: Sequence[int], batc
         return replace(batch, request_ids=tuple(request.request_id for request in requests))
     joined, first = [], 0
     for request, count in zip(requests, parts, strict=True):
-        turns = [batch.select([first + number]) for number in range(count)]
+        whole = [batch.select([first + number]) for number in range(count)]
+        known = [0, *(len(part.token_ids) for part in whole)]
+        turns = [part.beyond([before]) for part, before in zip(whole, known, strict=False)]
         reason = turns[-1].finish_reasons[0]
-        joined.append(join_turns(turns, request_id=request.request_id, finish_reason=reason, latest_prompt=True))
+        one = join_turns(turns, request_id=request.request_id, finish_reason=reason)
+        joined.append(_with_prompt_of(whole[-1], one))
         first += count
     return RolloutBatch.concatenate(joined)
+
+
+def _with_prompt_of(last: RolloutBatch, joined: RolloutBatch) -> RolloutBatch:
+    """The prompt as the last part's prefill saw it: its version, and its routes but those of its last token, whose
+    forward sampled."""
+    prompt, routes = int(joined.prompt_lengths[0]), joined.routes
+    versions = np.concatenate([last.weight_versions[:prompt], joined.weight_versions[prompt:]])
+    if routes is not None and last.routes is not None:
+        routes = Routes.concatenate([last.routes.between(0, prompt - 1), routes.between(prompt - 1, len(routes))])
+    return replace(joined, weight_versions=versions, routes=routes)
 
 
 def _check(requests: Sequence[GenerationRequest], answers: Sequence[Answer], recorded: int) -> None:

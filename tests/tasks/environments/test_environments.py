@@ -73,7 +73,7 @@ class Scripted:
             request_ids=tuple(r.request_id for r, _ in sequences),
             finish_reasons=("stop",) * len(sequences),
             weight_versions=np.zeros(len(tokens), dtype=np.int32),
-        )
+        ).beyond([request.known for request in requests])
 
 
 def run(task, tokenizer, policy, prompts, samples: int = 1, max_prompt_tokens: int = 8192) -> Episodes:
