@@ -1,4 +1,11 @@
-"""The trainer's side of the workers."""
+"""The trainer's side of the workers.
+
+```
+a caller's thread ── run ──┐ one queue: first come, first served     ┌─► worker 0 ── a process per call
+another's ──────── run ──┴──► calls that wait ── free workers ──┴─► worker 1 ── ...
+```
+One of the callers hands out the calls of all and takes the answers in; when it has its own, another goes on.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +26,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.workers.calls import LARGEST_REPLY, Asked, Call, Channel, Closed, Hosted, Outcome, Start
@@ -34,7 +43,7 @@ class Workers:
     """Runs calls of `services` in `size` workers, each of which keeps warm processes ready for work.
 
     Workers start with the first call and end with `close`, when this is garbage, and with this process. Calls of `run`
-    may come from several threads (steps that are sampled ahead, an evaluation meanwhile); they take turns.
+    may come from several threads (groups of a step, steps that are sampled ahead, an evaluation meanwhile).
     """
 
     def __init__(
@@ -56,7 +65,16 @@ class Workers:
         self._environment, self._at_once = tuple(environment), at_once
         self._workers: list[_Worker] = []
         self._homes: dict[str, _Worker] = {}
-        self._turn = threading.Lock()
+        self._waiting: deque[_Question] = deque()
+        self._under_way: dict[int, _Question] = {}
+        """By number, those that wait among them."""
+        self._numbers = count()
+        self._led = False
+        """Whether a caller hands out."""
+        self._changed = threading.Condition()
+        """Of all that is here; never held while somebody waits for workers."""
+        self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._news)
         self._finalizer = weakref.finalize(self, _close_all, self._workers)
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
@@ -64,41 +82,82 @@ class Workers:
 
         Raises UserError where a service cannot be prepared, RuntimeError where workers do not start.
         """
-        outcomes: dict[int, Outcome] = {}
-        waiting = deque(range(len(calls)))
-        with self._turn:
-            try:
-                while len(outcomes) < len(calls):
-                    self._hand_out(calls, waiting)
-                    for worker in _wait(self._workers):
-                        outcomes |= worker.answers()
-                        if worker.over:
-                            worker.close()
-                            self._workers.remove(worker)
-            except BaseException:
-                self.close()  # what is under way would answer the next call
-                raise
-        return [outcomes[number] for number in range(len(calls))]
+        with self._changed:
+            asked = [_Question(next(self._numbers), call) for call in calls]
+            self._under_way |= {one.number: one for one in asked}
+            self._waiting.extend(asked)
+            os.eventfd_write(self._news, 1)
+            while not all(one.over for one in asked):
+                if self._led:
+                    self._changed.wait()
+                else:
+                    self._lead(asked)
+        for one in asked:
+            if one.failed is not None:
+                raise one.failed
+        return [one.outcome for one in asked if one.outcome is not None]
 
     def end(self, processes: Iterable[str]) -> None:
         """End these processes, if there are such; nobody waits for it."""
-        with self._turn:
+        with self._changed:
             for process in processes:
                 worker = self._homes.pop(process, None)
                 if worker is not None and not worker.over:
                     worker.end(process)
+            os.eventfd_write(self._news, 1)
 
     def close(self) -> None:
-        """End all workers. New ones are started if this is used again."""
+        """End all workers; calls that are under way fail. New ones are started if this is used again."""
+        with self._changed:
+            self._fail(RuntimeError("the workers were closed while they were at work"))
+
+    def _fail(self, error: BaseException) -> None:
+        for one in self._under_way.values():
+            one.failed = error
+        self._under_way.clear()
+        self._waiting.clear()
         _close_all(self._workers)
         self._homes.clear()
+        os.eventfd_write(self._news, 1)
 
-    def _hand_out(self, calls: Sequence[Call], waiting: deque[int]) -> None:
-        while len(self._workers) < min(self._size, len(calls)) and waiting:
+    def _lead(self, mine: Sequence[_Question]) -> None:
+        """Hand out and take in what there is of everybody, until what is `mine` is over."""
+        self._led = True
+        try:
+            while not all(one.over for one in mine):
+                self._hand_out()
+                workers = list(self._workers)
+                poll, patience_ms = _poll_of(workers, self._news)
+                self._changed.release()
+                try:
+                    poll.poll(patience_ms)
+                finally:
+                    self._changed.acquire()
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._news)
+                for worker in workers:
+                    if worker in self._workers:  # nobody closed it meanwhile
+                        self._take_in(worker)
+                self._changed.notify_all()
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            self._led = False
+            self._changed.notify_all()
+
+    def _take_in(self, worker: _Worker) -> None:
+        for number, outcome in worker.answers().items():
+            self._under_way.pop(number).outcome = outcome
+        if worker.over:
+            worker.close()
+            self._workers.remove(worker)
+
+    def _hand_out(self) -> None:
+        while len(self._workers) < min(self._size, len(self._under_way)) and self._waiting:
             self._workers.append(self._start())
-        for _ in range(len(waiting)):
-            number = waiting.popleft()
-            call = calls[number]
+        for _ in range(len(self._waiting)):
+            one = self._waiting.popleft()
+            call = one.call
             home = self._homes.get(call.process) if call.pinned else None
             if home is not None and home.over:
                 home = None
@@ -107,14 +166,28 @@ class Workers:
                 free = [worker for worker in free if len(worker.asked) < self._at_once]
             worker = home or min(free, key=lambda one: one.load, default=None)
             if worker is None:
-                waiting.append(number)
+                self._waiting.append(one)
                 continue
             if call.pinned:
                 self._homes[call.process] = worker
-            worker.ask(number, call)
+            worker.ask(one.number, call)
 
     def _start(self) -> _Worker:
         return _Worker(Start(self._services, self._memory), clean_environment(self._environment))
+
+
+@dataclass(eq=False)
+class _Question:
+    """A call of somebody who waits for its outcome."""
+
+    number: int
+    call: Call
+    outcome: Outcome | None = None
+    failed: BaseException | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.outcome is not None or self.failed is not None
 
 
 _STARTER = ThreadPoolExecutor(1, thread_name_prefix="workers")
@@ -238,14 +311,14 @@ def printable(text: str, most: int = 500) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def _wait(workers: Sequence[_Worker]) -> list[_Worker]:
-    """Those that have something to say, or whose time is up."""
+def _poll_of(workers: Sequence[_Worker], news: int) -> tuple[select.poll, float]:
+    """What ends when one of them has something to say, or there is news; and the milliseconds until a time is up."""
     poll = select.poll()
+    poll.register(news, select.POLLIN)
     for worker in workers:
         poll.register(worker.channel, select.POLLIN | (select.POLLOUT if worker.channel.unsent else 0))
     first = min(worker.deadline for worker in workers)
-    poll.poll(max(0.0, first - time.monotonic()) * 1000 + 1)
-    return list(workers)
+    return poll, max(0.0, first - time.monotonic()) * 1000 + 1
 
 
 def _close_all(workers: list[_Worker]) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,14 @@ def rights(*, answer: str, **_: Any) -> float:
         return float(os.environ["MY_KEY"])
     if answer == "others":
         return float("MY_TOKEN" in os.environ)
+    name, _, path = answer.partition(" ")
+    if name == "wait":
+        while not Path(path).exists():
+            time.sleep(0.01)
+        return 7
+    if name == "make":
+        Path(path).touch()
+        return 8
     if answer == "daemon":
         code = "import os, sys, time; os.setsid(); os.fork() and os._exit(0); time.sleep(3600)"
         subprocess.Popen([sys.executable, "-c", code, "of test_workers"], start_new_session=True)
@@ -69,6 +78,41 @@ def test_outside_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdicts[7].score == 1
     assert not daemons()
     pool.close()
+
+
+def test_calls_from_several_threads_share_the_workers(tmp_path: Path) -> None:
+    """The first caller's answer waits for what the second one's makes: a queue for each would wait for ever."""
+    verifier = TimedVerifier(CustomVerifier(f"{HERE}:rights"), 60, (0, 10), sandboxed=False)
+    pool = LocalVerifierPool({"it": verifier}, workers=2, memory_mib=8192)
+    with ThreadPoolExecutor(8) as threads:
+        first = threads.submit(pool.verify, asked(f"wait {tmp_path / 'go'}"))
+        while not (workers := pool._workers["it"])._workers or not workers._workers[0].asked:
+            time.sleep(0.01)
+        many = [threads.submit(pool.verify, asked("child", "child")) for _ in range(6)]
+        assert [[v.score for v in one.result(200)] for one in many] == [[5, 5]] * 6
+        assert not first.done()
+        assert pool.verify(asked(f"make {tmp_path / 'go'}", "child"))[0].score == 8
+        assert first.result(200)[0].score == 7
+        assert len(workers._workers) == 2
+        # Those that are under way when it is closed fail, and it starts anew.
+        late = [threads.submit(pool.verify, asked(f"wait {tmp_path / 'never'}")) for _ in range(2)]
+        while sum(len(worker.asked) for worker in workers._workers) < 2:
+            time.sleep(0.01)
+        pool.close()
+        for one in late:
+            with pytest.raises(RuntimeError, match="closed while they were at work"):
+                one.result(200)
+    assert pool.verify(asked("child"))[0].score == 5
+    pool.close()
+
+
+def test_workers_that_cannot_start_fail_every_caller() -> None:
+    verifier = TimedVerifier(CustomVerifier("no.such.module:at_all"), 60, sandboxed=False)
+    pool = LocalVerifierPool({"it": verifier}, workers=1, memory_mib=8192)
+    with ThreadPoolExecutor(3) as threads:
+        for one in [threads.submit(pool.verify, asked("x")) for _ in range(3)]:
+            with pytest.raises(UserError, match=r"no\.such"):
+                one.result(200)
 
 
 def test_a_machine_without_a_sandbox_refuses_what_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
