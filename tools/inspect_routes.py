@@ -19,7 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch import exit_status
 from megatron_dppo.launch.arguments import model_folder, whole
+from megatron_dppo.launch.folders import require_writable
 from megatron_dppo.router_replay.routes import Routes
 
 
@@ -134,7 +136,6 @@ def record(model: Path, folder: Path, *, prompts: int, tokens: int, rollout_dtyp
             chosen = [layer.topk(rollout.topk, dim=-1).indices.numpy() for layer in logits]
             experts[start:stop] = np.stack(chosen, axis=1)
     train = Routes(experts, np.ones(len(experts), dtype=np.bool_), rollout.num_experts)
-    folder.mkdir(parents=True, exist_ok=True)
     files = folder / "rollout.npz", folder / "train.npz"
     for file, routes in zip(files, (rollout, train), strict=True):
         save(routes, file)
@@ -162,21 +163,15 @@ def table(routes: Routes, loads: Load, shared: Overlap | None) -> str:
 
 def draw(path: Path, routes: Routes, loads: Load, shared: Overlap | None) -> None:
     """Heat map of each layer's load, and beside it what one number per layer says."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from megatron_dppo.trainer.plots import write_png
 
     layers = np.arange(routes.moe_layers)
     panels = 3 if shared else 2
-    figure, axes = plt.subplots(
-        1,
-        panels,
-        figsize=(6 + 2.6 * (panels - 1), max(2.6, 1.4 + 0.16 * len(layers))),
-        width_ratios=[3] + [1] * (panels - 1),
-        sharey=True,
-        layout="constrained",
-    )
+    size = (6 + 2.6 * (panels - 1), max(2.6, 1.4 + 0.16 * len(layers)))
+    figure = Figure(figsize=size, dpi=130, layout="constrained")
+    axes = figure.subplots(1, panels, width_ratios=[3] + [1] * (panels - 1), sharey=True)
     relative = loads.share * routes.num_experts
     image = axes[0].imshow(relative, aspect="auto", cmap="viridis", vmin=0, vmax=max(2.0, np.quantile(relative, 0.99)))
     axes[0].set(xlabel="expert", ylabel="MoE layer", title="Load of each expert (1 = even)")
@@ -188,8 +183,7 @@ def draw(path: Path, routes: Routes, loads: Load, shared: Overlap | None) -> Non
     if shared:
         axes[2].barh(layers, 1 - shared.identical, color="tab:blue")
         axes[2].set(title="Tokens routed\notherwise in training", xlabel="fraction")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    write_png(figure, path)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -203,30 +197,31 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rollout-dtype", default="bfloat16", choices=["bfloat16", "float32", "float16"])
     parser.add_argument("-o", "--output", type=Path, default=Path("routes.png"))
     options = parser.parse_args(arguments)
+    return exit_status(lambda: inspect(options))
+
+
+def inspect(options: argparse.Namespace) -> None:
+    """The table on standard output, and the heat map."""
+    if (options.routes is None) == (options.model is None):
+        raise UserError("give a file with routes, or --model to record some")
+    if options.model is not None:
+        require_writable(options.record, named=f"--record {options.record}", make=True)
+        options.routes, options.train = record(
+            options.model,
+            options.record,
+            prompts=options.prompts,
+            tokens=options.tokens,
+            rollout_dtype=options.rollout_dtype,
+        )
+    routes = read(options.routes)
     try:
-        if (options.routes is None) == (options.model is None):
-            raise UserError("give a file with routes, or --model to record some")
-        if options.model is not None:
-            options.routes, options.train = record(
-                options.model,
-                options.record,
-                prompts=options.prompts,
-                tokens=options.tokens,
-                rollout_dtype=options.rollout_dtype,
-            )
-        routes = read(options.routes)
-        try:
-            loads = load(routes)
-            shared = overlap(routes, read(options.train)) if options.train else None
-        except ValueError as error:
-            raise UserError(f"{options.routes}: {error}") from error
-        print(table(routes, loads, shared))
-        draw(options.output, routes, loads, shared)
-        print(f"heat map: {options.output}")
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+        loads = load(routes)
+        shared = overlap(routes, read(options.train)) if options.train else None
+    except ValueError as error:
+        raise UserError(f"{options.routes}: {error}") from error
+    print(table(routes, loads, shared))
+    draw(options.output, routes, loads, shared)
+    print(f"heat map: {options.output}")
 
 
 if __name__ == "__main__":

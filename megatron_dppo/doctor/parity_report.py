@@ -15,7 +15,7 @@ from rich.text import Text
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.config.schema import Config
 from megatron_dppo.doctor.parity import Comparison, Precision, measure, spell
-from megatron_dppo.errors import of_file
+from megatron_dppo.launch.folders import require_writable
 from megatron_dppo.preflight.finding import Finding, error
 from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.mismatch_plot import plot_mismatch
@@ -39,10 +39,7 @@ def run_parity(config: Config, precisions: list[Precision], *, reference: bool =
 
     Only rank 0 prints, writes and finds."""
     folder = config.run.dir
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise of_file(problem, f"cannot write {folder}: {problem.strerror}; choose another -o folder") from None
+    require_writable(folder, named=f"-o {folder}", make=True)
     found, batches = measure(config, precisions, reference=reference)
     if batches is None:
         return

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from megatron_dppo.config.load import read_tree
@@ -214,7 +213,6 @@ def _rows(folder: Path, name: str) -> Iterator[dict[str, Any]]:
 
 def _picture(figure: Figure) -> str:
     """In the page itself, sharp however far one zooms in."""
-    FigureCanvasSVG(figure)
     written = io.BytesIO()
     figure.savefig(written, format="svg")
     return f'<img alt="" src="data:image/svg+xml;base64,{base64.b64encode(written.getvalue()).decode()}">'

@@ -121,7 +121,7 @@ def test_the_numbers_are_those_of_the_definition() -> None:
         (["rollout.max_respons_tokens=3"], "did you mean rollout.max_response_tokens?"),
         (["rollout.router_replay=false"], "records no routes to replay"),
         (["parallel.tensor=2", "parallel.sequence_parallel=true"], "world size 1 is not a multiple"),
-        (["-o", __file__], "cannot write "),  # before an engine is started
+        (["-o", __file__], "cannot be written: File exists; choose another folder"),  # before an engine is started
     ],
 )
 def test_bad_arguments(model: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

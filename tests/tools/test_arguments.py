@@ -76,6 +76,7 @@ FILES = {
         ("tools/bench_actor_step.py --out o --only no", "argument --only: invalid choice: 'no'"),
         ("tools/bench_lora.py --out o --steps 0", "argument --steps: 0 must be 1 or more"),
         ("tools/inspect_routes.py --model absent", "argument --model: absent is no folder of a Hugging Face model"),
+        ("tools/inspect_routes.py --model model --record list.json/r", "--record list.json/r cannot be written: Not a"),
         ("examples/tiny_moe_dppo/make_model.py model", "argument OUT: model exists already"),
         (
             "examples/tiny_moe_dppo/make_model.py o --seed -1",

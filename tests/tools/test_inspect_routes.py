@@ -52,6 +52,9 @@ def test_bad_input_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "nowhere: No such file or directory" in error(str(tmp_path / "nowhere"))
     for name in ("foreign", "cut.npz", "other.npz", "array.npy"):
         assert f"{name}: holds no routes" in error(str(tmp_path / name))
+    assert "cannot write the plot: File exists" in error(
+        str(tmp_path / "short.npz"), "-o", str(tmp_path / "foreign/routes.png")
+    )
     assert "not of the same tokens" in error(str(tmp_path / "short.npz"), "--train", str(tmp_path / "long.npz"))
 
 
