@@ -247,8 +247,8 @@ class RolloutFleet(Protocol):
     """The engines of a run on the controller, as one. Engines load in the background; those that die, hang or answer
     nonsense lose their work to the others and are replaced. Calls may come from several threads.
 
-    Errors of a call: `UserError` for what was asked wrongly, `GenerationTimeout` for a request that took too long
-    twice, `EnginesFailed` once engines failed too often.
+    Errors of a call: `UserError` for what was asked wrongly, or where no engine takes its first weights,
+    `GenerationTimeout` for a request that took too long twice, `EnginesFailed` once engines failed too often.
     """
 
     def generate(
@@ -371,8 +371,9 @@ class GenerationTimeout(TimeoutError):
     """A request took longer than `rollout.request_timeout_s`; it was aborted with the others of its call."""
 
 
-class EnginesFailed(UserError):
-    """Engines failed more often in this run than `rollout.max_engine_failures` allows, or alike in its first syncs."""
+class EnginesFailed(RuntimeError):
+    """Engines failed more often than `rollout.max_engine_failures` allows. No `UserError`: other machines, or the same
+    ones later, may do, and a launcher starts the run again from what is saved."""
 
 
 class MalformedOutput(RuntimeError):

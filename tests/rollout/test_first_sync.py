@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.checkpoint.weight_layout import pack
+from megatron_dppo.errors import UserError
+from megatron_dppo.launch import exit_status
 from megatron_dppo.rollout.engine import EngineDead, EnginesFailed
 from megatron_dppo.rollout.fleet.failures import Failures
 from megatron_dppo.rollout.fleet.fleet import EngineFleet
@@ -40,7 +42,7 @@ def test_weights_that_no_engine_takes_end_the_run_at_the_second(ray_session: Ray
             to.wait(to.ask(lambda engine: engine.end_update(1, {})))
             fleet.synced(1, members, to.errors)
         with pytest.raises(
-            EnginesFailed,
+            UserError,
             match=r"^no engine has got weights yet, and two syncs in a row failed alike; the last one: engine "
             r"first-sync-engine-0-1 did not get weight version 1: IncompleteSync: 1 tensors did not come, first "
             r"model.norm.weight; ",
@@ -74,25 +76,46 @@ def test_a_run_ends_only_before_the_first_weights_came_and_for_one_reason(
     """A row of syncs, with what each engine failed."""
     failures = Failures(most=8)
     ended = [
-        failures.of_sync(sync, {name: f"did not: {type(e).__name__}: {e}" for name, e in sync.items() if e})
+        failures.of_sync(sync, {name: f"did not: {type(e).__name__}: {e}" for name, e in sync.items() if e}, 1)
         for sync in syncs
     ]
     assert ended[:-1] == [None] * (len(syncs) - 1)
-    assert isinstance(ended[-1], EnginesFailed) == ends
+    assert isinstance(ended[-1], UserError) == ends
 
 
 def test_all_reasons_of_the_second_sync_are_told() -> None:
     failures = Failures(most=8)
     for number in range(2):
         failed = {f"a-{number}": "another member gave up", f"b-{number}": "no memory"}
-        end = failures.of_sync(set(failed), failed)
+        end = failures.of_sync(set(failed), failed, number)
     assert "engine a-1 another member gave up; engine b-1 no memory; other engines" in str(end)
 
 
 def test_engines_that_a_run_takes_over_have_taken_weights() -> None:
     failures = Failures(most=1)
     assert failures.another("engine a-0 died") is None
-    assert failures.of_sync({"a-1"}, {}) is None
+    assert failures.of_sync({"a-1"}, {}, 1) is None
     failures.begin_run()
-    assert [failures.of_sync({"a-1"}, {"a-1": "timed out"}) for _ in range(2)] == [None, None]
+    assert [failures.of_sync({"a-1"}, {"a-1": "timed out"}, 1) for _ in range(2)] == [None, None]
     assert failures.another("engine a-1 timed out") is None  # counted anew
+
+
+def test_a_run_of_weeks_may_lose_an_engine_now_and_then() -> None:
+    """Each version of the weights takes one failure off the count; one that is brought to a new engine again does not,
+    nor does a sync that nobody took."""
+    failures = Failures(most=2)
+    for version in range(50):
+        assert failures.another("engine a-0 died") is None
+        assert failures.of_sync({"a"}, {}, version) is None
+    for _ in range(2):
+        assert failures.another("engine a-0 died") is None
+        assert failures.of_sync({"a"}, {}, 49) is None
+        assert failures.of_sync({"a"}, {"a": "timed out"}, 50) is None
+    end = failures.another("engine a-0 died")
+    assert isinstance(end, EnginesFailed)
+    assert str(end).startswith("3 engine failures, rollout.max_engine_failures=2 are allowed; the last one: engine a-0")
+    assert exit_status(lambda: raised(end)) == 1
+
+
+def raised(error: Exception) -> int:
+    raise error

@@ -142,7 +142,7 @@ class Dispatcher:
     def synced(self, version: int, members: Sequence[EngineClient], failed: Mapping[str, Exception]) -> None:
         names = {member.name for member in members}
         why = {name: f"did not get weight version {version}: {typed_line(error)}" for name, error in failed.items()}
-        if (end := self._failures.of_sync(names, why)) is not None:
+        if (end := self._failures.of_sync(names, why, version)) is not None:
             return self._end(end)
         for replica in self._replicas:
             if replica.engine.name not in names or not replica.up:

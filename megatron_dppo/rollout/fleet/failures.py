@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 
+from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.engine import EnginesFailed
 
 
 class Failures:
-    """Of a run's engines: more than `most` (`rollout.max_engine_failures`) end it, and so do two syncs in a row that
+    """Of a run's engines: more than `most` (`rollout.max_engine_failures`) end it, less one for every version of the
+    weights that engines took meanwhile: a run of weeks may lose an engine now and then. So do two syncs in a row that
     bring no engine its first weights for one reason. What engines do to the first weights they get they do to them
     again; once one engine has taken weights, what fails is that engine."""
 
     def __init__(self, most: int) -> None:
         self._most, self._count = most, 0
-        self._synced = False
-        """Whether an engine ever got weights."""
+        self._version: int | None = None
+        """Of the weights that an engine took last; None: none ever did."""
         self._reasons: set[str] = set()
         """What the last sync failed with."""
 
@@ -34,18 +36,19 @@ class Failures:
             f"{told}; look into the engines' logs"
         )
 
-    def of_sync(self, members: Collection[str], failed: Mapping[str, str]) -> EnginesFailed | None:
-        """The end of the run, if it is, after a sync to `members`. `failed`: those that did not get the weights, and
-        why. They are not counted."""
-        self._synced = self._synced or not failed.keys() >= set(members)
+    def of_sync(self, members: Collection[str], failed: Mapping[str, str], version: int) -> UserError | None:
+        """The end of the run, if it is, after a sync of the weights `version` to `members`. `failed`: those that did
+        not get them, and why. They are not counted."""
+        if version != self._version and not failed.keys() >= set(members):  # not what a new engine is brought again
+            self._count, self._version = max(0, self._count - 1), version
         # Names of engines, sizes, process ids: what differs in the same error.
         reasons = {re.sub(r"\d+", "", why): f"engine {name} {why}" for name, why in failed.items()}
         # All of them: what one engine failed with the others may tell as "another member gave up".
         again = "; ".join(told for reason, told in reasons.items() if reason in self._reasons)
         self._reasons = set(reasons)
-        if self._synced or not again:
+        if self._version is not None or not again:
             return None
-        return EnginesFailed(
+        return UserError(
             f"no engine has got weights yet, and two syncs in a row failed alike; the last one: {again}; other "
             "engines would fail as well: look into the engines' logs"
         )
