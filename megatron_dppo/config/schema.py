@@ -91,8 +91,10 @@ class RunConfig(ConfigModel):
     seed: Seed = 0
     """Root of the random streams of training: sampling of each request, initialisation of random weights and adapters.
     The questions and their order follow from `task.seed` alone."""
-    collective_timeout_minutes: float = Field(default=120.0, gt=0)
-    """How long a rank waits for the others before it gives up; must exceed the longest rollout."""
+    collective_timeout_minutes: float = Field(default=60.0, gt=0)
+    """How long a rank waits for the others in a collective, or at the start, before it gives up and the run ends. None
+    lasts as long as a rollout: rank 0 sends a word every 15 s. It must be twice `rollout.sync_timeout_s`, which is what
+    engines that hang may take, and should not be below `hang_minutes`, so that a hung rank is named first."""
     hang_minutes: float = Field(default=60.0, gt=0)
     """How long one phase of a step may take before its rank counts as hung: the stacks of all its threads are then
     written to `dir`/stacks, and rank 0 names the rank that the others wait for. The run goes on."""

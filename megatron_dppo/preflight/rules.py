@@ -212,8 +212,8 @@ def _profile(config: Config) -> Finding | None:
 
 
 def _sync_timeout(config: Config) -> Finding | None:
-    """Ranks wait for each other in a collective while the controller waits for an engine."""
-    minutes, sync = config.run.collective_timeout_minutes, config.rollout.sync_timeout_s
+    """Ranks wait for each other in a collective while the controller waits for an engine, see `broadcast.py: end`."""
+    minutes, sync = config.run.collective_timeout_minutes, 2 * config.rollout.sync_timeout_s
     if minutes * 60 >= sync:
         return None
     return error(

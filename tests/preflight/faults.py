@@ -122,9 +122,9 @@ FAULTS: dict[str, tuple[list[str], str, str]] = {
         "set it to null",
     ),
     "impatient ranks": (
-        ["run.collective_timeout_minutes=5", "run.hang_minutes=4"],
+        ["run.collective_timeout_minutes=15", "run.hang_minutes=4"],
         "timeouts",
-        "ranks give up after 5 min, but a weight sync may wait 10 min for an engine that hangs; raise "
+        "ranks give up after 15 min, but a weight sync may wait 20 min for an engine that hangs; raise "
         "run.collective_timeout_minutes",
     ),
     "an engine that is not there": (
