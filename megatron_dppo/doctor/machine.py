@@ -223,6 +223,8 @@ def check_cuda(expected: bool) -> Iterator[Finding]:
     yield from _driver()
     import torch
 
+    from megatron_dppo.models.experts.grouped import slow_paths
+
     if not torch.cuda.is_available():
         yield error(
             "cuda",
@@ -238,6 +240,8 @@ def check_cuda(expected: bool) -> Iterator[Finding]:
             yield error(
                 "gpu", f"GPU {index} has compute capability {capability}, without bf16", "use A100, H100 or later"
             )
+        elif slow := slow_paths(capability):
+            yield ok("gpu", slow)
         free, total = torch.cuda.mem_get_info(index)
         if free < 0.9 * total:
             yield warning(

@@ -13,7 +13,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.lora.config import TARGETS, LoraConfig
 from megatron_dppo.models.parallel import Recompute
-from megatron_dppo.planner.gpus import GPUS, find_gpu
+from megatron_dppo.planner.gpus import GPUS, MEASURED, find_gpu
 from megatron_dppo.planner.workload import EXPERT_IMBALANCE, Workload
 
 if TYPE_CHECKING:
@@ -61,7 +61,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", type=Path, metavar="RUN.yaml", help="plan exactly this run, in place of a model")
     parser.add_argument("--gpus", type=int, required=True, help="GPUs of the whole job")
-    parser.add_argument("--gpu", default="h100-80g", help=f"their kind: {', '.join(GPUS)} (%(default)s)")
+    parser.add_argument(
+        "--gpu",
+        default="h100-80g",
+        help=f"their kind: {', '.join(GPUS)} (%(default)s); measured are {', '.join(MEASURED)}",
+    )
     parser.add_argument("--rollout-gpus", type=int, help="GPUs of them that only generate; 0: engines share the GPUs")
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("cp", "context")):
         parser.add_argument(f"--{name}", type=int, dest=what, metavar="N", help=f"{what}-parallel size (searched)")

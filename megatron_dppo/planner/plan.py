@@ -140,7 +140,7 @@ class Plan(Run):
         if gpus > MEASURED_GPUS:
             beyond.append(f"{gpus} GPUs (measured: 1 to {MEASURED_GPUS})")
         if not layout.gpu.measured:
-            beyond.append(f"{layout.gpu.name} (measured: {', '.join(MEASURED)})")
+            beyond.append(f"{layout.gpu.name}, estimated by the H100's efficiencies (measured: {', '.join(MEASURED)})")
         if layout.tokens_per_rank > MEASURED_TOKENS:
             beyond.append(f"{layout.tokens_per_rank} tokens per rank (measured: {MEASURED_TOKENS})")
         if layout.lora is not None and (gpus, layout.gpu.name) != MEASURED_LORA:

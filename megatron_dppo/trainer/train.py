@@ -31,6 +31,7 @@ from megatron_dppo.launch.logs import FOLDER as LOGS
 from megatron_dppo.launch.logs import logging_to
 from megatron_dppo.launch.stop import StopRequest
 from megatron_dppo.models.build import build_model
+from megatron_dppo.models.experts.grouped import slow_paths
 from megatron_dppo.models.hf_config import HFConfig, load_hf_config
 from megatron_dppo.models.lora.attach import attach_adapters
 from megatron_dppo.models.megatron_config import transformer_config
@@ -157,6 +158,8 @@ def train(
             progress.begin(first_step)
             for finding in findings:
                 progress.note(str(finding))
+            if runtime.device.type == "cuda" and (slow := slow_paths(torch.cuda.get_device_capability())):
+                progress.note(slow)
             for line in suite.report:
                 progress.note(line)
             if resumed_at is not None:

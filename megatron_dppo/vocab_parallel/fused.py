@@ -22,6 +22,8 @@ from megatron_dppo.vocab_parallel.rows import check_ids
 from megatron_dppo.vocab_parallel.stats import Partials, concatenate
 from megatron_dppo.vocab_parallel.weight_grad import WeightGrad
 
+HOPPER = (9, 0)
+"""The compute capability that these kernels, and those of `models/experts`, are for."""
 _TOKEN_CHUNK = 1 << 15
 _CHUNK_BYTES = 1 << 29
 # Each chunk reads and writes the fp32 hidden gradient once: narrower ones would be bound by that.
@@ -36,7 +38,7 @@ def unusable(hidden: Tensor, weight: Tensor) -> str | None:
     """Why these tensors cannot take this path, or None."""
     if not (hidden.is_cuda and weight.is_cuda):
         return "it needs CUDA tensors"
-    if torch.cuda.get_device_capability(hidden.device) != (9, 0):
+    if torch.cuda.get_device_capability(hidden.device) != HOPPER:
         return "its kernels are for compute capability 9.0 (Hopper)"
     if hidden.dtype not in HALF:
         return f"it takes bfloat16 or float16, not {hidden.dtype}"

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.experts.activation import WeightedSwiGLU, recompute_for_backward, weighted_swiglu
-from megatron_dppo.models.experts.grouped import GroupedLinear, stacked, unusable
+from megatron_dppo.models.experts.grouped import GroupedLinear, slow_paths, stacked, unusable
 from megatron_dppo.models.experts.module import _line_up, _one_launch
 from megatron_dppo.models.hf_config import resolve_hf_config
 from megatron_dppo.models.megatron_config import transformer_config
@@ -31,6 +31,13 @@ def experts(number: int, rows: int, columns: int, *, apart: bool = False) -> tup
     for weight, main in zip(weights, buffer, strict=True):
         setattr(weight, "main_grad", main[:rows])  # noqa: B010
     return weights, stack
+
+
+def test_which_gpus_take_slower_paths_is_said() -> None:
+    assert slow_paths((9, 0)) == ""
+    assert slow_paths((10, 0)).startswith("a GPU of compute capability 10.0 takes slower paths for log-probabilities")
+    assert "one by one" not in slow_paths((10, 0))
+    assert "products of experts (one by one)" in slow_paths((8, 0))
 
 
 def expected(x: Tensor, dy: Tensor, weights: list[Any], counts: list[int]) -> tuple[Tensor, Tensor, list[Tensor]]:

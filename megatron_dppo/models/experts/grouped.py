@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from megatron_dppo.vocab_parallel.fused import HOPPER
+
 ROW_BYTES = 16
 """Rows of the operands must be a multiple of this (`torch.nn.functional.grouped_mm`, TMA)."""
 _ONE_LAUNCH = (9, 10)
@@ -28,6 +30,17 @@ def unusable(x: Tensor, weight: Tensor) -> str | None:
     if any(width * weight.element_size() % ROW_BYTES for width in weight.shape):
         return f"rows of {tuple(weight.shape)} are no multiple of {ROW_BYTES} bytes"
     return None
+
+
+def slow_paths(capability: tuple[int, int]) -> str:
+    """What takes a slower path on a GPU of this compute capability than on a Hopper GPU, in words; "" for nothing."""
+    if capability == HOPPER:
+        return ""
+    loop = "" if capability[0] in _ONE_LAUNCH else ", products of experts (one by one)"
+    return (
+        f"a GPU of compute capability {capability[0]}.{capability[1]} takes slower paths for log-probabilities (two to "
+        f"four times the time) and gradients of experts' weights{loop}: the kernels for these are Hopper's (H100, H200)"
+    )
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -116,7 +129,7 @@ def add_weight_gradients(
     """`main[e] += dy[e's tokens]^T x[e's tokens]`, main in float32 and contiguous."""
     if not x.shape[0]:
         return
-    if not x.is_cuda or torch.cuda.get_device_capability(x.device) != (9, 0):
+    if not x.is_cuda or torch.cuda.get_device_capability(x.device) != HOPPER:
         main += _products(dy, x, ends)
         return
     from triton.experimental.gluon import language as gl
