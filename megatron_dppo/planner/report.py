@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_dppo.models.parallel import ParallelConfig
+from megatron_dppo.planner.engine import ENGINE_SIZES, UTILIZATION, WORKSPACE
 from megatron_dppo.planner.fix import Fix
 from megatron_dppo.planner.gpus import GIB
 from megatron_dppo.planner.memory import StageMemory
@@ -79,7 +80,18 @@ def _print_nothing(console: Console, result: SearchResult) -> None:
     nearest = result.others[0]
     _head(console, nearest)
     console.print(_memory_table(nearest), _refused(result.others))
-    console.print("[red]Nothing fits.[/] Use more GPUs, shorter sequences (--sequence), or --rollout-gpus.")
+    console.print(f"[red]Nothing fits.[/] {_advice(nearest)}", highlight=False)
+
+
+def _advice(plan: Plan) -> str:
+    engine, memory = plan.engine, plan.layout.gpu.memory
+    if engine.tensor == ENGINE_SIZES[-1] and engine.weights + WORKSPACE > UTILIZATION * memory:
+        return (
+            f"An engine lives in one node, and each of its {engine.tensor} GPUs would hold {engine.weights / GIB:.0f} "
+            f"GiB of weights, of {memory / GIB:.0f}, so more GPUs do not help: take larger ones, or halve the weights "
+            "(--config with rollout.quantization=fp8)."
+        )
+    return "Use more GPUs, shorter sequences (--sequence), or --rollout-gpus."
 
 
 def _head(console: Console, plan: Plan) -> None:

@@ -249,6 +249,8 @@ def test_the_search_recommends_what_fits_and_says_why_others_do_not() -> None:
     assert all(plan.problem for plan in result.others)
     assert any("mostly gradients" in plan.problem for plan in result.others)
     assert "64 GPUs (measured: 1 to 4)" in result.best.extrapolated
+    other = dataclasses.replace(result.best, layout=dataclasses.replace(result.best.layout, gpu=GPUS["b200-180g"]))
+    assert "b200-180g, estimated by the H100's efficiencies (measured: h100-80g, h200-141g)" in other.extrapolated
 
 
 def test_a_large_cluster_is_searched_in_seconds() -> None:
@@ -344,6 +346,15 @@ def test_nothing_fits(config_json: Path, capsys: pytest.CaptureFixture[str]) -> 
     out = capsys.readouterr().out
     assert "Nothing fits" in out
     assert "GiB of 80" in out
+    assert "Use more GPUs" in out
+
+
+def test_a_model_too_large_for_an_engine_of_one_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3-235B-A22B"]))
+    layout = ["--tp", "8", "--pp", "4", "--ep", "16", "--cp", "2"]
+    assert main(["plan", str(tmp_path), "--gpus", "64", "--gpu", "a100-40g", *layout]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "An engine lives in one node, and each of its 8 GPUs would hold 55 GiB of weights, of 39" in out
 
 
 @pytest.mark.parametrize(
