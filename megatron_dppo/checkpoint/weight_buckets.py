@@ -63,7 +63,11 @@ class _Item:
         )
 
     def divided(self, shares: int, *, sliced: bool) -> Iterator[_Item]:
-        """A layer's experts, by the worker that needs them, or a slice of each; anything else as it is."""
+        """The parts of this item that go to one worker each (`share` set), where it holds experts; otherwise itself.
+
+        shares  workers of an engine, see `RolloutConfig.weight_shares`; 1 divides nothing
+        sliced  whether a worker's part is a slice of every expert, rather than whole experts
+        """
         if shares > 1 and sliced and self.slot.experts is not None:
             yield from self._sliced(shares)
             return

@@ -149,9 +149,14 @@ class RolloutConfig(ConfigModel):
         return "ipc" if self.placement == "colocated" else "broadcast"
 
     def weight_shares(self, device: str) -> int:
-        """Workers of an engine of which each gets what it needs of the experts alone, on a device type: its own, or its
-        slices, where it is vLLM that cuts them and pads none, as it does with those that it quantises. Over IPC there
-        are no slices: every rank that owns experts has some for every worker, and would bring them all together."""
+        """`tensor_parallel` where, in a sync on this device type, each worker of an engine gets only its part of the
+        experts; 1 where every worker gets all of them.
+
+        - `expert_parallel`: a worker's part is whole experts, by broadcast and IPC.
+        - Otherwise it is a slice of each expert, by broadcast to vLLM. Not with quantization, for which vLLM pads
+          slices, and not over IPC, where every rank that owns experts would bring slices for all workers.
+        - Through the object store every worker gets all.
+        """
         way = self.transfer_for(device)
         sliced = way == "broadcast" and self.engine == "vllm" and self.quantization == "none"
         return self.tensor_parallel if way != "object_store" and (self.expert_parallel or sliced) else 1

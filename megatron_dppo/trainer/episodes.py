@@ -81,7 +81,7 @@ class Episodes:
 
 
 class Player(Protocol):
-    """Who plays the episodes of a task whose prompts are no questions with one answer."""
+    """Plays the episodes of a task of several turns: `task.kind: environment` or `agent`."""
 
     any_prompts: bool
     """Whether it plays prompts that are not its task's own, those of evaluation sets."""
