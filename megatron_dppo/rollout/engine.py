@@ -265,6 +265,7 @@ class RolloutFleet(Protocol):
         *,
         samples: int | None = None,
         enough: int | None = None,
+        arrived: Callable[[RolloutHandle], None] = lambda part: None,
     ) -> RolloutHandle:
         """Sample every request for training and leave the sequences in the object store, for any rank to pull
         (`rollout.start.open_rollout`). Release the handle when the step is over, or the store fills up.
@@ -273,6 +274,7 @@ class RolloutFleet(Protocol):
                       (`MegatronActor.moe_layer_groups`); None is one group of all
         samples       requests of one prompt, where the same prompt may come again right after them
         enough        prompts after whose completion the others are dropped; None samples all
+        arrived       called by this thread with each object of the handle as it comes: whole groups, in any order
         """
         ...
 

@@ -22,14 +22,18 @@ from megatron_dppo.rollout.engine import GenerationRequest, RolloutFleet, Sampli
 from megatron_dppo.rollout.seeds import TRAINING
 from megatron_dppo.rollout.start import open_rollout
 from megatron_dppo.rollout.stored import LayerGroups, RolloutHandle
+from megatron_dppo.tasks.rewards.grader import Judged
 from megatron_dppo.tasks.task import Prompt, Rewards
 from megatron_dppo.trainer.coordinator import RankCoordinator, meanwhile
 from megatron_dppo.trainer.dynamic_sampling import Groups, draw, reserve
 from megatron_dppo.trainer.episodes import TurnReturns
 from megatron_dppo.trainer.requests import requests_for
 from megatron_dppo.trainer.samples import Sample, choose_samples
-from megatron_dppo.trainer.task_suite import TaskSuite, score_responses
+from megatron_dppo.trainer.task_suite import TaskSuite, judge_responses
 from megatron_dppo.trainer.window import Window, WindowState
+
+_JUDGES = 64
+"""Objects of answers that are judged at the same time, at most; each has a thread that waits for verdicts."""
 
 
 @dataclass(frozen=True)
@@ -281,16 +285,37 @@ class RolloutCollector:
         assert suite.task.grader is not None  # what has none is played
         samples = self._config.trainer.samples_per_prompt
         sampling = training_sampling(self._config.rollout)
-        handle = engine.generate_stored(requests, sampling, self._layer_groups, samples=samples, enough=enough)
-        count = len(prompts) if enough is None else enough
-        came = _groups_that_came([r.request_id for r in requests], handle.request_ids, samples, count)
-        # Only token ids come to the controller; log-probabilities and routes go to the ranks that train on them.
-        tokens = open_rollout(handle).token_ids()
-        responses = [ids[n:] for ids, n in zip(tokens, handle.prompt_lengths, strict=True)]
-        answered = [prompts[group] for group in came]
-        grader, tokenizer, ended = suite.task.grader, suite.tokenizer, handle.finish_reasons
-        rewards = score_responses(grader, tokenizer, answered, samples, responses, ended)
-        return Groups(answered, handle, responses, rewards)
+        grader, asked = suite.task.grader, [r.request_id for r in requests]
+
+        def judge(part: RolloutHandle) -> tuple[list[np.ndarray], Judged]:
+            groups = _groups_that_came(asked, part.request_ids, samples, len(part) // samples)
+            # Only token ids come to the controller; log-probabilities and routes go to the ranks that train on them.
+            tokens = open_rollout(part).token_ids()
+            responses = [ids[n:] for ids, n in zip(tokens, part.prompt_lengths, strict=True)]
+            answered = [prompts[group] for group in groups]
+            return responses, judge_responses(
+                grader, suite.tokenizer, answered, samples, responses, part.finish_reasons
+            )
+
+        # Answers are judged as they come, while others are still sampled.
+        judged: dict[str, Future[tuple[list[np.ndarray], Judged]]] = {}
+        threads = ThreadPoolExecutor(_JUDGES, thread_name_prefix="judge")
+
+        def arrived(part: RolloutHandle) -> None:
+            judged[part.keys[0]] = threads.submit(judge, part)
+
+        try:
+            handle = engine.generate_stored(
+                requests, sampling, self._layer_groups, samples=samples, enough=enough, arrived=arrived
+            )
+            count = len(prompts) if enough is None else enough
+            came = _groups_that_came(asked, handle.request_ids, samples, count)
+            parts = [judged[key].result() for key in handle.keys]
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+        responses = [ids for part, _ in parts for ids in part]
+        rewards = grader.rewards(Judged.concatenate([verdicts for _, verdicts in parts]))
+        return Groups([prompts[group] for group in came], handle, responses, rewards)
 
 
 def _spans(config: Config, returns: TurnReturns) -> Spans:

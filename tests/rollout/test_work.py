@@ -57,7 +57,9 @@ def test_a_ticket_gives_results_in_the_order_asked_for_and_takes_none_twice() ->
     assert not ticket.closed
     assert (ticket.asked, ticket.answered) == (6, 4)
     ticket.deliver(second, "b")
-    assert ticket.wait() == ["a", "b", "c"]
+    came: list[str] = []
+    assert ticket.wait(came.append) == ["a", "b", "c"]
+    assert came == ["c", "a", "b"]
 
 
 def test_a_ticket_closes_when_enough_has_come_or_when_it_fails() -> None:

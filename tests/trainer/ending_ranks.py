@@ -200,9 +200,13 @@ def _fleet(config: Any, name: str) -> Any:
         version = 0
         handles: ClassVar[list[Any]] = []
 
-        def generate_stored(self, requests: Any, sampling: Any, layer_groups: Any = None, **_: Any) -> Any:
+        def generate_stored(
+            self, requests: Any, sampling: Any, layer_groups: Any = None, *, arrived: Any, **_: Any
+        ) -> Any:
             batches = [_answer(request, self.version) for request in requests]
             self.handles.append(self.keep(RolloutBatch.concatenate(batches), layer_groups))
+            for number in range(len(self.handles[-1].keys)):
+                arrived(self.handles[-1].select([number]))
             return self.handles[-1]
 
         def members_to_sync(self, version: int) -> list[Any]:
@@ -273,9 +277,9 @@ def _break(trainer: Any, controller: Any, actor: Any, step: int, where: str, err
         return update(source, signal, **options)
 
     if where == "score":
-        object.__setattr__(controller.suite.task.grader, "score", at(controller.suite.task.grader.score))
+        object.__setattr__(controller.suite.task.grader, "judge", at(controller.suite.task.grader.judge))
     elif where == "reward":
-        object.__setattr__(controller.suite.task.grader, "score", at(controller.suite.task.grader.score, poison))
+        object.__setattr__(controller.suite.task.grader, "rewards", at(controller.suite.task.grader.rewards, poison))
     elif where == "sample":
         controller.fleet.generate_stored = at(controller.fleet.generate_stored)
     elif where == "show":

@@ -88,11 +88,11 @@ class Dispatcher:
         """Call a function on the loop and wait. Raises what it raised, or what ended this object before."""
         return self._loop.run(self._answer(question))
 
-    def wait_for(self, ticket: Ticket) -> list[Any]:
+    def wait_for(self, ticket: Ticket, arrived: Callable[[Any], None] = lambda result: None) -> list[Any]:
         """Have a ticket's work done; see `Ticket.wait`."""
         self.ask(lambda: self._submit(ticket))
         try:
-            return ticket.wait()
+            return ticket.wait(arrived)
         finally:
             self._put(lambda: self._leave(ticket))
 

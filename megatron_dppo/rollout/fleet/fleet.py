@@ -72,11 +72,17 @@ class EngineFleet:
         *,
         samples: int | None = None,
         enough: int | None = None,
+        arrived: Callable[[RolloutHandle], None] = lambda part: None,
     ) -> RolloutHandle:
         pieces = in_pieces(requests, self._config.sequences_per_object if enough is None else 1, samples=samples)
         ticket = Ticket(pieces, sampling, training=True, stored=True, layer_groups=layer_groups, enough=enough)
-        results = self._dispatcher.wait_for(ticket)
-        ray.get([known for _, known in results])
+
+        def pulled(result: tuple[RolloutHandle, ray.ObjectRef]) -> None:
+            part, known = result
+            ray.get(known)
+            arrived(part)
+
+        results = self._dispatcher.wait_for(ticket, pulled)
         return RolloutHandle.concatenate([handle for handle, _ in results])
 
     def keep(self, batch: RolloutBatch, layer_groups: LayerGroups | None = None) -> RolloutHandle:

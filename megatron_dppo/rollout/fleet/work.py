@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from megatron_dppo.rollout.engine import GenerationRequest, SamplingConfig
 from megatron_dppo.rollout.stored import LayerGroups
+
+_END = object()
 
 
 @dataclass(eq=False)
@@ -66,12 +68,10 @@ class Ticket:
         self._enough = len(self.work) if enough is None else enough
         self._results: dict[Work, Any] = {}
         self._error: BaseException | None = None
-        self._closed = threading.Event()
-
-    @property
-    def closed(self) -> bool:
+        self.closed = False
         """Whether nothing more is wanted: enough came, or it failed."""
-        return self._closed.is_set()
+        self._came: SimpleQueue[Any] = SimpleQueue()
+        """Results that nobody has taken yet, and `_END` behind the last."""
 
     @property
     def asked(self) -> int:
@@ -88,18 +88,25 @@ class Ticket:
         if work in self._results:
             raise RuntimeError(f"the result of {work.requests[0].request_id} and its group came twice")
         self._results[work] = result
+        self._came.put(result)
         if len(self._results) == self._enough:
-            self._closed.set()
+            self._close()
 
     def fail(self, error: BaseException) -> None:
         """Nothing more will come."""
         if not self.closed:
             self._error = error
-            self._closed.set()
+            self._close()
 
-    def wait(self) -> list[Any]:
-        """The results in the order of the work that they belong to; raises what the work failed with."""
-        self._closed.wait()
+    def _close(self) -> None:
+        self.closed = True
+        self._came.put(_END)
+
+    def wait(self, arrived: Callable[[Any], None] = lambda result: None) -> list[Any]:
+        """The results in the order of the work that they belong to; raises what the work failed with. `arrived` is
+        called here with each as it comes."""
+        while (result := self._came.get()) is not _END:
+            arrived(result)
         if self._error is not None:
             raise self._error
         return [self._results[work] for work in self.work if work in self._results]

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import regex
@@ -86,6 +87,22 @@ class _Part:
 
 
 @dataclass(frozen=True)
+class Judged:
+    """What each reward says of some responses, before anything is made of it."""
+
+    verdicts: Sequence[Sequence[Verdict]]
+    """Of each reward, in the order of the responses."""
+    undecided: int
+    """Responses in which `answer_pattern` took too long."""
+
+    @staticmethod
+    def concatenate(several: Sequence[Judged]) -> Judged:
+        """Of all responses, in order."""
+        verdicts = [list(chain(*of_one)) for of_one in zip(*(one.verdicts for one in several), strict=True)]
+        return Judged(verdicts, sum(one.undecided for one in several))
+
+
+@dataclass(frozen=True)
 class Grader:
     """Scores responses by all rewards of a task. The reward that is trained on is the weighted sum; the first reward of
     the list decides what is correct (a full score of 1) and well-formed.
@@ -107,6 +124,16 @@ class Grader:
         lengths: Sequence[int] | np.ndarray | None = None,
         finish_reasons: Sequence[str] | None = None,
     ) -> Rewards:
+        """`judge`, then `rewards`."""
+        return self.rewards(self.judge(prompts, responses, lengths, finish_reasons))
+
+    def judge(
+        self,
+        prompts: Sequence[Prompt],
+        responses: Sequence[str],
+        lengths: Sequence[int] | np.ndarray | None = None,
+        finish_reasons: Sequence[str] | None = None,
+    ) -> Judged:
         """Score `responses[i]`, of `lengths[i]` tokens, as a response to `prompts[i]`; the text has no special tokens
         but tags around its thinking. Rewards that look at lengths need them. Where `finish_reasons[i]` is "length" the
         response was cut off, and has no answer."""
@@ -125,18 +152,20 @@ class Grader:
             )
             for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
         ]
-        total = np.zeros(len(items), dtype=np.float64)
+        return Judged([part.reward(items) for part in self.parts], undecided)
+
+    def rewards(self, judged: Judged) -> Rewards:
+        """What is trained on, of all responses of a call; they may have been judged apart."""
+        count = len(judged.verdicts[0])
+        total = np.zeros(count, dtype=np.float64)
         scores, errors, timeouts = {}, {}, {}
-        well_formed = np.zeros(len(items), dtype=bool)
-        for number, part in enumerate(self.parts):
-            verdicts = part.reward(items)
+        well_formed = np.zeros(count, dtype=bool)
+        for number, (part, verdicts) in enumerate(zip(self.parts, judged.verdicts, strict=True)):
             failed = [verdict for verdict in verdicts if verdict.error]
             if failed:
-                if part.custom and len(failed) == len(items):
-                    raise UserError(f"the reward {part.name} failed on all {len(items)} responses: {failed[0].error}")
-                logger.warning(
-                    "reward %s could not score %d of %d: %s", part.name, len(failed), len(items), failed[0].error
-                )
+                if part.custom and len(failed) == count:
+                    raise UserError(f"the reward {part.name} failed on all {count} responses: {failed[0].error}")
+                logger.warning("reward %s could not score %d of %d: %s", part.name, len(failed), count, failed[0].error)
             scores[part.name] = np.array([verdict.score for verdict in verdicts], dtype=np.float32)
             errors[part.name] = len(failed)
             timeouts[part.name] = sum(verdict.timed_out for verdict in verdicts)
@@ -151,7 +180,7 @@ class Grader:
             reward=reward,
             correct=scores[self.parts[0].name] >= 1,
             well_formed=well_formed,
-            verifier_errors=sum(errors.values()) + undecided,
+            verifier_errors=sum(errors.values()) + judged.undecided,
             parts=scores,
             errors=errors,
             timeouts=timeouts,

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import ray
@@ -68,11 +71,25 @@ class RayVerifierPool:
         self._verifiers, self._workers, self._memory_mib = dict(verifiers), workers, memory_mib
         self._actors: dict[str, Any] = {}
         self._turn = threading.Lock()
+        self._waiting: deque[tuple[Sequence[tuple[str, Answered]], Future[list[Verdict]]]] = deque()
 
     def verify(self, tasks: Sequence[tuple[str, Answered]]) -> list[Verdict]:
-        """See `LocalVerifierPool.verify`. RuntimeError also where every node was lost."""
+        """See `LocalVerifierPool.verify`. RuntimeError also where every node was lost. What comes from other threads
+        while a call is under way is the next call, all of it together."""
+        mine: Future[list[Verdict]] = Future()
+        self._waiting.append((tasks, mine))
         with self._turn:  # a node counts as lost when it is late, and would be for waiting its turn there
-            return self._verify(tasks)
+            if not mine.done():
+                waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
+                try:
+                    verdicts = iter(self._verify([task for some, _ in waiting for task in some]))
+                except BaseException as error:
+                    for _, future in waiting:
+                        future.set_exception(error)
+                    raise
+                for some, future in waiting:
+                    future.set_result(list(islice(verdicts, len(some))))
+        return mine.result()
 
     def _verify(self, tasks: Sequence[tuple[str, Answered]]) -> list[Verdict]:
         verdicts: dict[int, Verdict] = {}

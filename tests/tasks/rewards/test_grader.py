@@ -22,7 +22,7 @@ from megatron_dppo.tasks.rewards.config import (
     PythonReward,
     VerifierReward,
 )
-from megatron_dppo.tasks.rewards.grader import Grader, build_grader
+from megatron_dppo.tasks.rewards.grader import Grader, Judged, build_grader
 from megatron_dppo.tasks.task import Prompt
 
 HERE = "tests.tasks.rewards.functions"
@@ -141,6 +141,20 @@ def test_what_a_function_cannot_score_is_counted_and_stalls_nobody(picky, caplog
 def test_a_function_that_fails_on_every_response_stops_the_run(picky, response, reason):
     with pytest.raises(UserError, match=f"the reward picky failed on all 2 responses: .*{reason}"):
         picky.score([prompt(worth=1)] * 2, [response] * 2)
+
+
+def test_responses_that_are_judged_apart_are_scored_together(picky):
+    """A function may fail on all responses of one part: it is on all of a call that it may not."""
+    responses = ["raise", "nan", "raise", "14", "15", "14"]
+    prompts = [prompt(worth=n) for n in range(6)]
+    whole = picky.score(prompts, responses)
+    parts = [picky.judge(prompts[rows], responses[rows]) for rows in (slice(0, 3), slice(3, 4), slice(4, 6))]
+    apart = picky.rewards(Judged.concatenate(parts))
+    for name in ("reward", "correct", "well_formed"):
+        np.testing.assert_array_equal(getattr(apart, name), getattr(whole, name), err_msg=name)
+    assert (apart.errors, apart.timeouts, apart.verifier_errors) == (whole.errors, whole.timeouts, 3)
+    with pytest.raises(UserError, match="failed on all 3 responses"):
+        picky.rewards(parts[0])
 
 
 def test_a_function_that_returns_text_is_named():

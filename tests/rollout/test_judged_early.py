@@ -1,0 +1,89 @@
+"""Answers are judged while others are still sampled: by a fleet, a reward and a collector as a run has them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from examples.tiny_moe_dppo.model import byte_tokenizer
+from megatron_dppo.batch import RolloutBatch
+from megatron_dppo.config.load import build_config
+from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.engine import GenerationRequest, SamplingConfig
+from megatron_dppo.rollout.fleet.fleet import EngineFleet
+from megatron_dppo.rollout.ray_session import RaySession
+from megatron_dppo.rollout.seeds import TRAINING
+from megatron_dppo.trainer.requests import requests_for
+from megatron_dppo.trainer.rollouts import RolloutCollector
+from megatron_dppo.trainer.task_suite import build_task_suite
+from tests.rollout.uniform_engine import UniformEngine
+
+JUDGE = """
+from pathlib import Path
+
+def judge(*, reference, **_):
+    Path({gate!r}).touch()
+    return float(reference)
+"""
+
+
+class Waits(UniformEngine):
+    """Answers other prompts than one when an answer to that was judged."""
+
+    def __init__(self, config: RolloutConfig, gate: Path) -> None:
+        super().__init__(config)
+        self._gate = gate
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: SamplingConfig, *, training: bool, call: str = ""
+    ) -> RolloutBatch:
+        deadline = time.monotonic() + 60
+        while requests[0].request_id.split("/")[2] != "2" and not self._gate.exists():
+            if time.monotonic() > deadline:
+                raise UserError("nobody judged the answers that have come")
+            time.sleep(0.01)
+        return super().generate(requests, sampling, training=training, call=call)
+
+
+def test_an_answer_is_judged_while_others_are_sampled(ray_session: RaySession, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    (tmp_path / "judge.py").write_text(JUDGE.format(gate=str(gate)))
+    rows = [json.dumps({"problem": f"{n}?", "answer": str(n)}) for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    reward = {"kind": "python", "path": f"{tmp_path / 'judge.py'}:judge", "sandbox": "none", "bounds": [0, 9]}
+    tree = {
+        "run": {"dir": str(tmp_path)},
+        "model": {"path": str(tmp_path)},
+        "task": {
+            "kind": "data", "data": {"path": str(tmp_path / "rows.jsonl")}, "rewards": [reward],
+            "reward_memory_mib": 8192, "reward_workers": 1,
+        },
+        "rollout": {
+            "engine": "tests.rollout.uniform_engine:make", "max_prompt_tokens": 400, "max_response_tokens": 4,
+            "sequences_per_object": 2, "top_k_logprobs": 0,
+        },
+        "trainer": {"prompts_per_step": 4, "samples_per_prompt": 2},
+        "evaluation": {"every": 0},
+    }  # fmt: skip
+    config = build_config(Config, tree, [], where="here")
+    suite = build_task_suite(config, byte_tokenizer())
+    fleet = EngineFleet(partial(Waits, config.rollout, gate), config.rollout, name="judged")
+    collector = RolloutCollector(config, None, (fleet, suite), [])  # type: ignore[arg-type]
+    try:
+        prompts = suite.task.prompts(0, 4)
+        requests = requests_for(prompts, 2, run_seed=0, step=0, stream=TRAINING)
+        groups = collector._ask(fleet, suite, prompts, requests, enough=None)
+        assert groups.handle.request_ids == tuple(request.request_id for request in requests)
+        assert len(groups.handle.keys) == 4
+        assert groups.rewards.reward.tolist() == [float(prompt.answer) for prompt in prompts for _ in range(2)]
+        assert groups.rewards.errors == {"python": 0}
+        assert [len(ids) for ids in groups.responses] == [4] * 8
+    finally:
+        collector.close()
+        suite.close()
+        fleet.close()
