@@ -7,7 +7,9 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.agents.response_text import response_texts
+from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.checkpoint.atomic import replace_synced
 from megatron_dppo.checkpoint.hf_files import WEIGHTS, require_unchanged
 from megatron_dppo.config.load import build_config, read_tree, section
@@ -30,13 +33,15 @@ from megatron_dppo.launch.lease import lease
 from megatron_dppo.launch.network import stay_on_loopback
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import Generates
+from megatron_dppo.rollout.seeds import EVALUATION
 from megatron_dppo.rollout.start import open_engine
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.task import Prompt
 from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.answers import Answer, AnswerFile
-from megatron_dppo.trainer.evaluation import accuracy_metrics, answer, evaluation_sampling
-from megatron_dppo.trainer.task_suite import EvaluationSet, build_sets
+from megatron_dppo.trainer.evaluation import accuracy_metrics, evaluation_sampling
+from megatron_dppo.trainer.requests import requests_for
+from megatron_dppo.trainer.task_suite import EvaluationSet, build_sets, score_responses
 
 _OF_ENGINE = {"engine", "dtype", "quantization", "kv_cache_dtype"}
 """What answers depend on besides; kept with them where it is not the default."""
@@ -85,6 +90,11 @@ def evaluate_model(model: Path, config: EvaluateConfig, out: Path, *, keep: tupl
         raise UserError(
             "evaluate: samples one answer to each question, which is not how task.kind=agent answers; evaluate it "
             "inside a run (evaluation.every, evaluation.sets)"
+        )
+    if config.rollout.engines > 1:
+        raise UserError(
+            f"evaluate: rollout.engines={config.rollout.engines}, but one engine answers here; set rollout.engines=1, "
+            "and rollout.tensor_parallel to the GPUs that it is to have, or evaluate inside a run (evaluation.sets)"
         )
     if not (model / "config.json").is_file():
         raise UserError(f"{model}: holds no Hugging Face model (config.json)")
@@ -143,27 +153,49 @@ def _answer_all(
     prompts: Sequence[Prompt],
     console: Console,
 ) -> None:
-    """Sample the answers to `prompts`, as many prompts at a time as the engine decodes together."""
+    """Sample the answers to `prompts`, and score and write them as they come, in order. The engine has as many again
+    to go on with as it decodes together: no question waits for another's longest answer."""
     at_once = max(1, config.rollout.max_num_seqs // one.samples)
     sampling = evaluation_sampling(config.evaluation, config.rollout)
-    for start in range(0, len(prompts), at_once):
-        part = prompts[start : start + at_once]
-        batch, rewards = answer(
-            engine, sampling, one.grader, tokenizer, part, one.samples, run_seed=config.seed, step=0
+
+    def sample(prompt: Prompt) -> RolloutBatch:
+        requests = requests_for([prompt], one.samples, run_seed=config.seed, step=0, stream=EVALUATION)
+        return engine.generate(requests, sampling, training=False)
+
+    threads = ThreadPoolExecutor(2 * at_once, thread_name_prefix="question")
+    try:
+        came = threads.map(sample, prompts)
+        for start in range(0, len(prompts), at_once):
+            part = prompts[start : start + at_once]
+            batch = RolloutBatch.concatenate(list(islice(came, len(part))))
+            _write(batch, tokenizer, one, file, part)
+            console.print(f"{one.name}: {start + len(part)} of {len(prompts)} questions", markup=False)
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _write(
+    batch: RolloutBatch,
+    tokenizer: PreTrainedTokenizerBase,
+    one: EvaluationSet,
+    file: AnswerFile,
+    part: Sequence[Prompt],
+) -> None:
+    """Score the answers to each prompt of `part`, and add them to the file."""
+    responses = [batch.response_ids(i) for i in range(len(batch))]
+    rewards = score_responses(one.grader, tokenizer, part, one.samples, responses, batch.finish_reasons)
+    file.add(
+        Answer(
+            prompt=part[i // one.samples].index,
+            sample=i % one.samples,
+            correct=bool(rewards.correct[i]),
+            well_formed=bool(rewards.well_formed[i]),
+            tokens=int(batch.response_lengths[i]),
+            finish_reason=batch.finish_reasons[i],
+            response=text,
         )
-        file.add(
-            Answer(
-                prompt=part[i // one.samples].index,
-                sample=i % one.samples,
-                correct=bool(rewards.correct[i]),
-                well_formed=bool(rewards.well_formed[i]),
-                tokens=int(batch.response_lengths[i]),
-                finish_reason=batch.finish_reasons[i],
-                response=text,
-            )
-            for i, text in enumerate(response_texts(tokenizer, [batch.response_ids(i) for i in range(len(batch))]))
-        )
-        console.print(f"{one.name}: {start + len(part)} of {len(prompts)} questions", markup=False)
+        for i, text in enumerate(response_texts(tokenizer, responses))
+    )
 
 
 def _metrics(one: EvaluationSet, file: AnswerFile) -> dict[str, float]:

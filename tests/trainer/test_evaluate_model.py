@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from contextlib import closing
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from rich.console import Console
 
 from examples.tiny_moe_dppo.model import byte_tokenizer, random_tiny_qwen3_moe, write_checkpoint
 from megatron_dppo.checkpoint.checksums import write_checksums
@@ -24,11 +26,13 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.data.config import DataConfig
 from megatron_dppo.tasks.data_task import load_prompts
+from megatron_dppo.tasks.rewards.grader import build_grader
 from megatron_dppo.tasks.task import Prompt
 from megatron_dppo.trainer.answers import Answer, AnswerFile
-from megatron_dppo.trainer.evaluate_model import _keep, evaluate_config, evaluate_model
+from megatron_dppo.trainer.evaluate_model import _answer_all, _keep, evaluate_config, evaluate_model
 from megatron_dppo.trainer.evaluation import pass_at_k
 from megatron_dppo.trainer.task_suite import EvaluationSet
+from tests.rollout.uniform_engine import UniformEngine
 
 AIME = [{"id": i, "problem": f"Find {i}.", "answer": str(i)} for i in range(5)]
 CONFIG = """
@@ -162,6 +166,52 @@ def test_a_band_that_is_none(folder, capsys):
     arguments = ["evaluate", str(folder / "model"), str(folder / "aime.jsonl"), "--out", str(folder / "band")]
     assert main([*arguments, "--keep", "0.8", "0.2"]) == 2
     assert "--keep 0.8 0.2: give two fractions from 0 to 1, the smaller first" in capsys.readouterr().err
+
+
+def test_several_engines_are_refused(folder, capsys):
+    assert evaluate(folder, "rollout.engines=8") == 2
+    assert "evaluate: rollout.engines=8, but one engine answers here; set rollout.engines=1" in capsys.readouterr().err
+
+
+class SlowFirst(UniformEngine):
+    """Answers its first question when it was asked the sixth, and keeps how many it was at."""
+
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        self.sixth, self.lock, self.at, self.most = threading.Event(), threading.Lock(), 0, 0
+
+    def generate(self, requests, sampling, *, training, call=""):
+        number = int(requests[0].request_id.split("/")[2])
+        with self.lock:
+            self.at += len(requests)
+            self.most = max(self.most, self.at)
+        if number == 5:
+            self.sixth.set()
+        assert number or self.sixth.wait(60), "nothing was asked while one question was slow"
+        batch = super().generate(requests, sampling, training=training)
+        with self.lock:
+            self.at -= len(requests)
+        return batch
+
+
+def test_no_question_waits_for_another_s_longest_answer(tmp_path):
+    (tmp_path / "set.jsonl").write_text(
+        "".join(json.dumps({"problem": f"{i}?", "answer": "1"}) + "\n" for i in range(9))
+    )
+    config = evaluate_config([str(tmp_path / "set.jsonl")], None, [
+        "rollout.max_num_seqs=4", "rollout.max_response_tokens=5", "evaluation.samples=2",
+        "task.rewards=[{kind: exact-match}]",
+    ])  # fmt: skip
+    tokenizer = byte_tokenizer()
+    prompts = load_prompts(config.task, config.evaluation.sets[0].data, tokenizer, 512)[0]
+    grader = build_grader(config.task, max_response_tokens=5)
+    one, engine = EvaluationSet("set", prompts, 2, grader), SlowFirst(config.rollout)
+    with closing(AnswerFile(tmp_path / "answers.jsonl", {})) as file:
+        _answer_all(engine, tokenizer, config, one, file, prompts, Console(quiet=True))
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()[1:]]
+    assert [(row["prompt"], row["sample"]) for row in rows] == [(i, j) for i in range(9) for j in range(2)]
+    assert len({row["response"] for row in rows}) > 1
+    assert engine.most <= 8, "no more than it decodes and as many again: a request has its time"
 
 
 def answer(prompt: int, sample: int) -> Answer:
