@@ -99,11 +99,13 @@ class MegatronActor:
         # Gradient buffers and optimizer.
         model_config = get_model_config(self.model[0])
         self._dtype = model_config.params_dtype
+        options = config.megatron_options()
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=True,
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=optimizer.overlap_grad_reduce,
             overlap_param_gather=optimizer.overlap_param_gather,
+            **options.data_parallel,
         )
         self.chunks = [
             DistributedDataParallel(config=model_config, ddp_config=ddp, module=chunk, disable_bucketing=index > 0)
@@ -113,7 +115,7 @@ class MegatronActor:
             reduce_in_bfloat16(self.chunks)
         fuse_weight_gradients(self.model)
         release_dispatched(self.model)
-        self.optimizer, self.scheduler = build_optimizer(optimizer, self.chunks, self._dtype)
+        self.optimizer, self.scheduler = build_optimizer(optimizer, self.chunks, self._dtype, **options.optimizer)
         self._aux_losses = AuxiliaryLosses(config, model_config)
         kept = int(optimizer.keep_on_gpu_gib * 2**30)
         self.offloader = Offloader(self.chunks, self.optimizer, runtime.device, keep=kept)

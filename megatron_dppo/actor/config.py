@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from megatron_dppo.actor.packing import LongSequences
 from megatron_dppo.config_base import ConfigModel
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.parallel import Recompute
+
+if TYPE_CHECKING:
+    from megatron_dppo.actor.megatron_options import MegatronOptions
 
 ReplayMode = Literal["none", "r2", "r3"]
 
@@ -47,6 +50,26 @@ class ActorConfig(ConfigModel):
     others', as in pretraining (DeepSeek-V3: 0.001)."""
     max_skipped_steps: int = Field(default=3, ge=0)
     """Gradient steps in a row that may be skipped because loss or gradients are not finite; one more stops the run."""
+    megatron: dict[str, JsonValue] = Field(default_factory=dict)
+    """Options of Megatron-Core's configurations that have no setting here, e.g.
+    `actor.megatron.attention_backend=flash`. See docs/configuration.md."""
+
+    def megatron_options(self) -> MegatronOptions:
+        """`megatron`, each option where it belongs. Raises UserError for what is not taken."""
+        from megatron_dppo.actor.megatron_options import MegatronOptions, megatron_options  # loads Megatron-Core
+
+        if not self.megatron:
+            return MegatronOptions({}, {}, {})
+        return megatron_options(self.megatron, replay=self.router_replay != "none", recompute=self.recompute)
+
+    @model_validator(mode="after")
+    def _megatron_takes_them(self) -> ActorConfig:
+        if self.megatron:
+            try:
+                self.megatron_options()
+            except UserError as error:
+                raise ValueError(str(error)) from None
+        return self
 
     @model_validator(mode="after")
     def _layers_of_full(self) -> ActorConfig:

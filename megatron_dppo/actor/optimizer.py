@@ -53,9 +53,10 @@ class LossScale(DynamicGradScaler):
 
 
 def build_optimizer(
-    config: OptimizerConfig, model_chunks: Sequence[torch.nn.Module], dtype: torch.dtype
+    config: OptimizerConfig, model_chunks: Sequence[torch.nn.Module], dtype: torch.dtype, **options: Any
 ) -> tuple[Any, OptimizerParamScheduler]:
-    """The optimizer over all parameters of the wrapped chunks that want gradients, and its schedule.
+    """The optimizer over all parameters of the wrapped chunks that want gradients, and its schedule. `options`: more
+    fields of Megatron-Core's.
 
     Raises UserError where its state cannot live on the host as asked."""
     offload = config.cpu_offload_fraction > 0
@@ -83,6 +84,7 @@ def build_optimizer(
         optimizer_offload_fraction=config.cpu_offload_fraction,
         use_precision_aware_optimizer=offload,  # otherwise float32 copies of the weights stay on the device as well
         overlap_cpu_optimizer_d2h_h2d=offload,
+        **options,
     )
     # The standard overrides keep weight decay off norms and biases.
     overrides = get_standard_config_overrides(settings)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, first_line
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.parallel import ParallelConfig, Recompute, uneven_layout
 
@@ -21,7 +21,7 @@ def transformer_config(
     recompute: Recompute = "none",
     recompute_layers: int | None = None,
     router_dtype: Literal["fp32", "fp64"] | None = "fp32",
-    token_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall",
+    token_dispatcher: Literal["alltoall", "allgather"] = "alltoall",
     load_balancing_loss: float = 0.0,
     router_z_loss: float = 0.0,
     router_bias_update_rate: float = 0.0,
@@ -97,7 +97,14 @@ def transformer_config(
             "moe_grouped_gemm": gpu,
             "moe_permute_fusion": gpu,
         }
-    config = (MLATransformerConfig if model.latent else TransformerConfig)(**(fields | overrides))
+    try:
+        config = (MLATransformerConfig if model.latent else TransformerConfig)(**(fields | overrides))
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        if not overrides:
+            raise
+        raise UserError(
+            f"actor.megatron={overrides}: Megatron-Core refuses it: {first_line(error)}; change or remove it"
+        ) from error
     if model.moe:
         config.moe_router_pre_softmax = bool(pre_softmax)
     # Not among the fields: the check there wants half precision, for which nothing in the schedule asks.

@@ -158,6 +158,9 @@ def _time(config: Config, plan: Plan) -> Iterator[str]:
         yield f"rollout.quantization={rollout.quantization}: products at bfloat16's rate; generation may be shorter"
     if rollout.oversample:
         yield f"rollout.oversample={rollout.oversample:g}: the prompts that are sampled and dropped; more time"
+    for name, options in (("actor.megatron", config.actor.megatron), ("rollout.vllm", rollout.vllm)):
+        if options:
+            yield f"{name}={options}: planned without; what it changes of memory and time is not in the figures"
     if rollout.engine != "vllm":
         yield f"rollout.engine={rollout.engine}: planned as vLLM, in memory and time, which it is not"
     if rollout.dynamic_sampling:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from megatron_dppo.config_base import ConfigModel, Folder
+from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.vllm_options import check_options
 
 ENGINES = {
     "vllm": "megatron_dppo.rollout.vllm.start:open_engine",
@@ -85,6 +87,10 @@ class RolloutConfig(ConfigModel):
     cpu_threads: int = Field(default=1, ge=1)
     """Threads of an engine on a CPU. One is best up to some millions of parameters: more wait for each other longer
     than they compute, above all on cores shared with others. On a GPU without effect."""
+
+    vllm: dict[str, JsonValue] = Field(default_factory=dict)
+    """Options of vLLM's `AsyncEngineArgs` that have no setting here, e.g. `rollout.vllm.attention_backend=FLASHINFER`.
+    See docs/configuration.md."""
 
     sequences_per_object: int = Field(default=64, ge=1)
     """Sequences per object in Ray's object store: the grain in which engines are given work and ranks pull rollouts.
@@ -168,6 +174,12 @@ class RolloutConfig(ConfigModel):
                 f"rollout.max_num_batched_tokens={self.max_num_batched_tokens} cannot hold one token for each of "
                 f"rollout.max_num_seqs={self.max_num_seqs} sequences; raise the first or lower the second"
             )
+        try:
+            check_options(self.vllm)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        if self.vllm and self.engine != "vllm":
+            raise ValueError(f"rollout.vllm is for rollout.engine=vllm, not {self.engine}; remove it")
         if self.quantization != "none" and self.dtype == "float32":
             raise ValueError(
                 f"rollout.quantization={self.quantization} with rollout.dtype=float32: vLLM quantises bfloat16 and "

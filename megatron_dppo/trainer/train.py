@@ -203,6 +203,7 @@ def build_actor(runtime: Runtime, config: Config, hf_config: HFConfig) -> Megatr
         load_balancing_loss=config.actor.load_balancing_loss,
         router_z_loss=config.actor.router_z_loss,
         router_bias_update_rate=config.actor.router_bias_update_rate,
+        **config.actor.megatron_options().transformer,
     )
     chunks = build_model(hf_config, megatron_config, runtime.groups)
     if config.model.random_weights:

@@ -147,6 +147,7 @@ def build_actor(
     lora: dict[str, Any] | None = None,
     reference_kl: Any = None,
     router_bias_update_rate: float = 0.0,
+    megatron: dict[str, Any] | None = None,
     **optimizer: Any,
 ):
     """A `MegatronActor` with the weights of `path` on this rank. `mode`: whose routes, where the case does not say;
@@ -179,6 +180,7 @@ def build_actor(
         load_balancing_loss=aux[0],
         router_z_loss=aux[1],
         router_bias_update_rate=router_bias_update_rate,
+        megatron=megatron or {},
     )
     settings = transformer_config(
         model,
@@ -190,6 +192,7 @@ def build_actor(
         load_balancing_loss=config.load_balancing_loss,
         router_z_loss=config.router_z_loss,
         router_bias_update_rate=config.router_bias_update_rate,
+        **config.megatron_options().transformer,
     )
     chunks = build_model(model, settings, runtime.groups)
     load_hf_weights(chunks, model, runtime.groups, path)

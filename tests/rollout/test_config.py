@@ -33,6 +33,24 @@ def test_every_field_says_what_it_means() -> None:
         ({"gpu_memory_utilization": 1.2}, "gpu_memory_utilization"),
         ({"object_store_mib": 8}, "object_store_mib"),
         ({"dtype": "float64"}, "dtype"),
+        (
+            {"vllm": {"atention_backend": "x"}},
+            r"vllm.atention_backend: vLLM has no such .* did you mean attention_backend",
+        ),
+        (
+            {"vllm": {"tensor_parallel_size": 2}},
+            "vllm.tensor_parallel_size: rollout.tensor_parallel decides it; set that",
+        ),
+        (
+            {"vllm": {"pipeline_parallel_size": 2}},
+            "is not taken: an engine here is rollout.tensor_parallel GPUs of one",
+        ),
+        ({"vllm": {"speculative_config": {"method": "mtp"}}}, "drafted tokens come with no routes"),
+        ({"vllm": {"kv_offloading_size": 4}}, "outlive the weights they are of"),
+        (
+            {"vllm": {"async_scheduling": True}, "engine": "reference"},
+            "rollout.vllm is for rollout.engine=vllm, not ref",
+        ),
     ],
 )
 def test_invalid_values_are_refused(values: dict, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib.util
 from pathlib import Path
@@ -13,7 +14,14 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.model_facts import ModelFacts
 from megatron_dppo.rollout.vllm import start
-from megatron_dppo.rollout.vllm.start import check_engine, engine_options
+from megatron_dppo.rollout.vllm.start import (
+    check_engine,
+    common_options,
+    engine_options,
+    quantization_options,
+    start_vllm,
+)
+from megatron_dppo.rollout.vllm_options import check_options
 from megatron_dppo.router_replay.record import RouteSchema
 from tests.tiny import tiny_qwen3_moe
 
@@ -36,6 +44,25 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, RouteSchema]:
     routes = ModelFacts.read(folder, router_replay=True).routes
     assert routes is not None
     return arguments.create_engine_config(), routes
+
+
+def test_what_this_package_decides_of_vllm_is_refused_by_name(tmp_path: Path) -> None:
+    tiny_qwen3_moe(tmp_path, seed=1)
+    config = RolloutConfig(quantization="fp8", dtype="bfloat16")
+    facts = ModelFacts.read(tmp_path, router_replay=True)
+    for name in common_options(facts, config) | quantization_options(config):
+        with pytest.raises(UserError, match=rf"^rollout\.vllm\.{name}( is not taken)?: .*; (set that|remove it)$"):
+            check_options([name])
+
+
+def test_what_vllm_refuses_of_an_option_names_the_section(tmp_path: Path) -> None:
+    tiny_qwen3_moe(tmp_path, seed=1)
+    facts = ModelFacts.read(tmp_path, router_replay=True)
+    config = RolloutConfig(max_prompt_tokens=40, max_response_tokens=24, vllm={"attention_backend": "NONE_SUCH"})
+    with pytest.raises(
+        UserError, match=r"rollout.vllm={'attention_backend': 'NONE_SUCH'}: vLLM refuses it: .*NONE_SUCH"
+    ):
+        asyncio.run(start_vllm(facts, config))
 
 
 def test_an_engine_as_we_start_it_passes(built: tuple[Any, RouteSchema]) -> None:

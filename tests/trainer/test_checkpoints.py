@@ -61,6 +61,16 @@ def settings(weights: str = WEIGHTS, questions: str = "t", **sections: dict[str,
         ({}, {"rollout": {"max_response_tokens": 9}}, "rollout.max_response_tokens was 16384 and is 9 now"),
         ({}, {"rollout": {"router_replay": False}}, "rollout.router_replay was True and is False now"),
         ({}, {"actor": {"router_replay": "none"}}, "actor.router_replay was 'r3' and is 'none' now"),
+        (
+            {"actor": {"megatron": {"bucket_size": 1000}}},
+            {"actor": {"megatron": {"bucket_size": 2000}}},
+            "actor.megatron.bucket_size was 1000 and is 2000 now",
+        ),
+        (
+            {},
+            {"rollout": {"vllm": {"compilation_config": {"mode": 0}}}},
+            "rollout.vllm.compilation_config.mode was absent and is 0 now",
+        ),
         ({}, {"run": {"dir": "r", "seed": 4}}, "run.seed was 0 and is 4 now"),
         ({}, {"task": {"seed": 4}}, "task.seed was 0 and is 4 now"),
         (

@@ -190,34 +190,12 @@ def check_quantization(config: RolloutConfig) -> None:
             raise UserError(f"rollout.{name}={value} needs engines on GPUs, and here is none; set it to {plain}")
 
 
-async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
-    """An AsyncLLM whose core runs in a process of its own. Raises `UserError` for what routes or the model's own
-    distribution cannot be recorded with."""
-    # What vLLM reads from the environment when it is imported.
-    check_plugin()
-    keep_compiled(config.compile_cache)
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
-    os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(config.start_timeout_s)))
-    shorten_socket_paths()
-    with uncollected():
-        os.environ.update(engine_environment(config))
-        if not on_cpu():  # a fork of a process that counted the GPUs cannot use them, and vLLM does not see that
-            os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        import vllm
-        from vllm import AsyncEngineArgs
-        from vllm.platforms import current_platform
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.async_llm import AsyncLLM
+def common_options(facts: ModelFacts, config: RolloutConfig) -> dict[str, Any]:
+    """Arguments of `AsyncEngineArgs` that this package decides. Imports vLLM."""
+    from megatron_dppo.rollout.vllm.layers import LATENT_NORM_EPS
 
-        from megatron_dppo.rollout.vllm.layers import LATENT_NORM_EPS
-
-    if config.quantization == "fp8" and current_platform.is_device_capability(90):
-        # Activations' scales as powers of two are what DeepGEMM needs on Blackwell; on Hopper they only cost precision.
-        os.environ.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")
-    # Its options, and what of the engine that they make is refused before it starts.
     delta, latent = facts.model and facts.model.delta, facts.model and facts.model.latent
-    options: dict[str, Any] = {
+    return {
         "model": str(facts.folder),
         "dtype": config.dtype,
         "config_format": "hf",  # whatever lies beside config.json
@@ -246,12 +224,43 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
         "worker_extension_cls": "megatron_dppo.rollout.vllm.receiver.ReportsWeights",
         "disable_log_stats": True,
     }
-    arguments = AsyncEngineArgs(**(options | quantization_options(config) | engine_options(config)))
+
+
+async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
+    """An AsyncLLM whose core runs in a process of its own. Raises `UserError` for what routes or the model's own
+    distribution cannot be recorded with."""
+    # What vLLM reads from the environment when it is imported.
+    check_plugin()
+    keep_compiled(config.compile_cache)
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
+    os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(config.start_timeout_s)))
+    shorten_socket_paths()
+    with uncollected():
+        os.environ.update(engine_environment(config))
+        if not on_cpu():  # a fork of a process that counted the GPUs cannot use them, and vLLM does not see that
+            os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        import vllm
+        from vllm import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+    if config.quantization == "fp8" and current_platform.is_device_capability(90):
+        # Activations' scales as powers of two are what DeepGEMM needs on Blackwell; on Hopper they only cost precision.
+        os.environ.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")
+    # What of the engine that its options make is refused before it starts.
+    options = common_options(facts, config) | quantization_options(config) | engine_options(config) | config.vllm
     try:
-        vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    except ValueError as error:
+        vllm_config = AsyncEngineArgs(**options).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    except (ValueError, TypeError, NotImplementedError) as error:
         named = read_json_object(facts.folder / "config.json").get("architectures") or ()
         if not set(named).isdisjoint(vllm.ModelRegistry.get_supported_archs()):
+            if config.vllm:
+                problem = " ".join(str(error).split())[:300]
+                raise UserError(
+                    f"rollout.vllm={config.vllm}: vLLM refuses it: {problem}; change or remove it"
+                ) from error
             raise
         raise UserError(
             f"{facts.folder}: vLLM {vllm.__version__} has no {', '.join(named) or 'such model'}; set "
