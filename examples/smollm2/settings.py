@@ -44,5 +44,5 @@ def arguments(task: str, experts: int, seed: int | str, model: Path, run: Path) 
         raise UserError(f"TASK={task} is none of the tasks of this script: {', '.join(TASKS)}")
     found = [*TASKS[task], f"model.path={model}", f"run.dir={run}", f"run.seed={seed}"]
     if experts:
-        found += ["actor.router_replay=r3", "rollout.router_replay=true"]
+        found += ["actor.router_replay=r3"]
     return ["train", str(CONFIG), *found, *(() if is_available() else CPU)]

@@ -37,7 +37,7 @@ class ActorConfig(ConfigModel):
     interleaved schedule) are recomputed, the others as with "activation", or "none" where that is refused: as few as
     the memory allows take the least time (`megatron-dppo plan` finds how many). null recomputes all."""
     router_replay: ReplayMode = "r3"
-    """Experts of the training forward: the engine's ("r3", needs `rollout.router_replay`), the trainer's own of the
+    """Experts of the training forward: the engine's ("r3"), the trainer's own of the
     pass before the update ("r2", needs a preset with a recomputed anchor), or what the live router says ("none").
     Without effect on models without experts."""
     load_balancing_loss: float = Field(default=0.0, ge=0.0)

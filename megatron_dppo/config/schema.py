@@ -17,7 +17,7 @@ from megatron_dppo.config.trainer import EvaluationConfig, TrackingConfig, Train
 from megatron_dppo.config_base import ConfigModel, Folder, Seed, where_it_is
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
-from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.config import PAPERS_TOPK, RolloutConfig
 from megatron_dppo.tasks.config import TaskConfig
 
 
@@ -126,3 +126,16 @@ class Config(ConfigModel):
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+    @model_validator(mode="after")
+    def _records_what_is_used(self) -> Config:
+        """Of a rollout what the trainer reads, where the configuration does not say otherwise."""
+        preset, kl = self.algorithm.resolve(), self.algorithm.reference_kl
+        of_kl = PAPERS_TOPK if kl is not None and kl.estimator is KLEstimator.TOPK else 0
+        used = {
+            "top_k_logprobs": preset.topk if preset.needs_topk else of_kl,
+            "router_replay": self.actor.router_replay == "r3",
+        }
+        missing = {name: value for name, value in used.items() if name not in self.rollout.model_fields_set}
+        object.__setattr__(self, "rollout", self.rollout.model_copy(update=missing))
+        return self

@@ -47,7 +47,7 @@ _DEFAULTS = {
     "samples": 16,
     "mini_batch": 32,
     "ppo_epochs": 1,
-    "topk": 20,
+    "topk": 0,
 }
 """Of the options, without --config."""
 

@@ -197,7 +197,7 @@ def recommended_config(plan: Plan, model_path: Path, *, prompts_per_step: int) -
         "rollout": {
             "max_prompt_tokens": workload.prompt_tokens,
             "max_response_tokens": workload.response_tokens,
-            "top_k_logprobs": workload.topk,
+            **({"top_k_logprobs": workload.topk} if workload.topk else {}),
             "tensor_parallel": engine.tensor,
             "gpu_memory_utilization": plan.settings.utilization,
             "placement": "fleet" if plan.rollout_gpus else "colocated",
@@ -219,6 +219,6 @@ def recommended_config(plan: Plan, model_path: Path, *, prompts_per_step: int) -
     if workload.ppo_epochs > 1:
         tree["trainer"]["ppo_epochs"] = workload.ppo_epochs
     if layout.model.moe is None:
-        tree["actor"]["router_replay"], tree["rollout"]["router_replay"] = "none", False
+        tree["actor"]["router_replay"] = "none"
     Config.model_validate(tree)
     return yaml.safe_dump({k: v for k, v in tree.items() if v}, sort_keys=False)

@@ -131,8 +131,8 @@ def _replay(config: Config, model: HFConfig, ranks: int) -> Finding | None:
     if mode == "r3" and not config.rollout.router_replay:
         return error(
             "router-replay",
-            "actor.router_replay=r3 needs rollout.router_replay=true: the engine must record the routes",
-            "set it, or actor.router_replay=none",
+            "actor.router_replay=r3 needs the routes that rollout.router_replay=false does not record",
+            "leave that out, or set actor.router_replay=none",
         )
     if mode == "r2" and not config.algorithm.resolve().needs_recomputed_logp:
         return error(
@@ -152,8 +152,7 @@ def _vocabulary(config: Config, model: HFConfig, ranks: int) -> Finding | None:
         "algorithm",
         f"algorithm.divergence={preset.divergence} is computed from all {model.vocab_size} tokens of the vocabulary, "
         f"but K is {preset.topk}",
-        f"set algorithm.overrides.topk={model.vocab_size} and rollout.top_k_logprobs={model.vocab_size}, or choose a "
-        "divergence of fewer tokens",
+        f"set algorithm.overrides.topk={model.vocab_size}, or choose a divergence of fewer tokens",
     )
 
 

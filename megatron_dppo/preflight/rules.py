@@ -123,17 +123,11 @@ def _topk(config: Config) -> Finding | None:
     preset, recorded = config.algorithm.resolve(), config.rollout.top_k_logprobs
     if not preset.needs_topk or preset.topk == recorded:
         return None
-    if recorded < 1:
-        return error(
-            "algorithm",
-            f"algorithm.preset={config.algorithm.preset} needs the engine's top-K log-probabilities",
-            "set rollout.top_k_logprobs (the paper uses 20)",
-        )
     return error(
         "algorithm",
         f"the preset {config.algorithm.preset} uses the top {preset.topk} tokens, but "
         f"rollout.top_k_logprobs={recorded}",
-        "set both alike (algorithm.overrides.topk and rollout.top_k_logprobs)",
+        "leave that out, and set algorithm.overrides.topk to what is wanted",
     )
 
 
@@ -144,8 +138,9 @@ def _reference_kl(config: Config) -> Finding | None:
     if kl.estimator is KLEstimator.TOPK and config.rollout.top_k_logprobs < 1:
         return error(
             "algorithm",
-            "algorithm.reference_kl.estimator=topk needs the engine's top-K log-probabilities",
-            "set rollout.top_k_logprobs",
+            "algorithm.reference_kl.estimator=topk needs the engine's top-K log-probabilities, but "
+            "rollout.top_k_logprobs=0",
+            "leave that out, or set it to K",
         )
     if kl.estimator is KLEstimator.K1 and kl.place is KLPlace.LOSS and kl.coefficient:
         return warning(

@@ -10,6 +10,8 @@ from megatron_dppo.config_base import ConfigModel, Folder
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.vllm_options import check_options
 
+PAPERS_TOPK = 20
+"""K of the paper's top-K divergences."""
 ENGINES = {
     "vllm": "megatron_dppo.rollout.vllm.start:open_engine",
     "reference": "megatron_dppo.rollout.reference.core:ReferenceEngine",
@@ -33,10 +35,12 @@ class RolloutConfig(ConfigModel):
     """Most tokens sampled per response; a response cut here ends with finish reason "length"."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a response beside the model's own end-of-sequence ids. The stop token is part of the response."""
-    top_k_logprobs: int = Field(default=20, ge=0)
-    """K: likeliest ids recorded per sampled token (the paper uses 20). 0 records the sampled token alone."""
+    top_k_logprobs: int = Field(default=PAPERS_TOPK, ge=0)
+    """K: likeliest ids recorded per sampled token; 0 records the sampled token alone. Left out in a run's
+    configuration it is what the preset needs, or a reference KL over the top K (20, as in the paper), else 0."""
     router_replay: bool = True
-    """Record the experts of every token (R3). Ignored for models without experts."""
+    """Record the experts of every token (R3); ignored for models without experts. Left out in a run's configuration it
+    is whether `actor.router_replay` is "r3"; true beside another records them for the parity check of the first step."""
 
     placement: Literal["fleet", "colocated"] = "fleet"
     """Where engines run: on GPUs of their own, or on the trainer's, which change hands twice a step with `enable_sleep`

@@ -33,7 +33,7 @@ RESULT = (
     "algorithm.divide_by_std", "algorithm.overlong_filter", "algorithm.normaliser",
     "rollout.engine", "rollout.temperature", "rollout.max_prompt_tokens", "rollout.max_response_tokens",
     "rollout.stop_token_ids",
-    "rollout.top_k_logprobs", "rollout.router_replay", "rollout.dtype", "rollout.quantization",
+    "rollout.dtype", "rollout.quantization",
     "rollout.kv_cache_dtype", "rollout.vllm.*", "rollout.schedule", "rollout.max_staleness",
     "rollout.partial_rollouts", "rollout.oversample", "rollout.dynamic_sampling",
     "task.kind", "task.dataset", "task.parameters.*", "task.environment", "task.environment.name",
@@ -61,6 +61,7 @@ FREE = (
     "actor.max_tokens_per_microbatch", "actor.long_sequences", "actor.token_dispatcher", "actor.recompute",
     "actor.recompute_layers", "actor.max_skipped_steps",
     "optimizer.overlap_grad_reduce", "optimizer.overlap_param_gather", "optimizer.keep_on_gpu_gib",
+    "rollout.top_k_logprobs", "rollout.router_replay",  # what preset and actor use of them stands there
     "rollout.placement", "rollout.weight_transfer", "rollout.load_format", "rollout.tensor_parallel",
     "rollout.expert_parallel", "rollout.enforce_eager", "rollout.gpu_memory_utilization", "rollout.kv_cache_mib",
     "rollout.max_num_seqs", "rollout.max_num_batched_tokens", "rollout.enable_prefix_caching",
@@ -116,7 +117,8 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The first setting that is not what it was, in words; "" where all are alike. Of a mapping (the preset's
     overrides) either side may have an entry that the other lacks. A setting that the schema did not know when the state
     was saved had its default's effect."""
-    for name in [*now, *sorted(before.keys() - now.keys())]:
+    gone = (name for name in sorted(before.keys() - now.keys()) if name not in FREE)  # FREE: as of an older version
+    for name in [*now, *gone]:
         section = name.rpartition(".")[0] + "."
         if name not in before and any(key.startswith(section) for key in before) and _is_default(name, now[name]):
             continue

@@ -249,3 +249,22 @@ def test_a_file_that_is_no_text(tmp_path):
 def test_a_missing_file(tmp_path):
     with pytest.raises(UserError, match=r"nothing\.yaml does not exist"):
         load_config(tmp_path / "nothing.yaml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "topk", "routes"),
+    [
+        ([], 0, True),
+        (["algorithm.preset=dppo-topk-kl"], 20, True),
+        (["algorithm.preset=dppo-topk-tv", "algorithm.overrides.topk=7"], 7, True),
+        (["algorithm.reference_kl={coefficient: 0.1, estimator: topk}"], 20, True),
+        (["actor.router_replay=none"], 0, False),
+        (["actor.router_replay=none", "rollout.router_replay=true", "rollout.top_k_logprobs=3"], 3, True),
+        (["rollout.max_num_seqs=8", "rollout.router_replay=false"], 0, False),
+    ],
+)
+def test_a_rollout_records_what_is_used_of_it(config_file, overrides, topk, routes):
+    config = load_config(config_file, overrides)
+    assert (config.rollout.top_k_logprobs, config.rollout.router_replay) == (topk, routes)
+    save_config(config, config_file)
+    assert load_config(config_file) == config

@@ -193,7 +193,7 @@ FAULTS: list[tuple[Callable[[Path, Tree], None], str]] = [
     (one_answer_each, "every advantage would be 0"),
     (long_answers, "actor.max_tokens_per_microbatch=512: the first that long would stop the run; set it to 532"),
     (longer_than_the_model, "lower rollout.max_response_tokens"),
-    (replay_without_record, "actor.router_replay=r3 needs rollout.router_replay=true"),
+    (replay_without_record, "actor.router_replay=r3 needs the routes that rollout.router_replay=false"),
     (other_topk, "rollout.top_k_logprobs=7"),
     (nothing_to_resume, "error: resume: cannot resume"),
     (lost_checkpoint, "names 'step_00000007'"),

@@ -81,17 +81,11 @@ FAULTS: dict[str, tuple[list[str], str, str]] = {
         "optimizer.cpu_offload_fraction=0.5 needs actor.dtype=bfloat16, not float32, as its "
         "HybridDeviceOptimizer looks for a master weight beside every weight; set it to 0 or change the dtype",
     ),
-    "no top-K": (
-        ["algorithm.preset=dppo-topk-kl", "rollout.top_k_logprobs=0"],
-        "algorithm",
-        "algorithm.preset=dppo-topk-kl needs the engine's top-K log-probabilities; set rollout.top_k_logprobs (the "
-        "paper uses 20)",
-    ),
     "other top-K": (
         ["algorithm.preset=dppo-topk-tv", "rollout.top_k_logprobs=7"],
         "algorithm",
-        "the preset dppo-topk-tv uses the top 20 tokens, but rollout.top_k_logprobs=7; set both alike "
-        "(algorithm.overrides.topk and rollout.top_k_logprobs)",
+        "the preset dppo-topk-tv uses the top 20 tokens, but rollout.top_k_logprobs=7; leave that out, and set "
+        "algorithm.overrides.topk to what is wanted",
     ),
     "a loss that is none": (
         ["algorithm.loss=math:fsum"],
@@ -103,17 +97,16 @@ FAULTS: dict[str, tuple[list[str], str, str]] = {
         [
             "algorithm.divergence=tests.preflight.own_rows:EVERY_TOKEN",
             "algorithm.overrides.topk=7",
-            "rollout.top_k_logprobs=7",
         ],
         "algorithm",
         "algorithm.divergence=tests.preflight.own_rows:EVERY_TOKEN is computed from all 300 tokens of the vocabulary, "
-        "but K is 7; set algorithm.overrides.topk=300 and rollout.top_k_logprobs=300, or choose a divergence of fewer "
-        "tokens",
+        "but K is 7; set algorithm.overrides.topk=300, or choose a divergence of fewer tokens",
     ),
     "top-K that nobody records": (
         ["algorithm.reference_kl={coefficient: 0.1, estimator: topk}", "rollout.top_k_logprobs=0"],
         "algorithm",
-        "algorithm.reference_kl.estimator=topk needs the engine's top-K log-probabilities; set rollout.top_k_logprobs",
+        "algorithm.reference_kl.estimator=topk needs the engine's top-K log-probabilities, but "
+        "rollout.top_k_logprobs=0; leave that out, or set it to K",
     ),
     "profile": (
         ["trainer.profile_step=101"],
@@ -182,8 +175,8 @@ FAULTS: dict[str, tuple[list[str], str, str]] = {
     "r3 without record": (
         ["rollout.router_replay=false"],
         "router-replay",
-        "actor.router_replay=r3 needs rollout.router_replay=true: the engine must record the routes; set it, or "
-        "actor.router_replay=none",
+        "actor.router_replay=r3 needs the routes that rollout.router_replay=false does not record; leave that out, or "
+        "set actor.router_replay=none",
     ),
     "r2 without a pass": (
         ["actor.router_replay=r2"],

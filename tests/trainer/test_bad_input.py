@@ -62,7 +62,7 @@ def one_line(capsys, arguments: list[str]) -> str:
         ("model.path=/nowhere/model", "/nowhere/model"),
         ("run.dir=/dev/null/run", "run.dir=/dev/null/run cannot be written: Not a directory"),
         ("trainer.resume=true", "checkpoints does not exist"),
-        ("rollout.router_replay=false", "actor.router_replay=r3 needs rollout.router_replay=true"),
+        ("rollout.router_replay=false", "actor.router_replay=r3 needs the routes that rollout.router_replay=false"),
         ("actor.router_replay=r2", "replays the trainer's own routes of the pass before the update, which the preset"),
         ("task.dataset=chain_summ", "chain_sum"),
         ("actor.max_tokens_per_microbatch=17407", "set it to 17408, or actor.long_sequences=alone"),

@@ -59,7 +59,7 @@ def settings(weights: str = WEIGHTS, questions: str = "t", **sections: dict[str,
         ),
         ({"lora": {"rank": 8, "alpha": 16}}, {}, "lora.alpha was 16.0 and is absent now"),
         ({}, {"rollout": {"max_response_tokens": 9}}, "rollout.max_response_tokens was 16384 and is 9 now"),
-        ({}, {"rollout": {"router_replay": False}}, "rollout.router_replay was True and is False now"),
+        ({}, {"rollout": {"router_replay": False, "top_k_logprobs": 3}}, ""),
         ({}, {"actor": {"router_replay": "none"}}, "actor.router_replay was 'r3' and is 'none' now"),
         (
             {"actor": {"megatron": {"bucket_size": 1000}}},
