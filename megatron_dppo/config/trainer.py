@@ -29,6 +29,9 @@ class TrainerConfig(ConfigModel):
     """Newest checkpoints kept."""
     resume: bool = False
     """Continue from the newest checkpoint of `run.dir`; an error where there is none."""
+    resume_changed: tuple[str, ...] = ()
+    """Settings that a run may go on with though they were others when the checkpoint was saved, e.g. `[optimizer.lr]`;
+    each is said in the log. Any other that decides the next step must be as it was."""
     export_hugging_face: bool = True
     """Write the trained model to `run.dir`/hf at the end."""
     profile_step: int | None = Field(default=None, ge=1)

@@ -86,6 +86,7 @@ def _folder(config: Config) -> Iterator[Finding]:
     """The run's folder: can be written, is new or can be resumed."""
     from megatron_dppo.checkpoint.state_folder import latest_state
     from megatron_dppo.trainer.checkpoints import checkpoint_root
+    from megatron_dppo.trainer.resume import check_changed
     from megatron_dppo.trainer.tracking import require_unused
 
     folder = config.run.dir
@@ -93,6 +94,7 @@ def _folder(config: Config) -> Iterator[Finding]:
     yield from wrong
     if wrong:
         return
+    yield from attempt("resume", "", lambda: check_changed(config))[1]
     if config.trainer.resume:
         yield from attempt(
             "resume", "set trainer.resume=false to start anew", lambda: latest_state(checkpoint_root(config))

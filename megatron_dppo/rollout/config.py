@@ -40,7 +40,7 @@ class RolloutConfig(ConfigModel):
     configuration it is what the preset needs, or a reference KL over the top K (20, as in the paper), else 0."""
     router_replay: bool = True
     """Record the experts of every token (R3); ignored for models without experts. Left out in a run's configuration it
-    is whether `actor.router_replay` is "r3"; true beside another records them for the parity check of the first step."""
+    is whether `actor.router_replay` is "r3"; beside another, true records them for the first step's parity check."""
 
     placement: Literal["fleet", "colocated"] = "fleet"
     """Where engines run: on GPUs of their own, or on the trainer's, which change hands twice a step with `enable_sleep`

@@ -13,7 +13,7 @@ from megatron_dppo.checkpoint.training_state import TrainingStates
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import CHECKPOINTS
-from megatron_dppo.trainer.resume import difference
+from megatron_dppo.trainer.resume import allowed, differences
 from megatron_dppo.trainer.window import WindowState
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Checkpoints:
 
     def __init__(self, config: Config, fixed: dict[str, Any], actor: MegatronActor) -> None:
         """`fixed` is what must be the same when a run goes on from a state, see `resume.facts`."""
-        self._fixed = fixed
+        self._fixed, self._changed = fixed, config.trainer.resume_changed
         self.window: dict[int, WindowState] = {}
         """After the steps by number, where the schedule has one: what is saved with a step."""
         self.again = f"run.dir={shlex.quote(str(config.run.dir))} trainer.resume=true"
@@ -53,10 +53,13 @@ class Checkpoints:
         Raises UserError where there is none, or where a setting that decides the next step is another one now.
         """
         resumed = self._states.load()
-        if changed := difference(resumed.progress["fixed"], self._fixed):
-            raise UserError(
-                f"cannot resume {resumed.folder}: {changed}; set it back, or start a new run from the exported model"
-            )
+        for name, change in differences(resumed.progress["fixed"], self._fixed).items():
+            if not allowed(name, self._changed):
+                raise UserError(
+                    f"cannot resume {resumed.folder}: {change}; set it back, name it in trainer.resume_changed, or "
+                    "start a new run from the exported model"
+                )
+            logger.warning("%s: going on though %s", resumed.folder, change)
         if (made := resumed.progress.get("gradient_steps")) is not None:
             logger.warning("%s: its last step was broken off after %d of %d gradient steps", resumed.folder, *made)
         step = int(resumed.progress["step"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from megatron_dppo.checkpoint.hf_files import HFFiles
 from megatron_dppo.config.load import recorded, sections_of
 from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import UserError, did_you_mean
 
 RESULT = (
     "run.seed",
@@ -76,7 +77,7 @@ FREE = (
     "task.agent.timeout_s", "task.agent.at_once", "task.agent.memory_mib",
     "task.rewards.timeout_s", "task.rewards.sandbox", "task.reward_workers",
     "task.reward_placement", "task.reward_memory_mib",
-    "trainer.steps", "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.resume",
+    "trainer.steps", "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.resume", "trainer.resume_changed",
     "trainer.export_hugging_face", "trainer.profile_step", "trainer.parity_check",
     "evaluation.every", "evaluation.prompts", "evaluation.samples", "evaluation.sets", "evaluation.sets.name",
     "evaluation.sets.prompt", "evaluation.sets.samples", "evaluation.sets.data.path",
@@ -89,6 +90,16 @@ FREE = (
 )  # fmt: skip
 """The others: layout, budgets, patience, what is kept and shown. Where the data lie is free, what is in them is not
 (`facts`); of the model likewise."""
+KEPT = ("model.*", "lora", "lora.*", "actor.dtype", "optimizer.cpu_offload_fraction", "rollout.schedule")
+"""What a state is of, or laid out by: no other value can go on from it."""
+_FOLLOWS = {
+    "algorithm.normaliser, resolved": ("algorithm.normaliser", "rollout.max_response_tokens"),
+    "task, its questions and answers": (
+        *("task.kind", "task.data", "task.parameters", "task.seed", "task.train_size", "task.held_out_size"),
+        *("task.prompt", "task.system_prompt", "task.chat_template", "rollout.max_prompt_tokens"),
+    ),
+}
+"""Facts that change with settings, by the beginnings of these."""
 _LONGEST = 200
 _SAMPLED_TENSORS, _SAMPLED_VALUES = 1000, 2048
 
@@ -113,19 +124,39 @@ def facts(config: Config, *, task: str, weights: str) -> dict[str, Any]:
     }
 
 
-def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The first setting that is not what it was, in words; "" where all are alike. Of a mapping (the preset's
+def check_changed(config: Config) -> None:
+    """UserError for what `trainer.resume_changed` cannot name."""
+    for name in config.trainer.resume_changed:
+        named = f"trainer.resume_changed: {name}"
+        if _in(KEPT, name):
+            raise UserError(f"{named} is what a state is of; start a new run with model.path=RUN/hf")
+        if name == "trainer.prompts_per_step" and config.rollout.schedule == "window":
+            raise UserError(f"{named}: the groups that a window had begun are numbered by it; set it back")
+        if not _in(RESULT, name) and name != "task.data":
+            hint = did_you_mean(name, RESULT) or ": others may change without"
+            raise UserError(f"{named} is no setting that a resumed run must have as it was{hint}")
+
+
+def allowed(changed: str, named: Iterable[str]) -> bool:
+    """Whether `trainer.resume_changed`, these names, lets a difference pass: of a setting, or of what one holds."""
+    follows = _FOLLOWS.get(changed, ())
+    return any(changed == one or changed.startswith(f"{one}.") or one.startswith(follows) for one in named)
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """The settings that are not what they were, each in words. Of a mapping (the preset's
     overrides) either side may have an entry that the other lacks. A setting that the schema did not know when the state
     was saved had its default's effect."""
     gone = (name for name in sorted(before.keys() - now.keys()) if name not in FREE)  # FREE: as of an older version
+    found = {}
     for name in [*now, *gone]:
         section = name.rpartition(".")[0] + "."
         if name not in before and any(key.startswith(section) for key in before) and _is_default(name, now[name]):
             continue
         if _compared(name, before.get(name)) != _compared(name, now.get(name)):
             was, value = (repr(side[name]) if name in side else "absent" for side in (before, now))
-            return f"{name} was {_short(was)} and is {_short(value)} now"
-    return ""
+            found[name] = f"{name} was {_short(was)} and is {_short(value)} now"
+    return found
 
 
 def _is_default(name: str, value: Any) -> bool:
@@ -140,11 +171,15 @@ def _is_default(name: str, value: Any) -> bool:
 
 def placed(name: str) -> str:
     """`result` or `free`, for a dotted key of the configuration; KeyError where neither table has it."""
-    plain = re.sub(r"\.\d+(?=\.|$)", "", name)
     for table, kind in ((RESULT, "result"), (FREE, "free")):
-        if any(plain == one or (one.endswith(".*") and f"{plain}.".startswith(one[:-1])) for one in table):
+        if _in(table, name):
             return kind
     raise KeyError(f"{name}: place it in RESULT or FREE of {__name__}")
+
+
+def _in(table: Iterable[str], name: str) -> bool:
+    plain = re.sub(r"\.\d+(?=\.|$)", "", name)
+    return any(plain == one or (one.endswith(".*") and f"{plain}.".startswith(one[:-1])) for one in table)
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

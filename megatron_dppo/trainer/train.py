@@ -46,7 +46,7 @@ from megatron_dppo.trainer.evaluation import Evaluator
 from megatron_dppo.trainer.history import ADAPTER_FOLDER, MODEL_FOLDER, History
 from megatron_dppo.trainer.loop import Controller, Trainer
 from megatron_dppo.trainer.progress import Progress
-from megatron_dppo.trainer.resume import facts, weights_fingerprint
+from megatron_dppo.trainer.resume import check_changed, facts, weights_fingerprint
 from megatron_dppo.trainer.sinks import open_sinks, require_services
 from megatron_dppo.trainer.summary import print_summary
 from megatron_dppo.trainer.task_suite import build_task_suite
@@ -74,6 +74,7 @@ def train(
     # What can be checked before anything is started.
     require_cluster()
     require_shared_memory()
+    check_changed(config)
     findings = list(check_sections(config))
     raise_first(findings)
     hf_config = load_hf_config(config.model.path)

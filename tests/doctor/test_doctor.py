@@ -135,6 +135,10 @@ def nothing_to_resume(folder: Path, tree: Tree) -> None:
     tree["trainer"]["resume"] = True
 
 
+def unknown_change(folder: Path, tree: Tree) -> None:
+    tree["trainer"]["resume_changed"] = ["optimizer.lrr"]
+
+
 def lost_checkpoint(folder: Path, tree: Tree) -> None:
     root = Path(tree["run"]["dir"]) / "checkpoints"
     root.mkdir(parents=True)
@@ -196,6 +200,7 @@ FAULTS: list[tuple[Callable[[Path, Tree], None], str]] = [
     (replay_without_record, "actor.router_replay=r3 needs the routes that rollout.router_replay=false"),
     (other_topk, "rollout.top_k_logprobs=7"),
     (nothing_to_resume, "error: resume: cannot resume"),
+    (unknown_change, "error: resume: trainer.resume_changed: optimizer.lrr is no setting"),
     (lost_checkpoint, "names 'step_00000007'"),
     (used_folder, "already holds the metrics of a run"),
     (file_in_the_way, "runs: Not a directory"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,17 @@ from safetensors.torch import load_file, save_file
 
 from megatron_dppo.config.load import load_config, save_config
 from megatron_dppo.config.schema import Config
-from megatron_dppo.trainer.resume import FREE, RESULT, difference, facts, placed, weights_fingerprint
+from megatron_dppo.errors import UserError
+from megatron_dppo.trainer.resume import (
+    FREE,
+    RESULT,
+    allowed,
+    check_changed,
+    differences,
+    facts,
+    placed,
+    weights_fingerprint,
+)
 from megatron_dppo.trainer.train import _dated
 
 WEIGHTS = "0123456789abcdef"
@@ -24,6 +35,11 @@ WEIGHTS = "0123456789abcdef"
 def settings(weights: str = WEIGHTS, questions: str = "t", **sections: dict[str, Any]) -> dict[str, Any]:
     config = Config.model_validate({"run": {"dir": "r"}, "model": {"path": "m"}} | sections)
     return json.loads(json.dumps(facts(config, task=questions, weights=weights)))  # as a state keeps it
+
+
+def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """The first."""
+    return next(iter(differences(before, now).values()), "")
 
 
 @pytest.mark.parametrize(
@@ -98,6 +114,43 @@ def settings(weights: str = WEIGHTS, questions: str = "t", **sections: dict[str,
 )
 def test_what_decides_the_next_step_must_stay(before: dict[str, Any], now: dict[str, Any], changed: str) -> None:
     assert difference(settings(**before), settings(**now)) == changed
+
+
+@pytest.mark.parametrize(
+    ("named", "now", "refused"),
+    [
+        (["optimizer.lr"], {"optimizer": {"lr": 0.5}}, []),
+        (["optimizer.lr"], {"optimizer": {"lr": 0.5, "beta1": 0.5}}, ["optimizer.beta1"]),
+        (["rollout.max_response_tokens"], {"rollout": {"max_response_tokens": 9}}, []),  # and with it the normaliser
+        (["trainer.prompts_per_step"], {"trainer": {"prompts_per_step": 64}}, []),
+        (["task.rewards"], {"task": {"rewards": [{"kind": "exact-match", "weight": 0.5}]}}, []),
+        (["task.rewards"], {"questions": "u"}, ["task, its questions and answers"]),
+        (["task.data"], {"questions": "u"}, []),
+        (["algorithm.overrides"], {"algorithm": {"overrides": {"threshold_negative": 0.3}}}, []),
+        (["optimizer.lr"], {}, []),  # as a run that is started again after it went on
+    ],
+)
+def test_what_is_named_may_change(named: list[str], now: dict[str, Any], refused: list[str]) -> None:
+    changed = differences(settings(), settings(**now))
+    assert [name for name in changed if not allowed(name, named)] == refused
+    assert bool(changed) == bool(now)
+    tree = {"run": {"dir": "r"}, "model": {"path": "m"}, "trainer": {"resume_changed": named}}
+    check_changed(Config.model_validate(tree))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("optimizer.lrr", "no setting that a resumed run must have as it was; did you mean optimizer.lr?"),
+        ("trainer.steps", "no setting that a resumed run must have as it was"),
+        ("lora.rank", "is what a state is of; start a new run with model.path=RUN/hf"),
+        ("model.path", "is what a state is of"),
+    ],
+)
+def test_what_cannot_change_cannot_be_named(name: str, message: str) -> None:
+    tree = {"run": {"dir": "r"}, "model": {"path": "m"}, "trainer": {"resume_changed": [name]}}
+    with pytest.raises(UserError, match=rf"trainer\.resume_changed: {re.escape(name)} .*{re.escape(message)}"):
+        check_changed(Config.model_validate(tree))
 
 
 def test_a_state_from_before_a_setting_goes_on_with_its_default() -> None:

@@ -100,3 +100,41 @@ def test_the_actor_says_what_of_an_update_is_in_its_weights(tmp_path: Path) -> N
         UpdateProgress(of=2, done=2, applied=2),
         UpdateProgress(of=2),
     )
+
+
+def resumed(rank: int, model: str, folder: str, settings: list[tuple[float, tuple[str, ...]]]) -> list[tuple]:
+    """A state of the first rate, then going on with each: the error, or the step and the rate that follows it."""
+    from megatron.core import parallel_state
+
+    from megatron_dppo.actor.optimizer import guarded_step
+    from megatron_dppo.errors import UserError
+    from megatron_dppo.trainer.checkpoints import Checkpoints
+
+    found: list[tuple] = []
+    for number, (lr, named) in enumerate(settings):
+        parallel_state.destroy_model_parallel()
+        actor = build_actor(model, {}, Case(replay=False), lr=lr)
+        config = config_of(model, Run(folder))
+        config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"resume_changed": named})})
+        checkpoints = Checkpoints(config, {"optimizer.lr": lr}, actor)
+        if number == 0:
+            guarded_step(actor.optimizer, actor.scheduler, loss_is_finite=True)
+            checkpoints.save(3)
+        try:
+            step = checkpoints.restore()
+        except UserError as error:
+            found.append((str(error).partition(": ")[2],))
+            continue
+        found.append((step, guarded_step(actor.optimizer, actor.scheduler, loss_is_finite=True).lr))
+    return found
+
+
+def test_a_run_goes_on_with_another_learning_rate_where_that_is_named(tmp_path: Path) -> None:
+    tiny_qwen3_moe(tmp_path / "model", seed=1, num_hidden_layers=1)
+    (tmp_path / "run").mkdir()
+    settings = [(0.5, ()), (0.25, ()), (0.25, ("optimizer.lr",))]
+    (found,) = run_ranks(resumed, 1, str(tmp_path / "model"), str(tmp_path / "run"), settings)
+    refusal = (
+        "optimizer.lr was 0.5 and is 0.25 now; set it back, name it in trainer.resume_changed, or start a new run "
+    )
+    assert found == [(3, 0.5), (f"{refusal}from the exported model",), (3, 0.25)]
