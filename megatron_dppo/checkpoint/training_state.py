@@ -20,6 +20,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -105,7 +107,8 @@ class TrainingStates:
     def save(self, step: int, progress: dict[str, Any]) -> None:
         """Write the state after optimizer step `step`. `progress` is JSON: data position, weight version, config, ...
 
-        Master weights and moments of a data-parallel group are gathered bucket by bucket into host memory. A failing
+        Master weights and moments of a data-parallel group are gathered bucket by bucket into host memory of all its
+        ranks, which write a part each. A failing
         rank (a full disk) fails every rank with the same error, and the states before it stay as they were: a
         `UserError`, a `SystemFault` as of `errors.of_file`, or a RuntimeError for what is no fault of files.
         """
@@ -121,8 +124,10 @@ class TrainingStates:
         filesystem_async._results_queue = self._reports
         # The files with the tensors are digested as they are written: reading terabytes again would double a save.
         filesystem_async.open = lambda path, _: ChecksummedFile(path, self._digests.put)
+        # Every data-parallel rank has what was gathered, and writes its part of it.
+        strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), trainee.groups.dp_cp)
         try:
-            dist_checkpointing.save(state, str(partial), async_strategy="mcore")
+            dist_checkpointing.save(state, str(partial), strategy, async_strategy="mcore")
         except CheckpointException as error:
             raise self._cannot_save(error) from None
         digests = self._written()

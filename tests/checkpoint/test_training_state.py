@@ -54,6 +54,15 @@ def test_loads_under_any_layout_with_the_next_step_exact(
     assert said == (3, {"position": 12, "weight_version": 3}, layout == "same")
 
 
+def test_data_parallel_ranks_write_a_part_each(saved: tuple[Path, Path, list[dict[str, str]]], tmp_path: Path) -> None:
+    path = saved[0]
+    kept = run_ranks(train_and_save, 2, path, tmp_path, {})[0]
+    sizes = [sum(f.stat().st_size for f in tmp_path.rglob(f"__{rank}_*.distcp")) for rank in range(2)]
+    assert min(sizes) > 0.4 * sum(sizes)
+    found, _ = run_ranks(load_and_step, 2, path, tmp_path, TP2_EP2)[0]
+    assert found == kept
+
+
 def test_generators_go_on_where_they_were(model: Path, tmp_path: Path) -> None:
     for drawn in run_ranks(generators_after, 2, model, tmp_path / "states"):
         assert drawn[:4] == drawn[4:]
