@@ -105,7 +105,7 @@ def megatron_options(given: Mapping[str, Any], *, replay: bool, recompute: str) 
     if replay:  # says more than that an option is not taken
         without = {"num_moe_experts": 1, "moe_router_load_balancing_type": "none"}
         try:
-            check_trainer(SimpleNamespace(**(known | without | given)))
+            check_trainer(SimpleNamespace(**(known | without | dict(given))))
         except UserError as error:
             raise UserError(f"actor.megatron: {error}") from None
     found: dict[type, dict[str, Any]] = {kind: {} for kind in _TAKEN}
