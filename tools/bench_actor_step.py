@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from actor_step.cases import CASES, Case
 
+from megatron_dppo.launch import exit_status
 from megatron_dppo.launch.arguments import out_folder, real, require_gpu
 
 
@@ -166,4 +167,4 @@ def _tail(log: Path) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(exit_status(main))

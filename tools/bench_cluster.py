@@ -38,6 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.launch import exit_status
 from megatron_dppo.launch.arguments import out_folder, real
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -280,4 +281,4 @@ def _steps(rows: Sequence[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(exit_status(main))

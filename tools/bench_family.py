@@ -39,6 +39,8 @@ from examples.paper.make_shapes import write_folder
 from examples.tiny_moe_dppo.model import byte_tokenizer
 from megatron_dppo.config.load import load_config
 from megatron_dppo.config.schema import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.launch import exit_status
 from megatron_dppo.launch.arguments import whole
 from megatron_dppo.models.family import text_fields
 from megatron_dppo.models.flops import peak_flops, training_flops
@@ -106,8 +108,7 @@ def read_arguments(words: list[str]) -> tuple[str, list[int], list[str]]:
 def main() -> int:
     name, moe_layers, overrides = read_arguments(sys.argv[1:])
     if not torch.cuda.is_available():
-        print("bench_family: it measures GPUs and found none", file=sys.stderr)
-        return 2
+        raise UserError("bench_family: it measures GPUs and found none")
     peak = peak_flops(torch.cuda.get_device_name()) or float("nan")
     gpus = int(os.environ.get("NPROC", "1"))
     depths: list[tuple[int, float]] = []
@@ -144,4 +145,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(exit_status(main))

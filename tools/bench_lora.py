@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.launch import exit_status
 from megatron_dppo.launch.arguments import out_folder, real, require_gpu, whole
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -173,4 +174,4 @@ def report(found: dict[str, Any], rank: int) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(exit_status(main))

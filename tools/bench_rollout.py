@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rollout_host_costs import host_costs
 
 from examples.paper.make_shapes import SHAPES
+from megatron_dppo.launch import exit_status
 from megatron_dppo.launch.arguments import out_folder, real, require_gpu, whole
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.vllm.record_frame import HOLD, ResponseRecord
@@ -379,4 +380,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 
 import torch
 import torch.distributed as dist
 
+from megatron_dppo.launch import exit_status
 from megatron_dppo.launch.arguments import real, whole
 
 
@@ -61,4 +63,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

@@ -15,6 +15,7 @@ import gc
 import os
 import random
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dppo.launch import exit_status
 from megatron_dppo.launch.arguments import whole
 from megatron_dppo.vocab_parallel import VocabShard, token_stats
 
@@ -288,4 +290,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

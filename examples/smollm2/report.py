@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -312,7 +311,6 @@ def plot_sweeps(experiments: Mapping[str, Arms], path: Path) -> None:
 def _figure(rows: int, columns: int, *, width: float = 6.2, height: float = 4.0) -> Figure:
     size = (width * columns, height * rows)
     figure = Figure(figsize=size, dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
-    FigureCanvasAgg(figure)
     return figure
 
 

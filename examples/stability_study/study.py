@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
@@ -156,7 +155,6 @@ def plot_study(study: Mapping[str, Sequence[History]], path: Path) -> None:
         title: names for title, names in (FIGURES | (PEERS_FIGURE if others else {})).items() if study.keys() & {*names}
     }
     figure = Figure(figsize=(12.5, 4.0 * len(figures)), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
-    FigureCanvasAgg(figure)
     colours = {name: f"C{i}" if i < 10 else "black" for names in (LABELS, PEERS) for i, name in enumerate(names)}
     colours["dppo-binary-tv"] = "black" if others else colours["dppo-binary-tv"]
     axes = figure.subplots(len(figures), 2, squeeze=False)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, NullFormatter
@@ -34,7 +33,6 @@ def draw_mismatch(runs: Mapping[str, Mismatch], *, title: str = "") -> Figure:
         raise UserError("plot: name at least one run")
     size = (12.0, 1.2 + 4.0 * len(runs))
     figure = Figure(figsize=size, dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
-    FigureCanvasAgg(figure)
     grid = figure.subplots(len(runs), 2, squeeze=False, sharex=True)
     for (left, right), (label, mismatch) in zip(grid, runs.items(), strict=True):
         logps = {"routes replayed": mismatch.log_pi, "live routers": mismatch.log_pi_live}

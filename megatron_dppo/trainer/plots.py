@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
@@ -91,7 +90,6 @@ def draw_runs(
     chosen = panels_for(runs) if panels is None else panels
     rows = -(-len(chosen) // 3)
     figure = Figure(figsize=(13.5, 3.7 * rows), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
-    FigureCanvasAgg(figure)  # no pyplot: its global state and its choice of a display have no place in a trainer
     axes = figure.subplots(rows, 3, squeeze=False).ravel()
     for axis in axes[len(chosen) :]:
         axis.set_axis_off()
@@ -140,7 +138,8 @@ def plot_runs(runs: Mapping[str, History], path: Path, **options: Any) -> None:
 
 
 def write_png(figure: Figure, path: Path) -> None:
-    """Errors: `UserError`, or `SystemFault`, where the file cannot be written."""
+    """Without pyplot, whose global state and choice of a display have no place in a trainer. Errors: `UserError`, or
+    `SystemFault`, where the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png")
@@ -188,7 +187,6 @@ def plot_objectives(names: Sequence[str], mus: Sequence[float], path: Path, *, t
     chosen = [_preset(name) for name in names]
     size = (max(6.0, 4.2 * len(mus)), 1.2 + 3.4 * len(chosen))
     figure = Figure(figsize=size, dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
-    FigureCanvasAgg(figure)
     grid = figure.subplots(len(chosen), len(mus), squeeze=False, sharex="row", sharey="row")
     for axes, preset in zip(grid, chosen, strict=True):
         widest = widest_ratio(preset)

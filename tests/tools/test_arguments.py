@@ -128,16 +128,25 @@ def test_a_wrong_argument_is_named(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-@pytest.mark.parametrize("tool", ["bench_actor_step", "bench_lora", "bench_rollout"])
+@pytest.mark.parametrize(
+    ("tool", "said"),
+    [
+        *((f"{tool} --out .", "found none; --tiny runs on a CPU") for tool in ("bench_actor_step", "bench_lora")),
+        ("bench_rollout --out .", "found none; --tiny runs on a CPU"),
+        ("bench_family Moonlight-16B-A3B", "megatron-dppo: error: bench_family: it measures GPUs and found none"),
+    ],
+)
 def test_what_measures_gpus_says_that_there_is_none(
-    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tool: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [tool, "--out", str(tmp_path)])
+    name, *words = tool.split()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, *words])
     monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), str(ROOT), *sys.path])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / f"tools/{tool}.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / f"tools/{name}.py"), run_name="__main__")
     assert (ended.value.code, list(tmp_path.iterdir())) == (2, [])
-    assert "found none; --tiny runs on a CPU" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_kinds_of_arguments(tmp_path: Path) -> None:
