@@ -6,6 +6,8 @@ import re
 import unicodedata
 from collections.abc import Callable
 
+import regex
+
 _SIGNS = {
     "−": "-", "–": "-", "—": "-", "‐": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ",
     "÷": "/", "⁄": "/", "∕": "/", "π": r"\pi ", "∞": r"\infty ", "±": r"\pm ", "∓": r"\mp ", "≤": r"\le ",
@@ -32,6 +34,12 @@ _FONT = re.compile(r"\\(?:math(?:bf|rm|it|sf)|boldsymbol|bm|underline|text(?:bf|
 _ASIDE = re.compile(r"(?<=\S)\s*\([A-Za-z]{3}[A-Za-z ,.-]*\)$")
 """`9 (nine)`"""
 _INDEX = r"(?:\{ ?([^\W_]{1,4}) ?\}|(\d{1,4}(?!\d)|[a-zA-Z]))"
+_COMMANDS = {
+    "leq|leqslant|le": r"\\le ", "geq|geqslant|ge": r"\\ge ", "neq|ne": r"\\ne ", "lt": "<", "gt": ">",
+    "colon|ratio": ":", "approxeq|simeq": r"\\approx ", "lbrace": r"\\{", "rbrace": r"\\}", "langle|lparen": "(",
+    "rangle|rparen": ")", "lbrack": "[", "rbrack": "]", "varnothing": r"\\emptyset ", "ldots|dots|cdots": "...",
+    "div": "/", "bmod": r"\\mod", "pounds": "£", "[dtcs]frac|nicefrac": r"\\frac",
+}  # fmt: skip
 _SUBSTITUTIONS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -41,32 +49,16 @@ _SUBSTITUTIONS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str
             r"\\(?:tag|label|phantom|(?:text)?color) ?\{[^{}]*\}",
             "",
         ),
-        (r"\\(?:[dtcs]|nice)frac(?![a-zA-Z])", r"\\frac"),
         (r"(?<!\\)\\(?:[,;:> ]|quad(?![a-zA-Z])|qquad(?![a-zA-Z]))|~", " "),
         (r"(?<!\\)\\[()\[\]]", " "),
         (r"\\math(?:bin|rel|punct|ord)\s*(?![a-zA-Z])", ""),
         (r"(?<![\^_])\{\s*([,;:.=<>+*/-])\s*\}", r"\1"),  # braces that only change the space: 10{:}45, 1{,}234
         (r"\\%", "%"),
-        (r"\\(?:leq|leqslant|le)(?![a-zA-Z])", r"\\le "),
-        (r"\\(?:geq|geqslant|ge)(?![a-zA-Z])", r"\\ge "),
-        (r"\\(?:neq|ne)(?![a-zA-Z])", r"\\ne "),
-        (r"\\lt(?![a-zA-Z])", "<"),
-        (r"\\gt(?![a-zA-Z])", ">"),
-        (r"\\(?:colon|ratio)(?![a-zA-Z])", ":"),
-        (r"\\(?:approxeq|simeq)(?![a-zA-Z])", r"\\approx "),
+        (r"\{([^{}\\]+)\\choose(?![a-zA-Z])([^{}\\]+)\}", r"\\binom{\1}{\2}"),
+        *((rf"\\(?:{names})(?![a-zA-Z])", sign) for names, sign in _COMMANDS.items()),
         (r"(?<=\S)\s*\(\s*\\approx([^()]*)\)\s*$", r" \\approx \1"),
-        (r"\\lbrace(?![a-zA-Z])", r"\\{"),
-        (r"\\rbrace(?![a-zA-Z])", r"\\}"),
-        (r"\\(?:langle|lparen)(?![a-zA-Z])", "("),
-        (r"\\(?:rangle|rparen)(?![a-zA-Z])", ")"),
-        (r"\\(?:lbrack)(?![a-zA-Z])", "["),
-        (r"\\(?:rbrack)(?![a-zA-Z])", "]"),
-        (r"\\(?:varnothing)(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
+        (r"\\\{\s*\\\}", r"\\emptyset "),
         (r"\\degree(?![a-zA-Z])|\^\s*(?:\{\s*)?\\circ\s*\}?", "°"),
-        (r"\\(?:ldots|dots|cdots)(?![a-zA-Z])", "..."),
-        (r"\+\s*\\infty", r"\\infty"),
-        (r"\\div(?![a-zA-Z])", "/"),
-        (r"\*\*$", ""),
         (r"\*\*", "^"),
         (r"\\log\s*_\s*(?:\{\s*)?e\s*\}?(?![a-zA-Z])", r"\\ln "),
         (r"\\sqrt\s*(\[[^\[\]]*\])\s*(\d)", r"\\sqrt\1{\2}"),
@@ -82,10 +74,8 @@ _SUBSTITUTIONS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str
             r"\1",
         ),
         (r"(?<=\\mathbb\{R\}) ?(?:-|\\backslash(?![a-z])) ?(?=\\\{)", r"\\setminus "),
-        (r"\\bmod(?![a-z])", r"\\mod"),
         (r"(?<![a-zA-Z])(?:Rs\.?|INR)(?= ?\d)", "₹"),
         (r"(?<![a-zA-Z])US(?:D|¤)(?= ?\d)", "¤"),
-        (r"\\pounds(?![a-z])", "£"),
         (
             rf"(?<![\w\\}}^])C ?\( ?([^\W_]{{1,4}}) ?, ?([^\W_]{{1,4}}) ?\)(?! ?=)|"
             rf"(?<![\w\\}}^])C ?_ ?{_INDEX} ?\^ ?{_INDEX}|"
@@ -93,10 +83,8 @@ _SUBSTITUTIONS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str
             rf"[_^] ?{_INDEX} ?C ?_ ?{_INDEX}",
             lambda found: _combinations(found),
         ),
-        (
-            r"\\?(?<![a-zA-Z])(arc)?(c?)tg(?![a-zA-Z])",
-            lambda found: f"\\{found[1] or ''}{'cot' if found[2] else 'tan'} ",
-        ),
+        (r"\\?(?<![a-zA-Z])(arc)?tg(?![a-zA-Z])", r"\\\1tan "),
+        (r"\\?(?<![a-zA-Z])(arc)?ctg(?![a-zA-Z])", r"\\\1cot "),
         (r"(?<![\\a-zA-Z])(?=(?:sin|cos|tan|cot|ln|log)(?![a-zA-Z]))", r"\\"),
         (r"(?<![\d.])(?=\.(?:\d|\\overline|\\bar|\\dot))", "0"),
         (r"\\dot ?\{?(\d)\}?(\d*)\\dot ?\{?(\d)\}?", r"\\overline{\1\2\3}"),
@@ -108,16 +96,19 @@ _SUBSTITUTIONS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str
             r"^\s*(?:the set of )?(?:all )?reals?(?: numbers?)?\s*$|^\s*\(-\s*\\infty\s*,\s*\\infty\s*\)\s*$",
             r"\\mathbb{R}",
         ),
+        (r"(?:^|(?<=\\cup)) ?\](?=[^\[\](),;]+[,;][^\[\]()]+[\[\]])", "("),  # ]0, 1], written in French and German
+        (r"(?<=[,;])([^\[\]()]+)\[(?= ?(?:\\cup|\.? ?$))", r"\1)"),
         (r"(?<![a-zA-Z])\\?sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"(?<![\\a-zA-Z])(sqrt|pi|infty|theta|alpha|beta)(?![a-zA-Z])", r"\\\1 "),
         (r"(?<![\\a-zA-Z])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
         (r"\\(frac|binom) ?(\d|[a-z]|\\pi) ?(\d|[a-z]|\\pi)(?!\{)", r"\\\1{\2}{\3}"),
     )
 )
-_BRACED = re.compile(r"\{([^{}]*)\}")
-_CHOOSE = re.compile(r"\\choose(?![a-zA-Z])")
-_OUTWARD = re.compile(r"([\[\]])([^\[\]()][^\[\](),;]*[,;][^\[\]()]+)([\[\]])")
-"""`]0, 1]`, as an interval is written in French and German."""
+_INSIDE = regex.compile(
+    r"(?P<brackets>\\?[(\[{](?:[^()\[\]{}\\]++|\\[^()\[\]{}]|(?&brackets))*+\\?[)\]}])|"
+    r"\\begin\{(\w+\*?)\}.*?\\end\{\2\}",
+    regex.DOTALL,
+)
 _QUOTED = re.compile(r"^([\"'])([^\"']*)\1$")
 _LEAD = re.compile(
     r"(?:(?:so|thus|hence|therefore|the|final|correct|answer|option|choice|result|total|value|solution|solutions|"
@@ -138,19 +129,9 @@ def canonical(text: str) -> str:
     for _ in range(3):
         text = _TEXT.sub(r" \1", text)
     text = _FONT.sub("", text)
-    if "\\choose" in text:
-        text = _BRACED.sub(_binomial, text)
     for pattern, replacement in _SUBSTITUTIONS[1:]:
         text = pattern.sub(replacement, text)
-    if text.lstrip().startswith("]") or text.rstrip(" .").endswith("["):
-        text = _OUTWARD.sub(_inward, text)
     return without_lead(_ASIDE.sub("", trimmed(text)))
-
-
-def _binomial(braced: re.Match[str]) -> str:
-    """`{n \\choose k}` as `\\binom{n}{k}`."""
-    terms = [term.strip() for term in _CHOOSE.split(braced[1], maxsplit=1)]
-    return f"\\binom{{{terms[0]}}}{{{terms[1]}}}" if len(terms) == 2 and all(terms) else braced[0]
 
 
 def _combinations(found: re.Match[str]) -> str:
@@ -160,10 +141,6 @@ def _combinations(found: re.Match[str]) -> str:
     return found[0] if impossible else f"\\binom{{{above}}}{{{below}}}"
 
 
-def _inward(interval: re.Match[str]) -> str:
-    return ("(" if interval[1] == "]" else "[") + interval[2] + (")" if interval[3] == "[" else "]")
-
-
 def trimmed(text: str) -> str:
     """Without blanks and punctuation at the ends, and without braces or parentheses around the whole."""
     for _ in range(8):  # nobody who means it nests deeper, and each round is as long as the text
@@ -171,7 +148,7 @@ def trimmed(text: str) -> str:
         text = text.strip()
         if not text.endswith("..."):
             text = text.rstrip(".,;: ")
-        if text.startswith(("{", "(")) and text[-1] in "})" and matching(text, 0) == len(text) - 1:
+        if text.startswith(("{", "(")) and text[-1] in "})" and enclosed(text):
             text = text if text[0] == "(" and re.search("[,;]", text) else text[1:-1]
         if text == before:
             break
@@ -184,21 +161,9 @@ def without_lead(text: str) -> str:
     return text[found.end() :] if found else text
 
 
-def matching(text: str, start: int) -> int:
-    """Where the bracket at `start` is closed, -1 where it is not. Half-open intervals close by either kind."""
-    depth = 0
-    position = start
-    while position < len(text):
-        if text[position] == "\\" and text[position + 1 : position + 2] not in ("{", "}"):
-            position += 2
-            continue
-        if text[position] == "\\":
-            position += 1
-        depth += (text[position] in "([{") - (text[position] in ")]}")
-        if depth == 0:
-            return position
-        position += 1
-    return -1
+def enclosed(text: str) -> bool:
+    """Whether one pair of brackets is around all of it. Half-open intervals close by either kind."""
+    return _INSIDE.fullmatch(text) is not None
 
 
 def depth(text: str) -> int:
@@ -212,24 +177,14 @@ def depth(text: str) -> int:
 
 def split_top(text: str, separators: re.Pattern[str]) -> list[str]:
     """`text` at the separators that stand in no bracket and in no LaTeX environment."""
-    parts, depth, begin, position = [], 0, 0, 0
-    while position < len(text):
-        if text.startswith(("\\begin", "\\end"), position):
-            depth += 1 if text.startswith("\\begin", position) else -1
-            position += 4
-            continue
-        if depth == 0 and (found := separators.match(text, position)) and found.end() > position:
-            parts.append(text[begin:position])
-            begin = position = found.end()
-            continue
-        if text[position] == "\\" and text[position + 1 : position + 2] not in ("{", "}"):
-            position += 2
-            continue
-        if text[position] == "\\":
-            position += 1
-        depth += (text[position] in "([{") - (text[position] in ")]}")
-        position += 1
-    return [*parts, text[begin:]]
+    cuts = [found.span() for found in separators.finditer(top(text)) if found.end() > found.start()]
+    edges = [0, *(edge for cut in cuts for edge in cut), len(text)]
+    return [text[begin:end] for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def top(text: str) -> str:
+    """With signs that mean nothing for what stands in brackets and environments."""
+    return _INSIDE.sub(lambda found: "\0" * len(found[0]), text)
 
 
 def _unicode(text: str) -> str:

@@ -12,13 +12,12 @@ import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from megatron_dppo.tasks.rewards.canonical import canonical, depth, matching, split_top, trimmed
+from megatron_dppo.tasks.rewards.canonical import canonical, depth, enclosed, split_top, trimmed
 from megatron_dppo.tasks.rewards.expressions import rounded, same_equation, same_expression, same_solutions
 from megatron_dppo.tasks.rewards.final_answer import boxed_answer
 from megatron_dppo.tasks.rewards.notations import (
     dates,
     families,
-    feet_or_minutes,
     residues,
     same_constant,
     several_options,
@@ -32,10 +31,10 @@ from megatron_dppo.tasks.rewards.structure import (
     NAME,
     assignment,
     bracketed,
-    cells,
     is_system,
     lines,
     pieces,
+    rows,
     sides_of,
     solutions,
 )
@@ -125,12 +124,11 @@ def _choice(reference: str, answer: str, precision: int) -> bool | None:
 
 
 def _numbers(reference: str, answer: str, precision: int) -> bool | None:
-    one, other = number(reference), number(answer)
-    # A decimal comma, where the other side has a point; three digits after it would be thousands.
-    if one is not None and other is None and _DECIMAL_COMMA.fullmatch(answer) and "." in reference:
-        other = number(answer.replace(",", "."))
-    elif one is None and other is not None and _DECIMAL_COMMA.fullmatch(reference) and "." in answer:
-        one = number(reference.replace(",", "."))
+    one, other = (
+        # A decimal comma, where the other side has a point; three digits after it would be thousands.
+        number(text) or (number(text.replace(",", ".")) if _DECIMAL_COMMA.fullmatch(text) and "." in beside else None)
+        for text, beside in ((reference, answer), (answer, reference))
+    )
     return same_number(one, other, precision) if one is not None and other is not None else None
 
 
@@ -159,15 +157,13 @@ def _matrices(reference: str, answer: str, precision: int) -> bool | None:
     one, other = MATRIX.fullmatch(reference), MATRIX.fullmatch(answer)
     if one is None or other is None or is_system(one) or is_system(other):
         return None  # a scalar before it, a sum of matrices, a list of equations
-    table, others = cells(one["body"]), cells(other["body"])
-    shapes = [[len(row) for row in table], [len(row) for row in others]]
-    if shapes[0] != shapes[1] or (one["kind"][0] in "vV") != (other["kind"][0] in "vV"):
-        return False
-    return all(
-        _same(x, y, precision)
-        for row, other_row in zip(table, others, strict=True)
-        for x, y in zip(row, other_row, strict=True)
-    )
+    tables = [[row.split("&") for row in rows(found["body"])] for found in (one, other)]
+    shapes = [
+        ([len(row) for row in table], found["kind"][0] in "vV")
+        for table, found in zip(tables, (one, other), strict=True)
+    ]
+    cells = [[trimmed(cell) for row in table for cell in row] for table in tables]
+    return shapes[0] == shapes[1] and _each(cells[0], cells[1], precision)
 
 
 def _intervals_and_tuples(reference: str, answer: str, precision: int) -> bool | None:
@@ -175,20 +171,18 @@ def _intervals_and_tuples(reference: str, answer: str, precision: int) -> bool |
     one, other = bracketed(reference), bracketed(answer)
     if (one is None and other is None) or re.search(r"\\[pm][mp](?![a-z])", reference + answer):
         return None
-    if one is None or other is None:  # (x, y) = (1, 2) and x = 1, y = 2 are (1, 2)
-        pairs = [pair for part in _parts(answer if one else reference) if (pair := assignment(part))]
-        values = [value for _, value in pairs]
-        if len(dict(pairs)) == len((one or other or ("", [], ""))[1]) == len(pairs):
-            left, right = one[1] if one else values, other[1] if other else values
-            return all(_same(x, y, precision) for x, y in zip(left, right, strict=True))
-    if one is None or other is None:
-        text = answer if one is not None else reference
-        if len(sides_of(text)) > 1 or len(_parts(text)) > 1 or _CUPS.search(text):
-            return None
-    if one is None or other is None:
-        return False
-    alike = one[0] == other[0] and one[2] == other[2] and len(one[1]) == len(other[1])
-    return alike and all(_same(x, y, precision) for x, y in zip(one[1], other[1], strict=True))
+    if one is not None and other is not None:
+        return one[0] == other[0] and one[2] == other[2] and _each(one[1], other[1], precision)
+    values, text = (one[1], answer) if one else (other[1] if other else [], reference)
+    pairs = [pair for part in _parts(text) if (pair := assignment(part))]
+    if len(dict(pairs)) == len(values) == len(pairs):  # (x, y) = (1, 2) and x = 1, y = 2 are (1, 2)
+        named = [value for _, value in pairs]
+        return _each(values, named, precision) if one else _each(named, values, precision)
+    return None if len(sides_of(text)) > 1 or len(_parts(text)) > 1 or _CUPS.search(text) else False
+
+
+def _each(one: Sequence[str], other: Sequence[str], precision: int) -> bool:
+    return len(one) == len(other) and all(_same(x, y, precision) for x, y in zip(one, other, strict=True))
 
 
 def _lists(reference: str, answer: str, precision: int) -> bool | None:
@@ -208,7 +202,7 @@ def _lists(reference: str, answer: str, precision: int) -> bool | None:
 
 def _parts(text: str, separators: re.Pattern[str] | None = None) -> list[str]:
     separators = separators or _SEPARATORS
-    if text.startswith("\\{") and matching(text, 1) == len(text) - 1 and "\\emptyset" not in text:
+    if text.startswith("\\{") and enclosed(text) and "\\emptyset" not in text:
         text, separators = text[2:-2], _COMMAS
     if (whole := MATRIX.fullmatch(text)) and is_system(whole):
         return lines(whole["body"])
@@ -232,7 +226,7 @@ def _set(one: Sequence[str], other: Sequence[str], precision: int) -> bool:
     pairs = [pair for pair in map(assignment, one) if pair]
     letters = {name.split("_")[0] for name, _ in pairs}
     if len(letters) > 1 and len(pairs) == len(one) and all(len(sides_of(y)) == 1 for y in other):
-        return len(one) == len(other) and all(_same(x, y, precision) for (_, x), y in zip(pairs, other, strict=True))
+        return _each([value for _, value in pairs], other, precision)
     labels = [[_label(part) for part in parts] for parts in (one, other)]
     free = set(labels[0]) != set(labels[1])  # else 3 boys and 5 girls are not 5 boys and 3 girls
     alike = [
@@ -286,7 +280,7 @@ def _relations(reference: str, answer: str, precision: int) -> bool | None:
         return len(one) == len(other) == 3 and same_equation(one, other)
     if len(one) == len(other) == 3:
         return same_equation(one, other)
-    return one[1::2] == other[1::2] and all(_same(x, y, precision) for x, y in zip(one[::2], other[::2], strict=True))
+    return one[1::2] == other[1::2] and _each(one[::2], other[::2], precision)
 
 
 def _true(side: str, value: str, precision: int, *, first: bool) -> bool:
@@ -320,17 +314,11 @@ def _membership(reference: str, answer: str, precision: int) -> bool | None:
 
 def _ratios(reference: str, answer: str, precision: int) -> bool | None:
     """a:b:c and times of day, term by term; a ratio of two terms is also a fraction."""
-    one, other = split_top(reference, _COLONS), split_top(answer, _COLONS)
-    if len(one) == len(other) == 1:
-        return None
-    if 1 in (len(one), len(other)) and len(one) + len(other) == 3:
-        as_fraction = ["/".join(terms) if len(terms) == 2 else terms[0] for terms in (one, other)]
-        if "/" in reference + answer or "\\frac" in reference + answer:
-            return _same(as_fraction[0], as_fraction[1], precision)
-        return False
-    return len(one) == len(other) and all(
-        _same(trimmed(x), trimmed(y), precision) for x, y in zip(one, other, strict=True)
-    )
+    one, other = ([trimmed(term) for term in split_top(text, _COLONS)] for text in (reference, answer))
+    if len(one) == len(other):
+        return None if len(one) == 1 else _each(one, other, precision)
+    fraction = {len(one), len(other)} == {1, 2} and re.search(r"/|\\frac", reference + answer)
+    return bool(fraction) and _same("/".join(one), "/".join(other), precision)
 
 
 def _quantities(reference: str, answer: str, precision: int) -> bool | None:
@@ -352,17 +340,13 @@ def _quantities(reference: str, answer: str, precision: int) -> bool | None:
             return _same(left, right, precision)
         return same_expression(f"({left})*({scale})", f"({right})*({other_scale})", precision)
 
-    if "%" in dimensions:
-        if dimensions == ["%", "%"]:
-            return alike()
-        if any(q is not None and q.dimension != "%" for q in (one, other)):
-            return False
+    if one and other and one.dimension != other.dimension and (None not in dimensions or "%" in dimensions):
+        return False
+    if dimensions.count("%") == 1:
         plain = number(reference if one is None else answer)
         below_one = one is None and plain is not None and abs(plain.value) < 1
         hundred = Fraction(100)
         return (alike(other_scale=hundred) if one else alike(hundred)) or (not below_one and alike())
-    if None not in dimensions and dimensions[0] != dimensions[1]:
-        return False
     if "\\pi" in left + right and "angle" in dimensions and None in (one, other):
         radians = [f"{text}°" if q else text for q, text in ((one, left), (other, right))]
         return same_expression(radians[0], radians[1], precision) or alike()
@@ -373,7 +357,7 @@ def _quantities(reference: str, answer: str, precision: int) -> bool | None:
 
 # fmt: off
 _RULES: tuple[Rule, ...] = (
-    _choice, several_options, _numbers, dates, times, feet_or_minutes, residues, _digits, _piecewise, yes_or_no,
+    _choice, several_options, _numbers, dates, times, residues, _digits, _piecewise, yes_or_no,
     _matrices, _membership, same_solutions, _intervals_and_tuples, _lists, _relations, _ratios, _quantities, words,
     angles, same_expression,
 )

@@ -9,10 +9,16 @@ fill it took the earlier ones back: it has no answer. Every step is linear in th
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+import regex
 
 _THINKING = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>|\[(/?)THINK\]", re.IGNORECASE)
-_BOX_OR_BRACE = re.compile(r"(?<!\\)\\+(?:boxed|fbox)(?![a-zA-Z])\s*(?P<open>\{)?|\\.|[{}]", re.DOTALL)
+_BOX = regex.compile(
+    r"(?<!\\)\\+(?:boxed|fbox)(?![a-zA-Z])\s*+(?:(?P<closed>\{(?:[^{}\\]++|\\.|(?&closed))*+\})|(?P<open>\{)|(?P<bare>[^\s$]*))",
+    regex.DOTALL,
+)
+"""`\\boxed 7` takes what follows."""
+_COMMAND = re.compile(r"(?<!\\)\\+(?:boxed|fbox)(?=\s*\{)")
 _BETWEEN_PARTS = re.compile(
     r"(?:[\s$]|\\[()\[\]]|\\text)*+(?:\{[{\s]*+)?(?:[,;&]|\band\b|\bor\b)++(?:[\s$,}]|\\[()\[\]]|\band\b|\bor\b)*"
 )
@@ -63,9 +69,8 @@ def behind_thinking(response: str) -> str:
 def final_answer(response: str, *, boxed_only: bool = False) -> str | None:
     """The final answer of `response`, None where it has none. See the head of this file for the rules."""
     text = behind_thinking(response).strip()
-    boxes = _boxes(text)
-    if boxes:
-        return _last_group(text, boxes)
+    if _BOX.search(text):
+        return boxed_answer(text)
     text = _searched(text)
     if boxed_only or not text:
         return None
@@ -84,18 +89,21 @@ def final_answer(response: str, *, boxed_only: bool = False) -> str | None:
 
 
 def boxed_answer(text: str) -> str | None:
-    """What the last box of `text` holds, or the last boxes where several make up one answer; None where there is none
-    or it is not closed."""
-    return _last_group(text, _boxes(text))
-
-
-@dataclass(frozen=True)
-class _Box:
-    """`text[start:stop]` is the command with its braces; `content` is None where they are not closed."""
-
-    start: int
-    stop: int
-    content: slice | None
+    """What the last box of `text` holds, or the last boxes where several make up one answer, inner boxes opened; None
+    where there is none or it is not closed."""
+    boxes = []
+    for box in _BOX.finditer(text):
+        boxes.append((box.start(), box.end(), box["bare"] or (box["closed"] or "")[1:-1]))
+        if box["open"]:  # what follows stands in it
+            break
+    parts: list[str] = []
+    begin = len(text)
+    for start, end, content in reversed(boxes):
+        if not content.strip() or (parts and not _BETWEEN_PARTS.fullmatch(text, end, begin)):
+            break
+        parts.insert(0, content)
+        begin = start
+    return _COMMAND.sub("", ", ".join(parts)).strip() if parts else None
 
 
 def _searched(text: str) -> str:
@@ -119,52 +127,6 @@ def _marked(text: str) -> tuple[bool, str | None]:
     """Whether `text` marks an answer, and what the last mark stands before."""
     marks = list(_MARK.finditer(text))
     return bool(marks), _sentence(text[marks[-1].end() :]) if marks else None
-
-
-def _boxes(text: str) -> list[_Box]:
-    """The boxes of `text` in the order of their starts, those inside another one left out."""
-    found: list[_Box] = []
-    bare = 0  # where the last box without braces ends
-    open_braces: list[tuple[int, int] | None] = []
-    """Start of the command and of the content of each open box; None for a plain brace."""
-    for part in _BOX_OR_BRACE.finditer(text):
-        if part["open"]:
-            open_braces.append((part.start(), part.end()))
-        elif part[0] == "{":
-            open_braces.append(None)
-        elif part[0] == "}":
-            begun = open_braces.pop() if open_braces else None
-            if begun is not None:
-                found.append(_Box(begun[0], part.end(), slice(begun[1], part.start())))
-        elif "box" in part[0] and part.start() >= bare:  # `\boxed 7` takes what follows
-            word = re.compile(r"[^\s$]*").match(text, part.end())
-            assert word is not None  # the pattern takes the empty string
-            bare = word.end()
-            found.append(_Box(part.start(), bare, slice(*word.span()) if word[0] else None))
-    found += [_Box(begun[0], len(text), None) for begun in open_braces if begun is not None]
-    outer: list[_Box] = []
-    for box in sorted(found, key=lambda box: (box.start, -box.stop)):
-        if not outer or outer[-1].content is None or box.start >= outer[-1].stop:
-            outer.append(box)
-    return outer
-
-
-def _last_group(text: str, boxes: list[_Box]) -> str | None:
-    parts: list[str] = []
-    for number in range(len(boxes) - 1, -1, -1):
-        inside = boxes[number].content
-        content = "" if inside is None else text[inside]
-        if not content.strip():
-            return None if not parts else _joined(parts)
-        if parts and not _BETWEEN_PARTS.fullmatch(text, boxes[number].stop, boxes[number + 1].start):
-            break
-        parts.append(content)
-    return _joined(parts) if parts else None
-
-
-def _joined(parts: list[str]) -> str:
-    """In the order of the text, inner boxes opened."""
-    return re.sub(r"(?<!\\)\\+(?:boxed|fbox)(?=\s*\{)", "", ", ".join(reversed(parts))).strip()
 
 
 def _sentence(text: str) -> str | None:

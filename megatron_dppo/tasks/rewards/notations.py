@@ -6,9 +6,13 @@ The rules have the form of those in `equality`; `whole` brings to one expression
 from __future__ import annotations
 
 import re
+from contextlib import suppress
+from datetime import datetime, time
 from fractions import Fraction
 from itertools import pairwise
 from math import gcd
+
+import regex
 
 from megatron_dppo.tasks.rewards.quantity import number, quantity
 
@@ -19,11 +23,14 @@ _INTEGERS = re.compile(
 )
 _INEQUALITY = re.compile(r"[<>]|\\[lg]e(?![a-z])")
 _DATE = re.compile(r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}/\d{1,2}/\d{2,4}|\d{1,2}[-.]\d{1,2}[-.]\d{4}")
-_TIME = re.compile(r"(\d{1,2}) ?: ?([0-5]\d)(?: ?: ?([0-5]\d))?(?: ?([ap])\.? ?m\.?)?", re.IGNORECASE)
 _INTEGER = re.compile(r"[-+]?\d+")
-_RESIDUE = re.compile(r"(?:[a-zA-Z] ?\\equiv ?)?([-+]?\d+) ?[({]? ?\\?[pb]?mod(?![a-z]) ?\{? ?(\d+)[\s})]*")
-_CLASS = re.compile(r"(?:[a-zA-Z] ?= ?)?(?:(?P<r>\d+) ?\+ ?)?(?P<n>\d+) ?[a-z] ?(?P<s>[-+] ?\d+)?")
-_MARKED = re.compile(r"(\d+(?:\.\d+)?) ?(['\"])")
+_RESIDUE = re.compile(
+    r"(?:[a-zA-Z] ?\\equiv ?)?(?P<value>[-+]?\d+) ?[({]? ?\\?[pb]?mod(?![a-z]) ?\{? ?(?P<modulus>\d+)[\s})]*"
+)
+_CLASS = regex.compile(
+    r"(?:[a-zA-Z] ?= ?)?"
+    r"(?:(?:(?P<value>\d+) ?\+ ?)?(?P<modulus>\d+) ?[a-z]|(?P<modulus>\d+) ?[a-z] ?(?P<value>[-+] ?\d+))"
+)
 _OPTIONS = re.compile(r"[A-J]{2,10}")
 _VERDICTS = {"yes": True, "no": False, "true": True, "false": False}
 _CLAUSES = re.compile(r"\s*(?:[,.;:()]|\b(?:or|but)\b)\s*")
@@ -31,7 +38,7 @@ _ABOUT = re.compile(
     r"(?:(?:and|also|maybe|perhaps|actually|it|that|this|the|statement|claim|final|answer|is|rather)\b\s*)*"
 )
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
-_FREE = re.compile(r"[cC](?= ?_ ?\{? ?\d)|[cC](?= ?e ?\^)|(?:^|=) ?[cC](?= ?[-+])|[-+] ?[cC](?= ?$)")
+_FREE = re.compile(r"(?<![\\a-zA-Z])[cC](?= ?_ ?\{? ?\d| ?e ?\^)|(?:^|=) ?[cC](?= ?[-+])|[-+] ?[cC](?= ?$)")
 """Where a constant stands: `c_1`, `c e^x`, `c - x`, `x + c`."""
 _BETWEEN_OPTIONS = re.compile(r"(?:[\s,;&()]|\band\b)+")
 
@@ -80,89 +87,63 @@ def _renamed(text: str, name: str) -> str:
 def same_constant(reference: str, answer: str) -> str:
     """`answer` with `x^2 + C` for `x^2 + c` where the reference has it: the constant of an integral or of a
     differential equation. Beside a b it may be the third of a, b, c: then C is 0, to be on the safe side."""
-    one, other = (
-        _COMMAND.sub(lambda found: " " * len(found[0]) if found[0] != r"\theta" else "t".ljust(6), text)
-        for text in (reference, answer)
-    )
-    kinds = [set(re.findall("[cC]", text)) for text in (one, other)]
-    constants = [list(_FREE.finditer(text)) for text in (one, other)]
-    if len(kinds[0]) != 1 or len(kinds[1]) != 1 or kinds[0] == kinds[1] or re.search("[bB]", one + other):
-        return answer
-    if any(
-        len(re.findall("[cC]", t)) != len(c) or not re.search("[t-z]", t)
-        for t, c in zip((one, other), constants, strict=True)
-    ):
-        return answer
-    letter = kinds[0].pop()
-    for found in constants[1]:
-        answer = answer[: found.end() - 1] + letter + answer[found.end() :]
+    bare = [_COMMAND.sub(" ", text.replace(r"\theta", " t")) for text in (reference, answer)]
+    letters = [re.findall("[bBcC]", text) for text in bare]
+    free = [
+        len(_FREE.findall(t)) == len(found) and re.search("[t-z]", t) for t, found in zip(bare, letters, strict=True)
+    ]
+    if all(free) and sorted(map(set, letters), key=str) == [{"C"}, {"c"}]:
+        return _FREE.sub(lambda found: found[0].swapcase(), answer)
     return answer
 
 
 def dates(reference: str, answer: str, precision: int) -> bool | None:
-    if not (_DATE.fullmatch(reference) or _DATE.fullmatch(answer)):
+    found = [_DATE.fullmatch(text) for text in (reference, answer)]
+    if not any(found):
         return None
-    fields = [re.findall(r"\d+", text) for text in (reference, answer) if _DATE.fullmatch(text)]
-    return len(fields) == 2 and [int(one) for one in fields[0]] == [int(one) for one in fields[1]]
+    fields = [[int(field) for field in re.findall(r"\d+", text)] for text in (reference, answer)]
+    return all(found) and fields[0] == fields[1]
 
 
 def times(reference: str, answer: str, precision: int) -> bool | None:
     """14:30 is 2:30 p.m.; `a.m.` and `p.m.` may be left out. A ratio would be in lowest terms."""
-    one, other = _TIME.fullmatch(reference), _TIME.fullmatch(answer)
-    if one is None:
-        return None
-    if other is None:
-        return False if ":" not in answer and gcd(int(one[1]), int(one[2])) > 1 else None
-    (hour, *fields, half), (other_hour, *other_fields, other_half) = _clock(one), _clock(other)
-    if fields != other_fields:
-        return False
-    if hour == other_hour:
-        return not (half and other_half and half != other_half)
-    of_day = other_hour if half else hour
-    return bool(half) != bool(other_half) and not 1 <= of_day <= 12 and _of_day(one) == _of_day(other)
+    one, other = _clock(reference), _clock(answer)
+    if one is None or other is None:
+        ratio = one is None or ":" in answer or gcd(*(int(term) for term in re.findall(r"\d+", reference)[:2])) == 1
+        return None if ratio else False
+    if one == other or one[1] == other[1]:
+        return one == other
+    (half, _), (plain, _) = sorted((one, other), key=lambda clock: not clock[1])
+    same_half = 1 <= plain.hour <= 12 and plain.replace(hour=plain.hour % 12) == half.replace(hour=half.hour % 12)
+    return plain == half or same_half
 
 
-def feet_or_minutes(reference: str, answer: str, precision: int) -> bool | None:
-    """`6'` is 6 ft beside a length and 6 minutes of arc beside an angle, and never 6; `"` accordingly."""
-    for marked, plain in ((reference, answer), (answer, reference)):
-        found, other = _MARKED.fullmatch(marked), quantity(plain)
-        factors = (
-            {"m": ("381/1250", "127/5000"), "angle": ("1/60", "1/3600")}.get(other.dimension or "") if other else None
-        )
-        value = number(other.value) if other else None
-        if found and other and factors and value:
-            return Fraction(found[1]) * Fraction(factors[found[2] == '"']) == value.value * other.factor
+def _clock(text: str) -> tuple[time, bool] | None:
+    """The time of day, and whether it says which half."""
+    text = re.sub(r"[ .]", "", text)
+    for form in () if re.search(r":\d(?!\d)", text) else ("%H:%M", "%H:%M:%S", "%I:%M%p", "%I:%M:%S%p"):
+        with suppress(ValueError):
+            return datetime.strptime(text, form).time(), "%p" in form
     return None
-
-
-def _clock(found: re.Match[str]) -> tuple[int, int, int, str]:
-    return int(found[1]), int(found[2]), int(found[3] or 0), (found[4] or "").lower()
-
-
-def _of_day(found: re.Match[str]) -> int:
-    hour, _, _, half = _clock(found)
-    return hour % 12 + 12 * (half == "p") if half else hour
 
 
 def residues(reference: str, answer: str, precision: int) -> bool | None:
     """`3 \\pmod 7` is 3, `10 \\pmod 7` and `7k + 3`."""
     one, other = _RESIDUE.fullmatch(reference), _RESIDUE.fullmatch(answer)
     if one is None:
-        if other is None or not _INTEGER.fullmatch(reference) or int(other[2]) == 0:
+        if other is None or not _INTEGER.fullmatch(reference) or int(other["modulus"]) == 0:
             return None
-        if re.search(r"pmod|\(", other[0]):  # a class, else the operation
-            return int(reference) == int(other[1]) and abs(int(reference)) < int(other[2])
-        return int(reference) == int(other[1]) % int(other[2])
+        value, modulus = int(other["value"]), int(other["modulus"])
+        operation = not re.search(r"pmod|\(", other[0])  # else a class
+        return int(reference) == (value % modulus if operation else value) and abs(int(reference)) < modulus
+    value, modulus = int(one["value"]), int(one["modulus"])
     if _INTEGER.fullmatch(answer):  # reduced, or the negative of the class
-        same = abs(int(answer)) < int(one[2]) and (int(answer) - int(one[1])) % int(one[2]) == 0
-        return same or int(answer) == int(one[1])
-    if other is None and (found := _CLASS.fullmatch(answer)):
-        value, modulus = re.sub(r"\s", "", found["r"] or found["s"] or "0"), found["n"]
-    elif other is not None:
-        value, modulus = other.groups()
-    else:
+        given = int(answer)
+        return given == value or (abs(given) < modulus and (given - value) % modulus == 0)
+    found = other or _CLASS.fullmatch(answer)
+    if found is None or int(found["modulus"]) != modulus or modulus == 0:
         return False
-    return int(modulus) == int(one[2]) > 0 and (int(value) - int(one[1])) % int(modulus) == 0
+    return (int((found["value"] or "0").replace(" ", "")) - value) % modulus == 0
 
 
 def several_options(reference: str, answer: str, precision: int) -> bool | None:

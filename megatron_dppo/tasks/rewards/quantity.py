@@ -134,7 +134,8 @@ for _dimension, _line in (
     ("L", "l L liter litre:1 ml mL milliliter millilitre:1/1000"),
     ("J", "J joule:1 kJ kilojoule:1000"), ("N", "N newton:1"), ("W", "W watt:1 kW kilowatt:1000"),
     ("V", "V volt:1"), ("A", "A amp ampere:1"), ("Hz", "Hz hertz:1"), ("Pa", "Pa pascal:1"), ("K", "K kelvin:1"),
-    ("degC", "°C ℃ celsius:1"), ("degF", "°F ℉ fahrenheit:1"), ("rad", "rad radian:1"),
+    ("m/s", "mph:1397/3125 kmh kph kmph:5/18 fps:381/1250"),
+    ("degC", "°C ℃ celsius °celsius:1"), ("degF", "°F ℉ fahrenheit °fahrenheit:1"), ("rad", "rad radian:1"),
     ("angle", "° deg degree:1 arcmin:1/60 arcsec:1/3600"),
     ("$", "¤ dollar USD usd buck:1 ¢ cent:1/100"), ("€", "€ euro EUR:1"), ("£", "£ GBP:1"), ("¥", "¥ yen yuan RMB:1"),
     ("₹", "₹ rupee Rs:1"), ("am", "am AM:1"), ("pm", "pm PM:1"),
@@ -144,16 +145,6 @@ for _dimension, _line in (
     for _group in re.findall(r"([^:]+):([\d/]+)\s*", _line):
         for _name in _group[0].split():
             _UNITS[_name] = (_dimension, Fraction(_group[1]))
-_NAMED = {
-    "°celsius": "°C",
-    "°fahrenheit": "°F",
-    "mph": "mile/hour",
-    "kmh": "km/h",
-    "kph": "km/h",
-    "kmph": "km/h",
-    "fps": "ft/s",
-    "cc": "cm^3",
-}
 _RELATING = frozenset(
     "or and not no more less fewer least most than at between to from about over under above below plus minus "  # noqa: SIM905
     "times only zero one two three four five six seven eight nine ten half double twice squared cubed remainder".split()
@@ -202,7 +193,6 @@ def _unit(text: str, *, spaced: bool) -> tuple[str | None, Fraction]:
     nothing = (None, Fraction(0))
     text = text.replace(" per ", "/").replace("/ ", "/").replace("p.m", "pm").replace("a.m", "am").strip(". ")
     text = re.sub(r"°\s+|degrees? (?=celsius|fahrenheit)", "°", text, flags=re.IGNORECASE)
-    text = _NAMED.get(text.casefold(), text)
     words = re.findall(r"[A-Za-z]+", text)
     if words and words[0] in _UNITS and _UNITS[words[0]][0] == "" and len(words) > 1:
         dimension, factor = _unit(text[len(words[0]) :].strip(), spaced=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 
-from megatron_dppo.tasks.rewards.canonical import matching, split_top, trimmed
+from megatron_dppo.tasks.rewards.canonical import enclosed, split_top, top, trimmed
 from megatron_dppo.tasks.rewards.quantity import number
 
 _RELATIONS = re.compile(r"\s*(?:\\(?:le|ge|ne|approx)(?![a-zA-Z])|<=|>=|!=|<|>|=)\s*")
+_SIGNS = {"<=": "\\le", ">=": "\\ge", "!=": "\\ne"}
 _OVER = r"\\(?:vec|hat|bar|tilde|overline|overrightarrow|angle|triangle|widehat)(?![a-zA-Z])\s*(?:\{\s*\w+\s*\}|\w+)"
 NAME = re.compile(
     rf"(?:{_OVER}|\\?[a-zA-Z]+)(?:'+)?(?:_\{{?\w+\}}?)?(?:\s*\^\s*\{{-1\}})?(?:\s*\(\s*[^()]*\))?|"
@@ -27,12 +28,11 @@ _CONDITION = re.compile(
 _BETWEEN_PIECES = re.compile(
     rf"\s*(?:[,;]\s*(?:and\s)?(?!\s*(?:{_LEADS}|otherwise|else))|(?<![a-zA-Z])and\s(?=[^,;]*\s(?:{_LEADS}|otherwise|else)))\s*"
 )
-_NEGATED = {"=": "\\ne", "\\ne": "=", "<": "\\ge", "\\le": ">", "even": "odd", "odd": "even"}
 
 
 def pieces(text: str) -> list[tuple[str, str]]:
     """`\\begin{cases} 1 & n = 0 \\\\ 0 & \\text{otherwise} \\end{cases}`, and the same in words, as values with their
-    conditions; empty where a part has none. Of two pieces, "otherwise" is what the other condition leaves."""
+    conditions; empty where a part has none."""
     sides = sides_of(text)
     whole = MATRIX.fullmatch(sides[2] if len(sides) == 3 and sides[1] == "=" and NAME.fullmatch(sides[0]) else text)
     if whole and not is_system(whole):
@@ -46,26 +46,12 @@ def pieces(text: str) -> list[tuple[str, str]]:
             rf"\bis\b|^{_LEADS}|^else$", lambda word: "otherwise" if word[0] == "else" else " ", parts[1]
         )
         found.append((parts[0], " ".join(condition.split())))
-    if len(found) == 2:
-        conditions = [condition for _, condition in found]
-        for at, (value, condition) in enumerate(found):
-            rest = negated(conditions[1 - at]) if condition == "otherwise" else None
-            found[at] = value, rest or condition
     return [(value, re.sub(r"^(even|odd) (\S+)$", r"\2 \1", condition)) for value, condition in found]
 
 
 def is_system(found: re.Match[str]) -> bool:
     """Whether a match of MATRIX holds lines of their own, in any order, and no cells."""
     return found["kind"] in ("cases", "aligned", "align", "gathered") or found["open"] == "\\{"
-
-
-def negated(condition: str) -> str | None:
-    """What holds where `condition` does not, None where it is no single relation and says nothing of even and odd."""
-    sides = sides_of(condition)
-    if len(sides) == 3:
-        return f"{sides[0]} {_NEGATED[sides[1]]} {sides[2]}" if sides[1] in _NEGATED else None
-    turned, many = re.subn(r"\b(?:even|odd)\b", lambda found: _NEGATED[found[0]], condition)
-    return turned if many == 1 else None
 
 
 def assignment(part: str) -> tuple[str, str] | None:
@@ -92,16 +78,12 @@ def rows(body: str) -> list[str]:
     return [row for row in re.split(r"\\\\", body) if row.strip()]
 
 
-def cells(body: str) -> list[list[str]]:
-    return [[trimmed(cell) for cell in row.split("&")] for row in rows(body)]
-
-
 def lines(body: str) -> list[str]:
     return [trimmed(row.replace("&", " ")) for row in rows(body)]
 
 
 def bracketed(text: str) -> tuple[str, list[str], str] | None:
-    if not text or text[0] not in "([" or matching(text, 0) != len(text) - 1:
+    if not text or text[0] not in "([" or not enclosed(text):
         return None
     if len(text) > 2 and (number(text[1:-1]) is not None):
         return None
@@ -113,12 +95,8 @@ def sides_of(text: str) -> list[str]:
     """`a < b = c` as [a, <, b, =, c], `b > a` as [a, <, b]; one entry where there is no relation."""
     sides: list[str] = []
     begin = 0
-    for part in split_top(text, _RELATIONS)[:-1]:
-        sides.append(trimmed(part))
-        begin += len(part)
-        sign = _RELATIONS.match(text, begin)
-        assert sign is not None  # split_top found it here
-        sides.append({"<=": "\\le", ">=": "\\ge", "!=": "\\ne"}.get(sign[0].strip(), sign[0].strip()))
+    for sign in _RELATIONS.finditer(top(text)):
+        sides += [trimmed(text[begin : sign.start()]), _SIGNS.get(sign[0].strip(), sign[0].strip())]
         begin = sign.end()
     sides.append(trimmed(text[begin:]))
     if all(sign in (">", "\\ge") for sign in sides[1::2]):
