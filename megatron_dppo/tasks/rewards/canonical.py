@@ -40,70 +40,68 @@ _COMMANDS = {
     "rangle|rparen": ")", "lbrack": "[", "rbrack": "]", "varnothing": r"\\emptyset ", "ldots|dots|cdots": "...",
     "div": "/", "bmod": r"\\mod", "pounds": "£", "[dtcs]frac|nicefrac": r"\\frac",
 }  # fmt: skip
-_SUBSTITUTIONS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (
-            r"\\(?:left|right) ?\.|\\(?:left|right|bigl?|bigr|Bigl?|Bigr|biggl?|biggr|displaystyle|textstyle|limits|!|"
-            r"bf|rm|it|large|Large|LARGE|huge|Huge|small)(?![a-zA-Z])|"
-            r"\\(?:tag|label|phantom|(?:text)?color) ?\{[^{}]*\}",
-            "",
-        ),
-        (r"(?<!\\)\\(?:[,;:> ]|quad(?![a-zA-Z])|qquad(?![a-zA-Z]))|~", " "),
-        (r"(?<!\\)\\[()\[\]]", " "),
-        (r"\\math(?:bin|rel|punct|ord)\s*(?![a-zA-Z])", ""),
-        (r"(?<![\^_])\{\s*([,;:.=<>+*/-])\s*\}", r"\1"),  # braces that only change the space: 10{:}45, 1{,}234
-        (r"\\%", "%"),
-        (r"\{([^{}\\]+)\\choose(?![a-zA-Z])([^{}\\]+)\}", r"\\binom{\1}{\2}"),
-        *((rf"\\(?:{names})(?![a-zA-Z])", sign) for names, sign in _COMMANDS.items()),
-        (r"(?<=\S)\s*\(\s*\\approx([^()]*)\)\s*$", r" \\approx \1"),
-        (r"\\\{\s*\\\}", r"\\emptyset "),
-        (r"\\degree(?![a-zA-Z])|\^\s*(?:\{\s*)?\\circ\s*\}?", "°"),
-        (r"\*\*", "^"),
-        (r"\\log\s*_\s*(?:\{\s*)?e\s*\}?(?![a-zA-Z])", r"\\ln "),
-        (r"\\sqrt\s*(\[[^\[\]]*\])\s*(\d)", r"\\sqrt\1{\2}"),
-        (r"\s+", " "),  # from here on a blank is one
-        (r"\+ ?/ ?-", r"\\pm "),
-        (r"\^ ?(?:\{ ?)?((?:\\prime ?)+)\}?", lambda found: "'" * found[1].count("prime")),
-        (r"''", '"'),
-        (r"(?<=\d)'(?=\d{3}(?!\d))", ","),
-        (
-            r"^ ?((?:[a-zA-Z]{3,9} ){0,3}\d{0,9}?"
-            r"(?:(?<!1)(?:1(?=\W*st)|2(?=\W*nd)|3(?=\W*rd))|(?:1[1-3]|[04-9])(?=\W*th)))"
-            r"(?: ?\^ ?\{? ?| ?)(?:st|nd|rd|th)(?: ?\}|(?= [a-zA-Z]|\.? ?$))",
-            r"\1",
-        ),
-        (r"(?<=\\mathbb\{R\}) ?(?:-|\\backslash(?![a-z])) ?(?=\\\{)", r"\\setminus "),
-        (r"(?<![a-zA-Z])(?:Rs\.?|INR)(?= ?\d)", "₹"),
-        (r"(?<![a-zA-Z])US(?:D|¤)(?= ?\d)", "¤"),
-        (
-            rf"(?<![\w\\}}^])C ?\( ?([^\W_]{{1,4}}) ?, ?([^\W_]{{1,4}}) ?\)(?! ?=)|"
-            rf"(?<![\w\\}}^])C ?_ ?{_INDEX} ?\^ ?{_INDEX}|"
-            rf"(?:\{{ ?\}}|^ ?|(?<=[-+*/=(\[{{,<>])|(?<=[-+*/=(\[{{,<>] )|(?<=\\cdot )|(?<=\\times ))"
-            rf"[_^] ?{_INDEX} ?C ?_ ?{_INDEX}",
-            lambda found: _combinations(found),
-        ),
-        (r"\\?(?<![a-zA-Z])(arc)?tg(?![a-zA-Z])", r"\\\1tan "),
-        (r"\\?(?<![a-zA-Z])(arc)?ctg(?![a-zA-Z])", r"\\\1cot "),
-        (r"(?<![\\a-zA-Z])(?=(?:sin|cos|tan|cot|ln|log)(?![a-zA-Z]))", r"\\"),
-        (r"(?<![\d.])(?=\.(?:\d|\\overline|\\bar|\\dot))", "0"),
-        (r"\\dot ?\{?(\d)\}?(\d*)\\dot ?\{?(\d)\}?", r"\\overline{\1\2\3}"),
-        (r"(\d\.\d{0,12}?)(\d{1,6}?)\2++\.\.\.$", r"\1\\overline{\2}"),
-        (r"^ ?(?i:(?:the )?empty set|no solutions?) ?$", r"\\emptyset "),
-        (r"^\s*\\\{ ?[a-zA-Z] ?(?:\\mid(?![a-z])|[|:]) ?(.*)\\\}\s*$", r"\1"),  # the condition of a set builder
-        (r"^\s*(\d+) to (\d+)\s*$", r"\1:\2"),
-        (
-            r"^\s*(?:the set of )?(?:all )?reals?(?: numbers?)?\s*$|^\s*\(-\s*\\infty\s*,\s*\\infty\s*\)\s*$",
-            r"\\mathbb{R}",
-        ),
-        (r"(?:^|(?<=\\cup)) ?\](?=[^\[\](),;]+[,;][^\[\]()]+[\[\]])", "("),  # ]0, 1], written in French and German
-        (r"(?<=[,;])([^\[\]()]+)\[(?= ?(?:\\cup|\.? ?$))", r"\1)"),
-        (r"(?<![a-zA-Z])\\?sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"(?<![\\a-zA-Z])(sqrt|pi|infty|theta|alpha|beta)(?![a-zA-Z])", r"\\\1 "),
-        (r"(?<![\\a-zA-Z])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
-        (r"\\(frac|binom) ?(\d|[a-z]|\\pi) ?(\d|[a-z]|\\pi)(?!\{)", r"\\\1{\2}{\3}"),
-    )
+_SPELLINGS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    (
+        r"\\(?:left|right) ?\.|\\(?:left|right|bigl?|bigr|Bigl?|Bigr|biggl?|biggr|displaystyle|textstyle|limits|!|"
+        r"bf|rm|it|large|Large|LARGE|huge|Huge|small)(?![a-zA-Z])|"
+        r"\\(?:tag|label|phantom|(?:text)?color) ?\{[^{}]*\}",
+        "",
+    ),
+    (r"(?<!\\)\\(?:[,;:> ]|quad(?![a-zA-Z])|qquad(?![a-zA-Z]))|~", " "),
+    (r"(?<!\\)\\[()\[\]]", " "),
+    (r"\\math(?:bin|rel|punct|ord)\s*(?![a-zA-Z])", ""),
+    (r"(?<![\^_])\{\s*([,;:.=<>+*/-])\s*\}", r"\1"),  # braces that only change the space: 10{:}45, 1{,}234
+    (r"\\%", "%"),
+    (r"\{([^{}\\]+)\\choose(?![a-zA-Z])([^{}\\]+)\}", r"\\binom{\1}{\2}"),
+    *((rf"\\(?:{names})(?![a-zA-Z])", sign) for names, sign in _COMMANDS.items()),
+    (r"(?<=\S)\s*\(\s*\\approx([^()]*)\)\s*$", r" \\approx \1"),
+    (r"\\\{\s*\\\}", r"\\emptyset "),
+    (r"\\degree(?![a-zA-Z])|\^\s*(?:\{\s*)?\\circ\s*\}?", "°"),
+    (r"\*\*", "^"),
+    (r"\\log\s*_\s*(?:\{\s*)?e\s*\}?(?![a-zA-Z])", r"\\ln "),
+    (r"\\sqrt\s*(\[[^\[\]]*\])\s*(\d)", r"\\sqrt\1{\2}"),
+    (r"\s+", " "),  # from here on a blank is one
+    (r"\+ ?/ ?-", r"\\pm "),
+    (r"\^ ?(?:\{ ?)?((?:\\prime ?)+)\}?", lambda found: "'" * found[1].count("prime")),
+    (r"''", '"'),
+    (r"(?<=\d)'(?=\d{3}(?!\d))", ","),
+    (
+        r"^ ?((?:[a-zA-Z]{3,9} ){0,3}\d{0,9}?"
+        r"(?:(?<!1)(?:1(?=\W*st)|2(?=\W*nd)|3(?=\W*rd))|(?:1[1-3]|[04-9])(?=\W*th)))"
+        r"(?: ?\^ ?\{? ?| ?)(?:st|nd|rd|th)(?: ?\}|(?= [a-zA-Z]|\.? ?$))",
+        r"\1",
+    ),
+    (r"(?<=\\mathbb\{R\}) ?(?:-|\\backslash(?![a-z])) ?(?=\\\{)", r"\\setminus "),
+    (r"(?<![a-zA-Z])(?:Rs\.?|INR)(?= ?\d)", "₹"),
+    (r"(?<![a-zA-Z])US(?:D|¤)(?= ?\d)", "¤"),
+    (
+        rf"(?<![\w\\}}^])C ?\( ?([^\W_]{{1,4}}) ?, ?([^\W_]{{1,4}}) ?\)(?! ?=)|"
+        rf"(?<![\w\\}}^])C ?_ ?{_INDEX} ?\^ ?{_INDEX}|"
+        rf"(?:\{{ ?\}}|^ ?|(?<=[-+*/=(\[{{,<>])|(?<=[-+*/=(\[{{,<>] )|(?<=\\cdot )|(?<=\\times ))"
+        rf"[_^] ?{_INDEX} ?C ?_ ?{_INDEX}",
+        lambda found: _combinations(found),
+    ),
+    (r"\\?(?<![a-zA-Z])(arc)?tg(?![a-zA-Z])", r"\\\1tan "),
+    (r"\\?(?<![a-zA-Z])(arc)?ctg(?![a-zA-Z])", r"\\\1cot "),
+    (r"(?<![\\a-zA-Z])(?=(?:sin|cos|tan|cot|ln|log)(?![a-zA-Z]))", r"\\"),
+    (r"(?<![\d.])(?=\.(?:\d|\\overline|\\bar|\\dot))", "0"),
+    (r"\\dot ?\{?(\d)\}?(\d*)\\dot ?\{?(\d)\}?", r"\\overline{\1\2\3}"),
+    (r"(\d\.\d{0,12}?)(\d{1,6}?)\2++\.\.\.$", r"\1\\overline{\2}"),
+    (r"^ ?(?i:(?:the )?empty set|no solutions?) ?$", r"\\emptyset "),
+    (r"^\s*\\\{ ?[a-zA-Z] ?(?:\\mid(?![a-z])|[|:]) ?(.*)\\\}\s*$", r"\1"),  # the condition of a set builder
+    (r"^\s*(\d+) to (\d+)\s*$", r"\1:\2"),
+    (
+        r"^\s*(?:the set of )?(?:all )?reals?(?: numbers?)?\s*$|^\s*\(-\s*\\infty\s*,\s*\\infty\s*\)\s*$",
+        r"\\mathbb{R}",
+    ),
+    (r"(?:^|(?<=\\cup)) ?\](?=[^\[\](),;]+[,;][^\[\]()]+[\[\]])", "("),  # ]0, 1], written in French and German
+    (r"(?<=[,;])([^\[\](),;]+)\[(?= ?(?:\\cup|\.? ?$))", r"\1)"),
+    (r"(?<![a-zA-Z])\\?sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"(?<![\\a-zA-Z])(sqrt|pi|infty|theta|alpha|beta)(?![a-zA-Z])", r"\\\1 "),
+    (r"(?<![\\a-zA-Z])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
+    (r"\\(frac|binom) ?(\d|[a-z]|\\pi) ?(\d|[a-z]|\\pi)(?!\{)", r"\\\1{\2}{\3}"),
 )
+_SUBSTITUTIONS = tuple((re.compile(pattern), replacement) for pattern, replacement in _SPELLINGS)
 _INSIDE = regex.compile(
     r"(?P<brackets>\\?[(\[{](?:[^()\[\]{}\\]++|\\[^()\[\]{}]|(?&brackets))*+\\?[)\]}])|"
     r"\\begin\{(\w+\*?)\}.*?\\end\{\2\}",
