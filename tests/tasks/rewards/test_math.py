@@ -135,6 +135,8 @@ def test_boxes_only():
         ("\\frac{2}{3}", "0.666665", 6, False),
         ("\\sqrt{2}", "1.414214", 6, True),
         ("\\sqrt{2}", "1.414", 6, False),
+        ("\\pi", "3.14159", 6, True),
+        ("\\pi", "3.14160", 6, False),  # neither rounded nor cut off
         ("1234567.8", "1234567.9", 6, False),
         ("2000001", "2000000.5", 6, False),
     ],
