@@ -31,7 +31,8 @@ class TrainerConfig(ConfigModel):
     """Continue from the newest checkpoint of `run.dir`; an error where there is none."""
     resume_changed: tuple[str, ...] = ()
     """Settings that a run may go on with though they were others when the checkpoint was saved, e.g. `[optimizer.lr]`;
-    each is said in the log. Any other that decides the next step must be as it was."""
+    each is said in the log. Any other that decides the next step must be as it was. With another `prompts_per_step`
+    questions go on at steps times that number, so that some are skipped or asked again."""
     export_hugging_face: bool = True
     """Write the trained model to `run.dir`/hf at the end."""
     profile_step: int | None = Field(default=None, ge=1)
