@@ -112,6 +112,8 @@ class WeightSync:
         with clock("lend_room"):
             if self._awake:  # engines that were started again get weights while the others have theirs
                 self._actor.onload(("weights",))
+            else:  # what a step's tensors had, of which the sender's buffers would keep whole blocks from the engines
+                torch.cuda.empty_cache()
             sender, buckets = self._planned()
             sender.prepare()
             if not self._awake:
