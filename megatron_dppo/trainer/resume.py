@@ -13,6 +13,7 @@ import torch
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from megatron_dppo.algorithm import KLEstimator
 from megatron_dppo.checkpoint.hf_files import HFFiles
 from megatron_dppo.config.load import recorded, sections_of
 from megatron_dppo.config.schema import Config
@@ -26,8 +27,8 @@ RESULT = (
     "actor.router_bias_update_rate", "actor.megatron.*",
     "optimizer.lr", "optimizer.min_lr", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.decay_steps",
     "optimizer.beta1", "optimizer.beta2", "optimizer.epsilon", "optimizer.weight_decay", "optimizer.clip_grad",
-    "optimizer.cpu_offload_fraction", "optimizer.grad_reduce_dtype", "optimizer.initial_loss_scale",
-    "optimizer.min_loss_scale", "optimizer.loss_scale_hysteresis", "optimizer.loss_scale_window",
+    "optimizer.cpu_offload_fraction", "optimizer.grad_reduce_dtype", "optimizer.min_loss_scale",
+    "optimizer.loss_scale_hysteresis", "optimizer.loss_scale_window",
     "algorithm.preset", "algorithm.constants", "algorithm.overrides.*", "algorithm.divergence",
     "algorithm.loss", "algorithm.reference_kl", "algorithm.reference_kl.coefficient",
     "algorithm.reference_kl.estimator", "algorithm.reference_kl.place", "algorithm.baseline",
@@ -62,7 +63,8 @@ FREE = (
     "actor.max_tokens_per_microbatch", "actor.long_sequences", "actor.token_dispatcher", "actor.recompute",
     "actor.recompute_layers", "actor.max_skipped_steps",
     "optimizer.overlap_grad_reduce", "optimizer.overlap_param_gather", "optimizer.keep_on_gpu_gib",
-    "rollout.top_k_logprobs", "rollout.router_replay",  # what preset and actor use of them stands there
+    "optimizer.initial_loss_scale",  # a state has the scale that it had come to
+    "rollout.top_k_logprobs", "rollout.router_replay",  # preset and actor say what they use of them; a KL: `facts`
     "rollout.placement", "rollout.weight_transfer", "rollout.load_format", "rollout.tensor_parallel",
     "rollout.expert_parallel", "rollout.enforce_eager", "rollout.gpu_memory_utilization", "rollout.kv_cache_mib",
     "rollout.max_num_seqs", "rollout.max_num_batched_tokens", "rollout.enable_prefix_caching",
@@ -94,6 +96,7 @@ KEPT = ("model.*", "lora", "lora.*", "actor.dtype", "optimizer.cpu_offload_fract
 """What a state is of, or laid out by: no other value can go on from it."""
 _FOLLOWS = {
     "algorithm.normaliser, resolved": ("algorithm.normaliser", "rollout.max_response_tokens"),
+    "rollout.top_k_logprobs": ("algorithm.preset", "algorithm.divergence", "algorithm.overrides"),
     "task, its questions and answers": (
         *("task.kind", "task.data", "task.parameters", "task.seed", "task.train_size", "task.held_out_size"),
         *("task.prompt", "task.system_prompt", "task.chat_template", "rollout.max_prompt_tokens"),
@@ -116,6 +119,9 @@ def facts(config: Config, *, task: str, weights: str) -> dict[str, Any]:
             found[name] = value
             if name in shown and shown[name] != value:  # the environment's: not itself, but whether it is another
                 found[name] = f"{shown[name]} ({hashlib.sha256(repr(value).encode()).hexdigest()[:8]})"
+    kl = config.algorithm.reference_kl
+    if kl is not None and kl.estimator is KLEstimator.TOPK:  # its K stands nowhere else
+        found["rollout.top_k_logprobs"] = config.rollout.top_k_logprobs
     normaliser = config.algorithm.normaliser or float(config.rollout.max_response_tokens)
     return found | {
         "algorithm.normaliser, resolved": normaliser,
@@ -132,7 +138,7 @@ def check_changed(config: Config) -> None:
             raise UserError(f"{named} is what a state is of; start a new run with model.path=RUN/hf")
         if name == "trainer.prompts_per_step" and config.rollout.schedule == "window":
             raise UserError(f"{named}: the groups that a window had begun are numbered by it; set it back")
-        if not _in(RESULT, name) and name != "task.data":
+        if not _in((*RESULT, "task.data", "rollout.top_k_logprobs"), name):
             hint = did_you_mean(name, RESULT) or ": others may change without"
             raise UserError(f"{named} is no setting that a resumed run must have as it was{hint}")
 

@@ -30,6 +30,7 @@ from megatron_dppo.trainer.resume import (
 from megatron_dppo.trainer.train import _dated
 
 WEIGHTS = "0123456789abcdef"
+TOPK_KL = {"reference_kl": {"coefficient": 0.1, "estimator": "topk"}}
 
 
 def settings(weights: str = WEIGHTS, questions: str = "t", **sections: dict[str, Any]) -> dict[str, Any]:
@@ -73,6 +74,13 @@ def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
             {"algorithm": {"reference_kl": {"coefficient": 0.1, "place": "reward"}}},
             "algorithm.reference_kl.place was 'loss' and is 'reward' now",
         ),
+        (
+            {"algorithm": TOPK_KL},
+            {"algorithm": TOPK_KL, "rollout": {"top_k_logprobs": 5}},
+            "rollout.top_k_logprobs was 20 and is 5 now",
+        ),
+        ({"algorithm": TOPK_KL}, {"algorithm": TOPK_KL, "rollout": {"top_k_logprobs": 20}}, ""),
+        ({}, {"optimizer": {"initial_loss_scale": 4.0}}, ""),
         ({"lora": {"rank": 8, "alpha": 16}}, {}, "lora.alpha was 16.0 and is absent now"),
         ({}, {"rollout": {"max_response_tokens": 9}}, "rollout.max_response_tokens was 16384 and is 9 now"),
         ({}, {"rollout": {"router_replay": False, "top_k_logprobs": 3}}, ""),
@@ -127,6 +135,11 @@ def test_what_decides_the_next_step_must_stay(before: dict[str, Any], now: dict[
         (["task.rewards"], {"questions": "u"}, ["task, its questions and answers"]),
         (["task.data"], {"questions": "u"}, []),
         (["algorithm.overrides"], {"algorithm": {"overrides": {"threshold_negative": 0.3}}}, []),
+        (
+            ["algorithm.reference_kl", "rollout.top_k_logprobs"],
+            {"algorithm": TOPK_KL, "rollout": {"top_k_logprobs": 5}},
+            [],
+        ),
         (["optimizer.lr"], {}, []),  # as a run that is started again after it went on
     ],
 )
@@ -143,6 +156,7 @@ def test_what_is_named_may_change(named: list[str], now: dict[str, Any], refused
     [
         ("optimizer.lrr", "no setting that a resumed run must have as it was; did you mean optimizer.lr?"),
         ("trainer.steps", "no setting that a resumed run must have as it was"),
+        ("optimizer.initial_loss_scale", "no setting that a resumed run must have as it was"),
         ("lora.rank", "is what a state is of; start a new run with model.path=RUN/hf"),
         ("model.path", "is what a state is of"),
     ],
