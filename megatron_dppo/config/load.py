@@ -130,9 +130,13 @@ def _put(tree: Any, kind: type[BaseModel], key: str, value: Any) -> None:
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Write the configuration, readable by `load_config`, without secrets: see `recorded`."""
+    """Write the configuration, readable by `load_config`, without secrets (see `recorded`) and without what of a
+    rollout follows from other settings, which may be overridden where it is read."""
+    tree = recorded(config)
+    for name in {"top_k_logprobs", "router_replay"} - config.rollout.model_fields_set:
+        del tree["rollout"][name]
     # Not PyYAML's own: what OmegaConf reads as a number, '1e-6', that one writes without quotes.
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(recorded(config))), encoding="utf-8")
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(tree)), encoding="utf-8")
 
 
 def recorded(config: ConfigModel) -> dict[str, Any]:

@@ -129,7 +129,8 @@ class Config(ConfigModel):
 
     @model_validator(mode="after")
     def _records_what_is_used(self) -> Config:
-        """Of a rollout what the trainer reads, where the configuration does not say otherwise."""
+        """Of a rollout what the trainer reads, where the configuration does not say otherwise: it does not become a
+        setting of those that are given."""
         preset, kl = self.algorithm.resolve(), self.algorithm.reference_kl
         of_kl = PAPERS_TOPK if kl is not None and kl.estimator is KLEstimator.TOPK else 0
         used = {
@@ -137,5 +138,7 @@ class Config(ConfigModel):
             "router_replay": self.actor.router_replay == "r3",
         }
         missing = {name: value for name, value in used.items() if name not in self.rollout.model_fields_set}
-        object.__setattr__(self, "rollout", self.rollout.model_copy(update=missing))
+        rollout = self.rollout.model_copy(update=missing)
+        rollout.model_fields_set.difference_update(missing)
+        object.__setattr__(self, "rollout", rollout)
         return self

@@ -268,3 +268,17 @@ def test_a_rollout_records_what_is_used_of_it(config_file, overrides, topk, rout
     assert (config.rollout.top_k_logprobs, config.rollout.router_replay) == (topk, routes)
     save_config(config, config_file)
     assert load_config(config_file) == config
+    save_config(load_config(config_file), config_file)
+    assert load_config(config_file) == config
+
+
+def test_what_a_rollout_records_follows_overrides_of_a_saved_config_too(config_file):
+    save_config(load_config(config_file, ["algorithm.preset=dppo-topk-kl"]), config_file)
+    for overrides, topk, routes in (
+        (["algorithm.preset=dppo-binary-tv", "actor.router_replay=none"], 0, False),
+        (["algorithm.overrides.topk=7"], 7, True),
+    ):
+        rollout = load_config(config_file, overrides).rollout
+        assert (rollout.top_k_logprobs, rollout.router_replay) == (topk, routes)
+    save_config(load_config(config_file, ["rollout.top_k_logprobs=20"]), config_file)  # given is given
+    assert load_config(config_file, ["algorithm.preset=dppo-binary-tv"]).rollout.top_k_logprobs == 20
