@@ -75,7 +75,7 @@ class RayVerifierPool:
 
     def verify(self, tasks: Sequence[tuple[str, Answered]]) -> list[Verdict]:
         """See `LocalVerifierPool.verify`. RuntimeError also where every node was lost. What comes from other threads
-        while a call is under way is the next call, all of it together."""
+        while a call is under way is the next call, all of it together: it waits for the slowest answer of this one."""
         mine: Future[list[Verdict]] = Future()
         self._waiting.append((tasks, mine))
         with self._turn:  # a node counts as lost when it is late, and would be for waiting its turn there

@@ -27,6 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import count
 
 from megatron_dppo.errors import UserError
@@ -69,9 +70,11 @@ class Workers:
         self._under_way: dict[int, _Question] = {}
         """By number, those that wait among them."""
         self._numbers = count()
+        self._callers: dict[_Caller, None] = {}
+        """In the order they came."""
         self._led = False
         """Whether a caller hands out."""
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         """Of all that is here; never held while somebody waits for workers."""
         self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._news)
@@ -82,24 +85,30 @@ class Workers:
 
         Raises UserError where a service cannot be prepared, RuntimeError where workers do not start.
         """
-        with self._changed:
-            asked = [_Question(next(self._numbers), call) for call in calls]
+        with self._lock:
+            caller = _Caller(threading.Condition(self._lock), len(calls))
+            asked = [_Question(next(self._numbers), call, caller) for call in calls]
+            self._callers[caller] = None
             self._under_way |= {one.number: one for one in asked}
             self._waiting.extend(asked)
             os.eventfd_write(self._news, 1)
-            while not all(one.over for one in asked):
-                if self._led:
-                    self._changed.wait()
-                else:
-                    self._lead(asked)
-        for one in asked:
-            if one.failed is not None:
-                raise one.failed
+            try:
+                while not caller.over:
+                    if self._led:
+                        caller.woken.wait()
+                    else:
+                        self._lead(caller)
+            finally:  # interrupted, maybe: whoever leaves passes the lead on if nobody has it
+                del self._callers[caller]
+                if not self._led and self._callers:
+                    next(iter(self._callers)).woken.notify()
+        if caller.failed is not None:
+            raise caller.failed
         return [one.outcome for one in asked if one.outcome is not None]
 
     def end(self, processes: Iterable[str]) -> None:
         """End these processes, if there are such; nobody waits for it."""
-        with self._changed:
+        with self._lock:
             for process in processes:
                 worker = self._homes.pop(process, None)
                 if worker is not None and not worker.over:
@@ -108,46 +117,46 @@ class Workers:
 
     def close(self) -> None:
         """End all workers; calls that are under way fail. New ones are started if this is used again."""
-        with self._changed:
+        with self._lock:
             self._fail(RuntimeError("the workers were closed while they were at work"))
 
     def _fail(self, error: BaseException) -> None:
-        for one in self._under_way.values():
-            one.failed = error
+        for caller in self._callers:
+            if not caller.over:
+                caller.failed = error
+                caller.woken.notify()
         self._under_way.clear()
         self._waiting.clear()
         _close_all(self._workers)
         self._homes.clear()
         os.eventfd_write(self._news, 1)
 
-    def _lead(self, mine: Sequence[_Question]) -> None:
-        """Hand out and take in what there is of everybody, until what is `mine` is over."""
+    def _lead(self, mine: _Caller) -> None:
+        """Hand out and take in what there is of everybody, until `mine` has all its outcomes."""
         self._led = True
         try:
-            while not all(one.over for one in mine):
+            while not mine.over:
                 self._hand_out()
                 workers = list(self._workers)
                 poll, patience_ms = _poll_of(workers, self._news)
-                self._changed.release()
+                self._lock.release()
                 try:
                     poll.poll(patience_ms)
                 finally:
-                    self._changed.acquire()
+                    self._lock.acquire()
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._news)
                 for worker in workers:
                     if worker in self._workers:  # nobody closed it meanwhile
                         self._take_in(worker)
-                self._changed.notify_all()
         except BaseException as error:
             self._fail(error)
         finally:
             self._led = False
-            self._changed.notify_all()
 
     def _take_in(self, worker: _Worker) -> None:
         for number, outcome in worker.answers().items():
-            self._under_way.pop(number).outcome = outcome
+            self._under_way.pop(number).answer(outcome)
         if worker.over:
             worker.close()
             self._workers.remove(worker)
@@ -155,25 +164,38 @@ class Workers:
     def _hand_out(self) -> None:
         while len(self._workers) < min(self._size, len(self._under_way)) and self._waiting:
             self._workers.append(self._start())
-        for _ in range(len(self._waiting)):
+        while self._waiting and (worker := self._worker_for(self._waiting[0].call)):
             one = self._waiting.popleft()
-            call = one.call
-            home = self._homes.get(call.process) if call.pinned else None
-            if home is not None and home.over:
-                home = None
-            free = [worker for worker in self._workers if worker.ready and not worker.over]
-            if self._at_once is not None:
-                free = [worker for worker in free if len(worker.asked) < self._at_once]
-            worker = home or min(free, key=lambda one: one.load, default=None)
-            if worker is None:
-                self._waiting.append(one)
-                continue
-            if call.pinned:
-                self._homes[call.process] = worker
-            worker.ask(one.number, call)
+            if one.call.pinned:
+                self._homes[one.call.process] = worker
+            worker.ask(one.number, one.call)
+
+    def _worker_for(self, call: Call) -> _Worker | None:
+        home = self._homes.get(call.process) if call.pinned else None
+        if home is not None and not home.over:
+            return home
+        free = [worker for worker in self._workers if worker.ready and not worker.over]
+        if self._at_once is not None:
+            free = [worker for worker in free if len(worker.asked) < self._at_once]
+        return min(free, key=lambda one: one.load, default=None)
 
     def _start(self) -> _Worker:
         return _Worker(Start(self._services, self._memory), clean_environment(self._environment))
+
+
+@dataclass(eq=False)
+class _Caller:
+    """A thread in `run`. Each is woken on its own: with many callers, waking all at every answer costs more than the
+    answers do."""
+
+    woken: threading.Condition
+    """When all is answered, when it failed, and to lead."""
+    unanswered: int
+    failed: BaseException | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.unanswered == 0 or self.failed is not None
 
 
 @dataclass(eq=False)
@@ -182,12 +204,14 @@ class _Question:
 
     number: int
     call: Call
+    caller: _Caller
     outcome: Outcome | None = None
-    failed: BaseException | None = None
 
-    @property
-    def over(self) -> bool:
-        return self.outcome is not None or self.failed is not None
+    def answer(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        self.caller.unanswered -= 1
+        if self.caller.over:
+            self.caller.woken.notify()
 
 
 _STARTER = ThreadPoolExecutor(1, thread_name_prefix="workers")
@@ -215,20 +239,25 @@ class _Worker:
         self.ready = self.over = False
         self.asked: dict[int, Asked] = {}
         self.load = 0
-        self._deadlines: dict[int, float] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        """A heap of times and numbers, of calls that are over among them."""
         self._starts_until = time.monotonic() + START_TIMEOUT_S
         self.channel.queue(pickle.dumps(start))
 
     @property
     def deadline(self) -> float:
-        return min(self._deadlines.values(), default=time.monotonic() + 3600) if self.ready else self._starts_until
+        if not self.ready:
+            return self._starts_until
+        while self._deadlines and self._deadlines[0][1] not in self.asked:
+            heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else time.monotonic() + 3600
 
     def ask(self, number: int, call: Call) -> None:
         asked = Asked(number, secrets.token_hex(16), call)
         self.asked[number] = asked
         self.load += 1
         # A worker forks one process after another: as many as there are calls.
-        self._deadlines[number] = time.monotonic() + call.timeout_s + GRACE_S + len(self.asked)
+        heappush(self._deadlines, (time.monotonic() + call.timeout_s + GRACE_S + len(self.asked), number))
         self.channel.queue(pickle.dumps(asked))
 
     def end(self, process: str) -> None:
@@ -245,7 +274,7 @@ class _Worker:
                     continue
                 asked, outcome = self._read(frame)
                 found[asked.number] = outcome
-                del self.asked[asked.number], self._deadlines[asked.number]
+                del self.asked[asked.number]
         except (Closed, ValueError, KeyError, TypeError, RecursionError) as error:
             self.over = True
             status = self._stop(GRACE_S if isinstance(error, Closed) else 0.0)

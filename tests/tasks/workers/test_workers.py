@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,35 @@ def test_calls_from_several_threads_share_the_workers(tmp_path: Path) -> None:
                 one.result(200)
     assert pool.verify(asked("child"))[0].score == 5
     pool.close()
+
+
+def test_a_call_costs_the_same_however_many_wait() -> None:
+    """Counted in steps of the interpreter, in all threads that wait."""
+    services = {"it": Hosted(pools._VerifierService(MathVerifier()), sandboxed=True, single=False)}
+    workers = Workers(services, size=2, memory_mib=4096)
+    pair = [Call("it", "it", Answered(question="", reference="4", response=t, answer=t), 60) for t in "45"]
+    calls = pair * 10
+    workers.run(calls[:2])
+    steps = count()
+
+    def scores(times: int) -> list[float]:
+        sys.setprofile(lambda *_: next(steps))
+        try:
+            outcomes = workers.run(calls * times)
+        finally:
+            sys.setprofile(None)
+        return [outcome.reply["score"] for outcome in outcomes if outcome.reply]
+
+    def steps_a_call(callers: int, times: int) -> float:
+        before = next(steps)
+        with ThreadPoolExecutor(callers) as threads:
+            assert list(threads.map(scores, [times] * callers)) == [[1.0, 0.0] * 10 * times] * callers
+        return (next(steps) - before) / callers / times / len(calls)
+
+    alone = steps_a_call(1, 1)
+    assert steps_a_call(1, 10) < 1.5 * alone  # 5 times as many, where every answer goes through all that wait
+    assert steps_a_call(30, 1) < 1.5 * alone
+    workers.close()
 
 
 def test_workers_that_cannot_start_fail_every_caller() -> None:
