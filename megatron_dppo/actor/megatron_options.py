@@ -27,7 +27,6 @@ _TAKEN: dict[type, frozenset[str]] = {
     }),
     DistributedDataParallelConfig: frozenset({
         "bucket_size", "num_buckets", "pad_buckets_for_high_nccl_busbw", "align_param_gather",
-        "check_for_nan_in_grad", "check_for_large_grads",
     }),
     OptimizerConfig: frozenset({"use_torch_optimizer_for_cpu_offload", "pin_cpu_grads", "pin_cpu_params"}),
 }  # fmt: skip
@@ -42,16 +41,17 @@ _SETTINGS = {
     "expert_tensor_parallel_size": "parallel.expert_tensor",
     "sequence_parallel": "parallel.sequence_parallel",
     "overlap_moe_expert_parallel_comm": "parallel.overlap_expert_exchange",
-    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16", "autocast_dtype"), "actor.dtype"),
-    **dict.fromkeys(("moe_token_dispatcher_type", "variable_seq_lengths"), "actor.token_dispatcher"),
+    **dict.fromkeys(("bf16", "fp16"), "actor.dtype"),
+    "moe_token_dispatcher_type": "actor.token_dispatcher",
     **dict.fromkeys(("moe_aux_loss_coeff", "moe_router_load_balancing_type"), "actor.load_balancing_loss"),
     "moe_z_loss_coeff": "actor.router_z_loss",
     "moe_router_bias_update_rate": "actor.router_bias_update_rate",
-    **dict.fromkeys(("recompute_granularity", "recompute_method"), "actor.recompute"),
+    "recompute_granularity": "actor.recompute",
     "recompute_num_layers": "actor.recompute_layers",
+    **dict.fromkeys(("check_for_nan_in_grad", "check_for_large_grads"), "actor.max_skipped_steps"),
     **{name: f"optimizer.{name}" for name in ("lr", "min_lr", "weight_decay", "clip_grad", "initial_loss_scale")},
-    **{name: f"optimizer.{name}" for name in ("min_loss_scale", "loss_scale_window", "overlap_grad_reduce")},
-    "overlap_param_gather": "optimizer.overlap_param_gather",
+    **{name: f"optimizer.{name}" for name in ("min_loss_scale", "loss_scale_window")},
+    **{name: f"optimizer.{name}" for name in ("overlap_grad_reduce", "overlap_param_gather")},
     "adam_beta1": "optimizer.beta1",
     "adam_beta2": "optimizer.beta2",
     "adam_eps": "optimizer.epsilon",
@@ -60,19 +60,7 @@ _SETTINGS = {
     "grad_reduce_in_fp32": "optimizer.grad_reduce_dtype",
     **dict.fromkeys(("optimizer_cpu_offload", "optimizer_offload_fraction"), "optimizer.cpu_offload_fraction"),
 }
-"""What a setting of this package decides."""
-_REASONS = (
-    (("fp8", "fp4"), "training in 8 bits is not made: experts and the LM head are computed here, in actor.dtype"),
-    (("moe_flex_", "moe_deepep_", "moe_enable_deepep", "moe_hybridep_", "moe_ncclep_"), "DeepEP is not connected"),
-    (("tp_comm_",), "its buffers are of one length, and packs differ in theirs"),
-    (
-        ("cuda_graph", "enable_cuda_graph", "external_cuda_graph"),
-        "a graph is of one length, and packs differ in theirs",
-    ),
-)
-"""Beginnings of other names, and why they are not taken."""
-
-
+"""What a setting of this package decides: of what is not taken, the names that have another here, or a counterpart."""
 _ON = {"apply_rope_fusion", "masked_softmax_fusion", "moe_permute_fusion"}
 """What can only be switched off, to see whether a kernel is at fault."""
 
@@ -112,9 +100,10 @@ def megatron_options(given: Mapping[str, Any], *, replay: bool, recompute: str) 
     for name, value in given.items():
         kinds = [kind for kind, names in _TAKEN.items() if name in names]
         if not kinds:
-            reasons = [why for beginnings, why in _REASONS if name.startswith(beginnings)]
-            why = reasons[0] if reasons else "it changes what is computed, or nothing here makes use of it"
-            raise UserError(f"actor.megatron.{name} is not taken: {why}; remove it")
+            raise UserError(
+                f"actor.megatron.{name} is not taken: it changes what is computed, or nothing here makes use of it; "
+                "remove it"
+            )
         found[kinds[0]][name] = _as_meant(kinds[0], name, value)
     for name in sorted(_ON & given.keys()):
         if given[name]:

@@ -53,10 +53,16 @@ _REFUSED = (
     ),
     (r"(cpu_offload_|offload_).*", "a weight sync writes weights on the GPU, and would miss those on the host"),
     (
-        r"scheduler_cls|worker_(cls|extension_cls)|weight_transfer_config|additional_config|mamba_ssm_cache_dtype"
-        r"|language_model_only|disable_log_stats|(skip_)?tokenizer.*|tokens_only",
+        r"scheduler_cls|worker_(cls|extension_cls)|weight_transfer_config|additional_config|language_model_only"
+        r"|disable_log_stats|(skip_)?tokenizer.*|tokens_only|block_size|enable_chunked_prefill|gdn_prefill_backend",
         "what is recorded, and weight syncs, rest on how it is set here",
     ),
+    (
+        r"mamba_(ssm_)?cache_(dtype|philox_rounds)|enable_mamba_cache_stochastic_rounding",
+        "states that are rounded after every token drift from what is trained",
+    ),
+    (r"calculate_kv_scales", "vLLM takes the scales from the first weights it has, and keeps them for all later ones"),
+    (r"hf_token", "it would be written into config.yaml; set HF_TOKEN in the environment"),
 )
 """Names of others, as patterns, and why they are refused. What routes alone cannot be recorded with is refused when the
 engine's configuration is made (`vllm.start.check_engine`)."""

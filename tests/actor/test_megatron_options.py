@@ -11,12 +11,13 @@ import pytest
 from megatron.core.transformer.enums import AttnBackend
 from pydantic import ValidationError
 
+from megatron_dppo.actor import megatron_options
 from megatron_dppo.actor.config import ActorConfig
-from megatron_dppo.actor.megatron_options import megatron_options
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import load_hf_config
 from megatron_dppo.models.megatron_config import transformer_config
 from megatron_dppo.models.parallel import ParallelConfig
+from megatron_dppo.trainer.resume import placed
 from tests.actor.conftest import World
 from tests.actor.matrix import LAYOUTS, Case, Lesson, Trained, build_actor, train_actor
 from tests.actor.test_matrix import compare
@@ -43,15 +44,16 @@ def test_each_option_is_where_it_belongs() -> None:
         ({"deterministic_mode": 1}, "deterministic_mode=1: Input should be a valid boolean"),
         ({"tensor_model_parallel_size": 2}, "parallel.tensor decides it; set that"),
         ({"moe_token_dispatcher_type": "flex"}, "actor.token_dispatcher decides it; set that"),
-        ({"moe_flex_dispatcher_backend": "deepep"}, "DeepEP is not connected; remove it"),
+        ({"moe_flex_dispatcher_backend": "deepep"}, "nothing here makes use of it; remove it"),
         ({"adam_beta1": 0.5}, "optimizer.beta1 decides it; set that"),
         ({"moe_expert_capacity_factor": 1.0}, "router replay cannot work with moe_expert_capacity_factor=1.0"),
         ({"moe_router_fusion": True}, "router replay cannot work with moe_router_fusion=True"),
         ({"mtp_num_layers": 1}, "router replay cannot work with mtp_num_layers=1"),
         ({"num_layers": 4}, "it changes what is computed, or nothing here makes use of it; remove it"),
-        ({"fp8": "e4m3"}, "training in 8 bits is not made"),
+        ({"fp8": "e4m3"}, "is not taken: it changes what is computed"),
+        ({"check_for_nan_in_grad": True}, "actor.max_skipped_steps decides it; set that"),
         ({"average_in_collective": True}, "is not taken"),
-        ({"tp_comm_overlap": True}, "its buffers are of one length"),
+        ({"tp_comm_overlap": True}, "is not taken"),
         ({"apply_rope_fusion": True}, "it is on wherever the model and the device allow"),
         ({"recompute_modules": ["moe"]}, "computed again with actor.recompute=selective, not none; set that"),
     ],
@@ -59,6 +61,12 @@ def test_each_option_is_where_it_belongs() -> None:
 def test_what_is_not_taken_is_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=rf"actor\.megatron.*{re.escape(message)}"):
         ActorConfig(megatron=given)
+
+
+def test_names_that_stand_for_settings_are_megatron_cores_and_ours() -> None:
+    known = {field.name for kind in megatron_options._TAKEN for field in dataclasses.fields(kind)}
+    assert megatron_options._SETTINGS.keys() <= known
+    assert {placed(name) for name in megatron_options._SETTINGS.values()} == {"result", "free"}  # or KeyError
 
 
 def test_without_replay_too() -> None:
@@ -75,7 +83,7 @@ def test_what_describes_the_model_is_never_overwritten(family: str, worlds: Call
     assert len(made) > 20
     for name in made - {"pipeline_model_parallel_layout", "recompute_modules", "microbatch_group_size_per_vp_stage"}:
         with pytest.raises(UserError, match=f"actor.megatron.{name}|actor.megatron: router replay"):
-            megatron_options({name: getattr(config, name)}, replay=True, recompute="none")
+            megatron_options.megatron_options({name: getattr(config, name)}, replay=True, recompute="none")
 
 
 def test_one_that_megatron_core_refuses_names_the_section(world: World) -> None:

@@ -293,7 +293,7 @@ def test_what_is_not_planned_is_named(models: Path, run_of: Callable[..., Run]) 
         "rollout.dynamic_sampling=8": "rollout.dynamic_sampling=8",
         "rollout.enforce_eager=true": "rollout.enforce_eager=true",
         "rollout.engine=reference": "rollout.engine=reference",
-        "rollout.vllm.block_size=32": "rollout.vllm={'block_size': 32}: planned without",
+        "rollout.vllm.numa_bind=true": "rollout.vllm={'numa_bind': True}: planned without",
         "actor.megatron.bucket_size=1000": "actor.megatron={'bucket_size': 1000}: planned without",
         "evaluation.every=5": "evaluation and checkpoints",
     }

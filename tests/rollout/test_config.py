@@ -47,6 +47,10 @@ def test_every_field_says_what_it_means() -> None:
         ),
         ({"vllm": {"speculative_config": {"method": "mtp"}}}, "drafted tokens come with no routes"),
         ({"vllm": {"kv_offloading_size": 4}}, "outlive the weights they are of"),
+        ({"vllm": {"calculate_kv_scales": True}}, "from the first weights it has"),
+        ({"vllm": {"hf_token": "x"}}, "set HF_TOKEN in the environment"),
+        ({"vllm": {"mamba_cache_dtype": "bfloat16"}}, "drift from what is trained"),
+        ({"vllm": {"enable_mamba_cache_stochastic_rounding": True}}, "drift from what is trained"),
         (
             {"vllm": {"async_scheduling": True}, "engine": "reference"},
             "rollout.vllm is for rollout.engine=vllm, not ref",

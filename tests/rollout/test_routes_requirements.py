@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import dataclasses
 import importlib.util
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from megatron_dppo.rollout.vllm.start import (
     quantization_options,
     start_vllm,
 )
-from megatron_dppo.rollout.vllm_options import check_options
+from megatron_dppo.rollout.vllm_options import _SETTINGS, _known, check_options
 from megatron_dppo.router_replay.record import RouteSchema
 from tests.tiny import tiny_qwen3_moe
 
@@ -46,11 +48,17 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, RouteSchema]:
     return arguments.create_engine_config(), routes
 
 
-def test_what_this_package_decides_of_vllm_is_refused_by_name(tmp_path: Path) -> None:
-    tiny_qwen3_moe(tmp_path, seed=1)
-    config = RolloutConfig(quantization="fp8", dtype="bfloat16")
-    facts = ModelFacts.read(tmp_path, router_replay=True)
-    for name in common_options(facts, config) | quantization_options(config):
+def test_what_this_package_decides_of_vllm_is_refused_by_name() -> None:
+    """Whichever the machine and the model: as the source names them."""
+    written = {
+        node.value
+        for function in (common_options, engine_options, quantization_options)
+        for node in ast.walk(ast.parse(inspect.getsource(function)))
+        if isinstance(node, ast.Constant) and node.value in _known()
+    }
+    assert {"model", "block_size", "gdn_prefill_backend", "distributed_executor_backend", "kv_cache_dtype"} <= written
+    assert _SETTINGS.keys() <= _known()
+    for name in written:
         with pytest.raises(UserError, match=rf"^rollout\.vllm\.{name}( is not taken)?: .*; (set that|remove it)$"):
             check_options([name])
 
