@@ -21,6 +21,8 @@ _LARGEST = 50_000
 _COUNTING = frozenset("nkmjN")
 _UNREAD = re.compile(r"(?<![\w\\])\d+\s+\d|\.\.\.|[?'\"]|!!|_\s*$|\^\s*$")
 """What the parser would read as something else: it drops 5' to 5."""
+_DERIVATIVE = re.compile(r"(\\[a-zA-Z]+)|([a-z])('|\")(?! ?[(_^\d'\"])")
+"""`y'` is a name of its own; what `f'(x)` is the parser cannot say."""
 _BOUND = re.compile(r"[<>]|\\(?:[lg]e|ne|setminus)(?![a-z])")
 _OR = re.compile(r"\s*(?:(?<![a-zA-Z])or(?![a-zA-Z])|\\lor(?![a-z])|\\cup(?![a-z]))\s*")
 _AND = re.compile(r"\s*(?:,? ?(?<![a-zA-Z])and(?![a-zA-Z])|,|\\land(?![a-z]))\s*")
@@ -123,6 +125,7 @@ def _parsed(text: str) -> Any:
     literal = number(text)
     if literal is not None:
         return sympy.Rational(literal.value)
+    text = _DERIVATIVE.sub(lambda found: found[1] or f"{found[2]}_{{9{ord(found[3])}}}", text)
     if len(text) > 1000 or text.count("{") != text.count("}") or _UNREAD.search(text):
         raise Unreadable(text)
     text = re.sub(r"\^\s*\{?\s*T\s*\}?(?![a-zA-Z])", r"^{\\tau}", text)  # the parser drops a transposition

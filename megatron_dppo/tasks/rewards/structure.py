@@ -28,11 +28,12 @@ _CONDITION = re.compile(
 _BETWEEN_PIECES = re.compile(
     rf"\s*(?:[,;]\s*(?:and\s)?(?!\s*(?:{_LEADS}|otherwise|else))|(?<![a-zA-Z])and\s(?=[^,;]*\s(?:{_LEADS}|otherwise|else)))\s*"
 )
+_NEGATED = {"=": "\\ne", "\\ne": "=", "<": "\\ge", "\\le": ">", "even": "odd", "odd": "even"}
 
 
 def pieces(text: str) -> list[tuple[str, str]]:
     """`\\begin{cases} 1 & n = 0 \\\\ 0 & \\text{otherwise} \\end{cases}`, and the same in words, as values with their
-    conditions; empty where a part has none."""
+    conditions; empty where a part has none. Of two pieces, "otherwise" is what the other condition leaves."""
     sides = sides_of(text)
     whole = MATRIX.fullmatch(sides[2] if len(sides) == 3 and sides[1] == "=" and NAME.fullmatch(sides[0]) else text)
     if whole and not is_system(whole):
@@ -46,12 +47,25 @@ def pieces(text: str) -> list[tuple[str, str]]:
             rf"\bis\b|^{_LEADS}|^else$", lambda word: "otherwise" if word[0] == "else" else " ", parts[1]
         )
         found.append((parts[0], " ".join(condition.split())))
+    if len(found) == 2:
+        (one, on_one), (other, on_other) = found
+        found = [(one, _negated(on_other, on_one)), (other, _negated(on_one, on_other))]
     return [(value, re.sub(r"^(even|odd) (\S+)$", r"\2 \1", condition)) for value, condition in found]
 
 
 def is_system(found: re.Match[str]) -> bool:
     """Whether a match of MATRIX holds lines of their own, in any order, and no cells."""
     return found["kind"] in ("cases", "aligned", "align", "gathered") or found["open"] == "\\{"
+
+
+def _negated(beside: str, condition: str) -> str:
+    """What "otherwise" says beside one relation, or beside what is even or odd; any other `condition` itself."""
+    sides = sides_of(beside)
+    words = sides if len(sides) == 3 else beside.split()
+    turned = [_NEGATED.get(word, word) for word in words]
+    several = len(sides) > 3 or re.search(r",|\b(?:and|or)\b|\\(?:land|lor|cup)\b", beside)
+    known = not several and sum(word in _NEGATED for word in words) == 1
+    return " ".join(turned) if known and condition == "otherwise" else condition
 
 
 def assignment(part: str) -> tuple[str, str] | None:
