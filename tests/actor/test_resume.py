@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_dppo.trainer.resume import placed
 from tests.actor.conftest import World
 from tests.actor.matrix import LAYOUTS, Case, Lesson, build_actor, exported
 from tests.distributed import run_ranks
@@ -106,3 +107,36 @@ def check_resumed(
                 assert other["optimizer/loss"] == pytest.approx(one["optimizer/loss"], abs=5e-6)
                 assert other["optimizer/grad_norm"] == pytest.approx(one["optimizer/grad_norm"], rel=1e-3)
     return expected
+
+
+CHANGED = {
+    **{"beta1": 0.5, "beta2": 0.95, "epsilon": 1e-5, "weight_decay": 0.25, "min_loss_scale": 2.0},
+    **{"loss_scale_window": 7, "loss_scale_hysteresis": 3},
+}
+
+
+def resumed_settings(rank: int, path: str, root: Path) -> tuple[dict[str, float], int]:
+    """What an optimizer with other settings than those of the state that it loads works with, and its step."""
+    from megatron.core import parallel_state
+
+    from megatron_dppo.checkpoint.state_parts import distributed_parts
+    from megatron_dppo.checkpoint.training_state import TrainingStates
+
+    before = build_actor(path, {}, Case(), dtype="float16", initial_loss_scale=1024.0)
+    TrainingStates(root, before.trainee).save(3, {})
+    parallel_state.destroy_model_parallel()
+    actor = build_actor(path, {}, Case(), dtype="float16", initial_loss_scale=64.0, **CHANGED)
+    step = TrainingStates(root, actor.trainee).load().step
+    (part,) = distributed_parts(actor.optimizer)
+    group, scale = part.optimizer.param_groups[0], part.grad_scaler
+    found = {"beta1": group["betas"][0], "beta2": group["betas"][1], "epsilon": group["eps"]}
+    found |= {"weight_decay": group["weight_decay"], "min_loss_scale": scale.min_scale.item()}
+    found |= {"loss_scale_window": scale.growth_interval, "loss_scale_hysteresis": scale.hysteresis}
+    return found | {"loss_scale": scale.scale.item()}, step
+
+
+def test_settings_that_may_change_do_and_the_loss_scale_is_the_states(world: World, tmp_path: Path) -> None:
+    ((found, step),) = run_ranks(resumed_settings, 1, str(world.path), tmp_path)
+    assert (found, step) == (CHANGED | {"loss_scale": 1024.0}, 3)
+    assert {placed(f"optimizer.{name}") for name in CHANGED} == {"result"}
+    assert placed("optimizer.initial_loss_scale") == "free"
