@@ -31,7 +31,7 @@ from megatron_dppo.launch.local import launch_local
 from megatron_dppo.launch.meeting import Meeting, NodeLost, Nodes
 from megatron_dppo.launch.network import LOOPBACK, address_towards, interface_variables
 from megatron_dppo.launch.nodes import PORTS, host_and_port, listed_gpus
-from megatron_dppo.launch.rank import PROGRAM
+from megatron_dppo.launch.rank import PROGRAM, exit_status
 from megatron_dppo.launch.restarts import Restarts, max_restarts
 from megatron_dppo.launch.stop import DONE, REQUEST
 
@@ -299,3 +299,7 @@ def _end_session(leader: subprocess.Popen[Any]) -> None:
 
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+if __name__ == "__main__":  # what job scripts called before `python -m megatron_dppo.launch`: silence is no success
+    sys.exit(exit_status(lambda: main(sys.argv[1:])))

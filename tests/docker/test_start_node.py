@@ -94,6 +94,17 @@ def test_a_run_without_a_checkpoint_is_put_aside_within_its_folder(tmp_path: Pat
     assert starts(tmp_path) == [["a.b=c"]]
 
 
+def test_a_job_script_of_before_still_starts_its_run(tmp_path: Path) -> None:
+    (program := tmp_path / "program.sh").write_text(PROGRAM)
+    environment = os.environ | {"RUN_DIR": str(tmp_path / "run"), "NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "megatron_dppo.launch.node", str(program), "a.b=c"]
+    assert subprocess.run(command, env=environment, timeout=PATIENCE_S, check=False).returncode == 0
+    assert starts(tmp_path) == [["a.b=c"]]
+    wrong = subprocess.run(command[:3], env=environment, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert wrong.returncode == 2
+    assert "nothing is no file; give examples/run_NAME.sh" in wrong.stderr
+
+
 def test_a_checkpoint_that_shows_late_is_gone_on_from(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
