@@ -23,7 +23,7 @@ from megatron_dppo.agents.rendering import CannotContinue, ChatRenderer
 from megatron_dppo.agents.replies import Answered, chat_reply, ids_reply
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.errors import UserError, typed_line
-from megatron_dppo.rollout.engine import GenerationRequest, GenerationTimeout, SamplingConfig
+from megatron_dppo.rollout.engine import GenerationRequest, GenerationTimeout, NoWeights, SamplingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -288,7 +288,7 @@ class Session:
         try:
             return self._sample(request, sampling, training)
         except BaseException as error:
-            if isinstance(error, UserError | GenerationTimeout):
+            if isinstance(error, UserError | GenerationTimeout) and not isinstance(error, NoWeights):
                 raise
             with self._lock:
                 self._error = self._error or error

@@ -247,7 +247,7 @@ class RolloutFleet(Protocol):
     """The engines of a run on the controller, as one. Engines load in the background; those that die, hang or answer
     nonsense lose their work to the others and are replaced. Calls may come from several threads.
 
-    Errors of a call: `UserError` for what was asked wrongly, or where no engine takes its first weights,
+    Errors of a call: `UserError` for what was asked wrongly, `NoWeights` where no engine takes its first,
     `GenerationTimeout` for a request that took too long twice, `EnginesFailed` once engines failed too often.
     """
 
@@ -376,6 +376,10 @@ class GenerationTimeout(TimeoutError):
 class EnginesFailed(RuntimeError):
     """Engines failed more often than `rollout.max_engine_failures` allows. No `UserError`: other machines, or the same
     ones later, may do, and a launcher starts the run again from what is saved."""
+
+
+class NoWeights(UserError):
+    """No engine takes its first weights: a fault of settings, of the run rather than of any request."""
 
 
 class MalformedOutput(RuntimeError):

@@ -17,7 +17,7 @@ from megatron_dppo.agents.parsing import AnswerParser
 from megatron_dppo.agents.rendering import ChatRenderer
 from megatron_dppo.agents.server import SessionServer
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.engine import EnginesFailed, GenerationTimeout
+from megatron_dppo.rollout.engine import EnginesFailed, GenerationTimeout, NoWeights
 from tests.agents.families import FAMILIES, stop_ids, tokenizer_of
 from tests.agents.recorder import Recorder
 from tests.agents.serving import HI, NAME, Held, ask, client_of, open_session, post, words
@@ -270,6 +270,7 @@ def test_limits_are_named(serve: Callable[..., SessionServer]) -> None:
     ("error", "status", "kept"),
     [
         (EnginesFailed("9 engine failures"), 503, True),
+        (NoWeights("no engine has got weights yet"), 503, True),
         (RuntimeError("broken"), 503, True),
         (UserError("request x: too long"), 400, False),
         (GenerationTimeout("request x had not ended"), 504, False),
