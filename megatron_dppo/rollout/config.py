@@ -112,9 +112,9 @@ class RolloutConfig(ConfigModel):
     stall_timeout_s: float = Field(default=300.0, gt=0.0)
     """An engine with work whose core does not come back from a step for so long hangs, and is replaced."""
     max_engine_failures: int = Field(default=8, ge=0)
-    """Engines that may die, hang or answer nonsense; every sync of new weights takes one off the count. One more saves
-    the state and ends the run with exit status 1, on which it is started again, as after a lost node. Two syncs that
-    fail alike before any engine got weights end it with status 2."""
+    """Engines that may die, hang or answer nonsense; every 50th sync of new weights takes one off the count. One more
+    saves the state and ends the run with exit status 1, on which it is started again, as after a lost node. Two syncs
+    that fail alike before any engine got weights end it with status 2."""
 
     engines: int = Field(default=1, ge=1)
     """Engines of a fleet."""

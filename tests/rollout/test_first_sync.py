@@ -10,7 +10,7 @@ import pytest
 from megatron_dppo.checkpoint.weight_layout import pack
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import exit_status
-from megatron_dppo.rollout.engine import EngineDead, EnginesFailed
+from megatron_dppo.rollout.engine import EngineDead, EnginesFailed, NoWeights
 from megatron_dppo.rollout.fleet.failures import Failures
 from megatron_dppo.rollout.fleet.fleet import EngineFleet
 from megatron_dppo.rollout.ray_session import RaySession
@@ -80,7 +80,7 @@ def test_a_run_ends_only_before_the_first_weights_came_and_for_one_reason(
         for sync in syncs
     ]
     assert ended[:-1] == [None] * (len(syncs) - 1)
-    assert isinstance(ended[-1], UserError) == ends
+    assert isinstance(ended[-1], NoWeights) == ends
 
 
 def test_all_reasons_of_the_second_sync_are_told() -> None:
@@ -101,20 +101,33 @@ def test_engines_that_a_run_takes_over_have_taken_weights() -> None:
 
 
 def test_a_run_of_weeks_may_lose_an_engine_now_and_then() -> None:
-    """Each version of the weights takes one failure off the count; one that is brought to a new engine again does not,
-    nor does a sync that nobody took."""
+    """50 versions of the weights take one failure off the count; one that is brought to a new engine again does not
+    count as one, nor does a sync that nobody took."""
     failures = Failures(most=2)
-    for version in range(50):
-        assert failures.another("engine a-0 died") is None
+    for version in range(500):
+        if version % 50 == 0:
+            assert failures.another("engine a-0 died") is None
         assert failures.of_sync({"a"}, {}, version) is None
-    for _ in range(2):
+    for number in range(2):
         assert failures.another("engine a-0 died") is None
-        assert failures.of_sync({"a"}, {}, 49) is None
-        assert failures.of_sync({"a"}, {"a": "timed out"}, 50) is None
+        assert failures.so_far == (
+            f"{number + 1} engine failures count, more than rollout.max_engine_failures=2 end the run"
+        )
+        for _ in range(50):
+            assert failures.of_sync({"a"}, {}, 499) is None
+            assert failures.of_sync({"a"}, {"a": "timed out"}, 500) is None
     end = failures.another("engine a-0 died")
     assert isinstance(end, EnginesFailed)
     assert str(end).startswith("3 engine failures, rollout.max_engine_failures=2 are allowed; the last one: engine a-0")
     assert exit_status(lambda: raised(end)) == 1
+
+
+def test_engines_that_die_in_every_step_end_a_run() -> None:
+    failures = Failures(most=8)
+    for version in range(8):
+        assert failures.another("engine a-0 died") is None
+        assert failures.of_sync({"a"}, {}, version) is None
+    assert isinstance(failures.another("engine a-0 died"), EnginesFailed)
 
 
 def raised(error: Exception) -> int:

@@ -332,7 +332,8 @@ class Dispatcher:
         told = f"engine {replica.engine.name} {reason}"
         if (end := self._failures.another(told)) is not None:
             return self._end(end)
-        logger.warning("%s; another one takes its place, %d sequences are sampled anew", told, _sequences(lost))
+        logger.warning("%s; another one takes its place, %d sequences are sampled anew; %s",
+                       told, _sequences(lost), self._failures.so_far)  # fmt: skip
         thread = threading.Thread(target=self._replace, args=(replica,), daemon=True)
         self._replacing.append(thread)
         thread.start()
