@@ -302,6 +302,9 @@ class RolloutCollector:
         threads = ThreadPoolExecutor(_JUDGES, thread_name_prefix="judge")
 
         def arrived(part: RolloutHandle) -> None:
+            for earlier in judged.values():
+                if earlier.done():
+                    earlier.result()  # what it failed with ends the step: the rest need not be sampled
             judged[part.keys[0]] = threads.submit(judge, part)
 
         try:

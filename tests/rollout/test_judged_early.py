@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from examples.tiny_moe_dppo.model import byte_tokenizer
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.config.load import build_config
@@ -50,9 +52,29 @@ class Waits(UniformEngine):
         return super().generate(requests, sampling, training=training, call=call)
 
 
-def test_an_answer_is_judged_while_others_are_sampled(ray_session: RaySession, tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    (tmp_path / "judge.py").write_text(JUDGE.format(gate=str(gate)))
+class OneByOne(UniformEngine):
+    """Answers two prompts a second, and the last of 40 when it is told to end."""
+
+    def __init__(self, config: RolloutConfig, end: Path) -> None:
+        super().__init__(config)
+        self._end = end
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: SamplingConfig, *, training: bool, call: str = ""
+    ) -> RolloutBatch:
+        _, _, row, sample = requests[0].request_id.split("/")
+        number = int(row) + 4 * (int(sample) // 2)
+        deadline = time.monotonic() + (90 if number == 39 else number / 2)
+        while not self._end.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if number == 39:
+            raise UserError("all was sampled before a judge that failed was heard of")
+        return super().generate(requests, sampling, training=training, call=call)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    (tmp_path / "judge.py").write_text(JUDGE.format(gate=str(tmp_path / "gate")))
     rows = [json.dumps({"problem": f"{n}?", "answer": str(n)}) for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
     reward = {"kind": "python", "path": f"{tmp_path / 'judge.py'}:judge", "sandbox": "none", "bounds": [0, 9]}
@@ -70,9 +92,12 @@ def test_an_answer_is_judged_while_others_are_sampled(ray_session: RaySession, t
         "trainer": {"prompts_per_step": 4, "samples_per_prompt": 2},
         "evaluation": {"every": 0},
     }  # fmt: skip
-    config = build_config(Config, tree, [], where="here")
+    return build_config(Config, tree, [], where="here")
+
+
+def test_an_answer_is_judged_while_others_are_sampled(ray_session: RaySession, tmp_path: Path, config: Config) -> None:
     suite = build_task_suite(config, byte_tokenizer())
-    fleet = EngineFleet(partial(Waits, config.rollout, gate), config.rollout, name="judged")
+    fleet = EngineFleet(partial(Waits, config.rollout, tmp_path / "gate"), config.rollout, name="judged")
     collector = RolloutCollector(config, None, (fleet, suite), [])  # type: ignore[arg-type]
     try:
         prompts = suite.task.prompts(0, 4)
@@ -84,6 +109,25 @@ def test_an_answer_is_judged_while_others_are_sampled(ray_session: RaySession, t
         assert groups.rewards.errors == {"python": 0}
         assert [len(ids) for ids in groups.responses] == [4] * 8
     finally:
+        collector.close()
+        suite.close()
+        fleet.close()
+
+
+def test_a_judge_that_fails_ends_a_step_before_all_is_sampled(
+    ray_session: RaySession, tmp_path: Path, config: Config
+) -> None:
+    suite = build_task_suite(config, byte_tokenizer())
+    (tmp_path / "judge.py").write_text("def judge(:")
+    fleet = EngineFleet(partial(OneByOne, config.rollout, tmp_path / "end"), config.rollout, name="failing-judge")
+    collector = RolloutCollector(config, None, (fleet, suite), [])  # type: ignore[arg-type]
+    try:
+        prompts = suite.task.prompts(0, 40)
+        requests = requests_for(prompts, 2, run_seed=0, step=0, stream=TRAINING)
+        with pytest.raises(UserError, match=r"judge\.py"):
+            collector._ask(fleet, suite, prompts, requests, enough=None)
+    finally:
+        (tmp_path / "end").touch()
         collector.close()
         suite.close()
         fleet.close()
