@@ -7,10 +7,10 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
-from itertools import islice
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -153,23 +153,32 @@ def _answer_all(
     prompts: Sequence[Prompt],
     console: Console,
 ) -> None:
-    """Sample the answers to `prompts`, and score and write them as they come, in order. The engine has as many again
+    """Sample the answers to `prompts`, and score and write a question's as they come. The engine has as many again
     to go on with as it decodes together: no question waits for another's longest answer."""
     at_once = max(1, config.rollout.max_num_seqs // one.samples)
     sampling = evaluation_sampling(config.evaluation, config.rollout)
 
-    def sample(prompt: Prompt) -> RolloutBatch:
+    def sample(prompt: Prompt) -> tuple[Prompt, RolloutBatch]:
         requests = requests_for([prompt], one.samples, run_seed=config.seed, step=0, stream=EVALUATION)
-        return engine.generate(requests, sampling, training=False)
+        return prompt, engine.generate(requests, sampling, training=False)
 
+    came: SimpleQueue[Future[tuple[Prompt, RolloutBatch]]] = SimpleQueue()
     threads = ThreadPoolExecutor(2 * at_once, thread_name_prefix="question")
+    written = told = 0
     try:
-        came = threads.map(sample, prompts)
-        for start in range(0, len(prompts), at_once):
-            part = prompts[start : start + at_once]
-            batch = RolloutBatch.concatenate(list(islice(came, len(part))))
-            _write(batch, tokenizer, one, file, part)
-            console.print(f"{one.name}: {start + len(part)} of {len(prompts)} questions", markup=False)
+        for prompt in prompts:
+            threads.submit(sample, prompt).add_done_callback(came.put)
+        while written < len(prompts):
+            done = [came.get(), *(came.get() for _ in range(came.qsize()))]
+            if answered := [future.result() for future in done if future.exception() is None]:
+                part, batches = zip(*answered, strict=True)
+                _write(RolloutBatch.concatenate(list(batches)), tokenizer, one, file, part)
+            for future in done:
+                future.result()  # raises what one failed with, now that the others are on the disk
+            written += len(done)
+            if written - told >= at_once or written == len(prompts):
+                console.print(f"{one.name}: {written} of {len(prompts)} questions", markup=False)
+                told = written
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
 
