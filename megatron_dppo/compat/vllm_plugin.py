@@ -7,10 +7,11 @@ import gc
 import importlib
 import multiprocessing
 import os
+import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial, wraps
@@ -26,6 +27,7 @@ BACKEND = "megatron_dppo"
 """Our name to vLLM, as a plugin and as a weight-transfer backend."""
 _RECEIVER = "megatron_dppo.rollout.vllm.receiver", "BucketReceiver"
 """Imported when vLLM asks for it."""
+_HELD: list[socket.socket] = []
 _WATCH = "ends with its parent"
 _OTHERS_S = 30.0
 """For the answers of all of an engine's other workers when one has failed."""
@@ -34,9 +36,9 @@ _OTHERS_S = 30.0
 def register() -> None:
     """Prepare this vLLM process for our rollout engine. Idempotent, since vLLM may call it again.
 
-    Names our weight-transfer backend, lets torch's store listen on one address and an engine hear all of its workers,
-    and on a CPU lets router replay see the experts that the kernels choose, workers share them out, experts have any
-    size and heads any form; on a GPU vLLM does that itself.
+    Names our weight-transfer backend, lets torch's store listen on one address and its port be kept, lets an engine
+    hear all of its workers, and on a CPU lets router replay see the experts that the kernels choose, workers share them
+    out, experts have any size and heads any form; on a GPU vLLM does that itself.
 
     A process that has imported vLLM walks 700,000 objects in its last garbage collection: two to five seconds in which
     the engine's core, its work done, is waited for and then killed. Frozen objects are not walked.
@@ -52,6 +54,7 @@ def register() -> None:
     with suppress(ValueError):  # the factory knows the name already
         WeightTransferEngineFactory.register_engine(BACKEND, *_RECEIVER)
     bind_stores()
+    keep_ports()
     hear_all_workers()
     if on_cpu():
         mend_expert_choice()
@@ -80,6 +83,33 @@ def bind_stores() -> None:
     first of them listens on all interfaces whatever that says, and torch has no option for it.
     """
     _HANDLERS["tcp"] = _bound
+
+
+def keep_ports() -> None:
+    """Let vLLM hold the port at which an engine's workers will meet, from now on in this process. Idempotent.
+
+    It finds a free one and lets go of it; seconds later the first worker listens there, if no other process of a busy
+    machine was given it meanwhile. A socket that is bound and does not listen keeps others away, but not a store of
+    ours (`bound_store` allows a second one there).
+    """
+    from vllm.v1.executor import multiproc_executor
+
+    stock: Callable[[], int] = multiproc_executor.get_open_port
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @wraps(stock)
+    def get_open_port() -> int:
+        while True:
+            held = socket.socket()
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):  # taken since it was found
+                held.bind(("", port := stock()))
+                _HELD.append(held)
+                return port
+            held.close()
+
+    multiproc_executor.get_open_port = get_open_port
 
 
 def hear_all_workers() -> None:
@@ -139,8 +169,10 @@ def _bound(url: str, timeout: timedelta = default_pg_timeout, **options: Any) ->
     parts = urllib.parse.urlparse(url)
     asked = dict(urllib.parse.parse_qsl(parts.query))
     if asked.get("rank") == "0" and parts.hostname and parts.port:
+        # Nobody but the worker itself looks for a store of one.
+        port = 0 if asked["world_size"] == "1" else parts.port
         try:
-            store = bound_store(parts.hostname, parts.port, timeout=timeout)
+            store = bound_store(parts.hostname, port, timeout=timeout)
         except OSError:  # the address of something before this machine
             pass
         else:

@@ -160,15 +160,43 @@ def test_ranks_that_no_torchrun_started_meet() -> None:
     assert said == ["2 ['127.0.0.1']\n", "2 []\n"]
 
 
-def test_an_engines_store_listens_on_its_address_alone() -> None:
-    """As vLLM's workers meet, in a process of its own: the handler stays."""
-    body = (
-        "import psutil, torch.distributed as dist; from megatron_dppo.compat.vllm_plugin import bind_stores\n"
-        "from megatron_dppo.launch.network import bound_store\n"
-        "bind_stores(); bind_stores()\n"
-        "free = bound_store('127.0.0.1'); port = free.port; del free\n"
-        "dist.init_process_group('gloo', init_method=f'tcp://127.0.0.1:{port}', rank=0, world_size=1)\n"
-        "print({c.laddr.ip for c in psutil.Process().net_connections('tcp') if c.laddr.port == port and not c.raddr})"
-    )
-    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=300, check=False)
-    assert done.stdout == "{'127.0.0.1'}\n", done.stderr[-2000:]
+def test_an_engines_store_listens_on_its_address_alone_at_a_port_that_is_kept() -> None:
+    """As vLLM's workers meet, in processes of their own: what is replaced stays. vLLM finds the port, a worker listens
+    there seconds later."""
+    meet = """
+import socket, subprocess, sys, psutil, torch.distributed as dist
+from megatron_dppo.compat.vllm_plugin import bind_stores, keep_ports
+
+def meet(port, rank, ranks):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    dist.barrier()
+
+bind_stores(); bind_stores()
+"""
+    alone = """
+other = socket.create_server(("127.0.0.1", 0))
+port = other.getsockname()[1]
+meet(port, 0, 1)
+"""
+    two = """
+keep_ports(); keep_ports()
+from vllm.v1.executor.multiproc_executor import get_open_port
+port = get_open_port()
+try:
+    socket.socket().bind(("", port))
+    print("another process has taken it")
+except OSError as error:
+    print(error.strerror)
+second = subprocess.Popen([sys.executable, "-c", sys.argv[1] + f"meet({port}, 1, 2)"])
+meet(port, 0, 2)
+print(port in {c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"}, second.wait())
+"""
+    listening = """
+print({c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"})
+"""
+    loopback = next(n for n, all_ in psutil.net_if_addrs().items() if any(a.address == "127.0.0.1" for a in all_))
+    for body, expected in ((alone, ""), (two, "Address already in use\nTrue 0\n")):
+        command = [sys.executable, "-c", meet + body + listening, meet]
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": loopback, "VLLM_LOGGING_LEVEL": "ERROR"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+        assert done.stdout == expected + "{'127.0.0.1'}\n", done.stderr[-2000:]

@@ -9,6 +9,7 @@ controller ── ask(call, lane) ──► EngineHost.run(call), in a thread of
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -25,6 +26,7 @@ from megatron_dppo.rollout.engine import EngineDead, Lane, RolloutEngine
 
 THREADS: Mapping[Lane, int] = {"work": 256, "weights": 1, "control": 8}
 """Of each lane. Generation may take all of its own; one thread keeps the order of calls."""
+_ERROR_CHARACTERS = 500
 
 
 class EngineHost:
@@ -32,7 +34,7 @@ class EngineHost:
 
     def __init__(self, make: Callable[[], RolloutEngine], environment: Mapping[str, str], log: str | None) -> None:
         os.environ.update(environment)  # before anything looks for devices
-        kept = log is not None and _print_to(log)
+        before = None if log is None else _print_to(log)
         self._refused: UserError | None = None
         try:
             with uncollected():
@@ -43,8 +45,10 @@ class EngineHost:
             self._refused = error
         except RuntimeError as error:
             # A library may say of a core that failed no more than that it did; the reason is what the core printed.
-            where = f"what it printed is in {log}" if kept else "what it printed is in the logs of Ray's workers there"
-            raise EngineDead(f"the engine did not start on {socket.gethostname()} ({error}); {where}") from error
+            where, why = "what it printed is in the logs of Ray's workers there", str(error)
+            if log is not None and before is not None:
+                where, why = f"what it printed is in {log}", f"{error}{_printed_error(log, before)}"
+            raise EngineDead(f"the engine did not start on {socket.gethostname()} ({why}); {where}") from error
 
     def run(self, call: Callable[[RolloutEngine], Any]) -> Any:
         if self._refused is not None:
@@ -154,14 +158,26 @@ def future_of(reference: ray.ObjectRef) -> Future[Any]:
     return result
 
 
-def _print_to(log: str) -> bool:
-    """Let this process and those it starts print to a file, which outlives Ray's own ones. False where it cannot be
-    written: a node of engines alone may not have the run's folder."""
+def _print_to(log: str) -> int | None:
+    """Let this process and those it starts print to the end of a file, which outlives Ray's own ones. The file's size
+    before; None where it cannot be written: a node of engines alone may not have the run's folder."""
     try:
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError:
-        return False
+        return None
     for stream in (1, 2):
         os.dup2(file, stream)
+    before = os.fstat(file).st_size
     os.close(file)
-    return True
+    return before
+
+
+def _printed_error(log: str, start: int) -> str:
+    """The last error that was printed behind the first `start` bytes, without what a logger sets before it, as the end
+    of a line; nothing where there is none."""
+    with suppress(OSError), open(log, errors="replace") as file:
+        file.seek(start)
+        error = r"(?:^|\s)((?:\w+\.)*\w+(?:Error|Exception|Interrupt)\b(?:: .*)?)$"
+        if found := re.findall(error, file.read(), re.MULTILINE):
+            return f" The last error it printed: {found[-1][:_ERROR_CHARACTERS]}"
+    return ""
