@@ -9,7 +9,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Self, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 
 class ConfigModel(BaseModel):
@@ -101,6 +101,9 @@ Bounds = Annotated[tuple[float, float], AfterValidator(_ordered)]
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 """As the generators of all libraries take it, also with a rank's number added."""
+
+Text = Annotated[str, BeforeValidator(str)]
+"""Of a value in data: YAML reads `3` and `true` as what they look like."""
 
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 """Of the environment; its value is read where the run is started."""

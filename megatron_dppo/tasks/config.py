@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from megatron_dppo.config_base import ConfigModel, Seed
+from megatron_dppo.config_base import ConfigModel, Seed, Text
 from megatron_dppo.tasks.agent import AgentConfig
 from megatron_dppo.tasks.data.config import DataConfig
 from megatron_dppo.tasks.environments.config import EnvironmentConfig
@@ -61,6 +61,9 @@ class TaskConfig(ConfigModel):
     on this task under another seed may have seen them."""
     train_size: int | None = Field(default=None, ge=1)
     """Distinct training questions; one epoch. When absent 2,048, or for `data` all that are not held out."""
+    repeat: dict[str, dict[Text, Annotated[int, Field(ge=1)]]] = Field(default_factory=dict)
+    """How often a training question of `task.data` comes in an epoch, by a field of its row: `{data_source: {code: 3}}`
+    (into nested values by dots); once where it says nothing."""
     held_out_size: int | None = Field(default=None, ge=0)
     """Distinct questions for evaluation; none of them is ever a training question. When absent 256, or for `data` none:
     `evaluation.sets` names files of their own."""
@@ -113,6 +116,8 @@ class TaskConfig(ConfigModel):
             self._agent_has_a_harness()
         if self.chat_template_kwargs and not self.chat_template:
             raise ValueError("task.chat_template=false uses no chat_template_kwargs; leave them out")
+        if self.repeat and self.data is None:
+            raise ValueError("task.repeat looks at rows of task.data, which is not set; leave it out")
         if self.environment is not None and self.rewards:
             raise ValueError("an environment gives its own rewards; task.rewards must be empty")
         return self

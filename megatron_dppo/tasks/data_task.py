@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, listed
 from megatron_dppo.tasks.config import TaskConfig
-from megatron_dppo.tasks.data.config import DataConfig
+from megatron_dppo.tasks.data.config import DataConfig, text_at
 from megatron_dppo.tasks.data.examples import DataReport, read_examples
 from megatron_dppo.tasks.prompt_set import PromptSet
 from megatron_dppo.tasks.prompting import encode_prompt, user_message
@@ -41,7 +42,24 @@ def data_task(
     chosen = [prompts[i] for i in order[:stop]]
     counts = f"  {len(chosen) - held_out:,} to train on, {held_out:,} held out (task.seed)"
     grader = build_grader(config, max_response_tokens=max_response_tokens)
-    return PromptSet(chosen[:held_out], chosen[held_out:], config.seed, grader, [*report.lines(), counts])
+    train, repeated = _as_often(chosen[held_out:], config.repeat)
+    return PromptSet(chosen[:held_out], train, config.seed, grader, [*report.lines(), counts, *repeated])
+
+
+def _as_often(prompts: Sequence[Prompt], repeat: Mapping[str, Mapping[str, int]]) -> tuple[list[Prompt], list[str]]:
+    """The prompts of an epoch, each as often as `task.repeat` says, and a line for each entry of that. Raises UserError
+    for one that no prompt fits."""
+    times, lines = np.ones(len(prompts), dtype=np.int64), []
+    for field, of_values in repeat.items():
+        values = [text_at(prompt.metadata, field) for prompt in prompts]
+        for value, count in of_values.items():
+            fitting = np.array([one == value for one in values])
+            if not fitting.any():
+                has = listed(sorted({str(one) for one in values if one is not None}), 5) or "no row has it"
+                raise UserError(f"task.repeat.{field}.{value}: no training question has it; {field} is: {has}")
+            times[fitting] *= count
+            lines.append(f"  {fitting.sum():,} with {field}={value} come {count} times in an epoch (task.repeat)")
+    return [prompt for prompt, count in zip(prompts, times, strict=True) for _ in range(count)], lines
 
 
 def load_prompts(
@@ -51,7 +69,7 @@ def load_prompts(
     `max_prompt_tokens` are left out and counted. Raises UserError where none is left, and for rows that are broken."""
     examples, report = read_examples(data)
     prompts: list[Prompt] = []
-    by_mathematics = not config.rewards or any(isinstance(one, MathVerifyReward) for one in config.rewards)
+    mathematics = [one for one in config.rewards or (MathVerifyReward(),) if isinstance(one, MathVerifyReward)]
     for example in examples:
         characters = sum(len(message["content"]) for message in example.messages)
         if characters > max(_MOST_CHARACTERS, 32 * max_prompt_tokens):  # to tokenize it would take minutes
@@ -65,6 +83,7 @@ def load_prompts(
         if len(ids) > max_prompt_tokens:
             report.too_long.append(f"{example.where} ({len(ids)} tokens)")
             continue
+        by_mathematics = any(one.is_for(example.metadata) for one in mathematics)
         if by_mathematics and not any(map(meets_itself, (example.answer, *example.also_accepted))):
             report.unmeetable.append(f"{example.where} ({example.answer[:40]!r})")
         prompts.append(

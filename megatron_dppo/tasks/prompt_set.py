@@ -30,12 +30,15 @@ class PromptSet:
         report: Sequence[str] = (),
     ) -> None:
         """
+        train   of an epoch; one that is there several times comes so often
         grader  None where answers are not scored by themselves, as those of an environment's episodes
         report  lines for people: where the prompts came from, and what was left out
         """
         self.report = report
         self._held_out, self._train, self._seed, self.grader = list(held_out), list(train), seed, grader
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
+        if grader is not None:
+            grader.check([*self._train, *self._held_out])
         digest = hashlib.sha256(repr(seed).encode())
         for prompt in self._train:
             digest.update(prompt.prompt_ids.tobytes() + b"|" + prompt.answer.encode("utf-8", "surrogatepass") + b"|")
@@ -44,7 +47,7 @@ class PromptSet:
 
     @property
     def epoch_size(self) -> int:
-        """Distinct training questions."""
+        """Training questions."""
         return len(self._train)
 
     @property

@@ -37,13 +37,13 @@ class Rewards:
     reward: np.ndarray
     """float32 `[N]`, what is trained on: the weighted sum of the task's rewards."""
     correct: np.ndarray
-    """bool `[N]`: full score of the task's first reward."""
+    """bool `[N]`: full score of the first reward that is for the question."""
     well_formed: np.ndarray
     """bool `[N]`: the response has the wanted form, so that an answer could be read from it."""
     verifier_errors: int = 0
     """Responses on which a reward itself failed (raised, gave no finite number, took too long); it gave them 0."""
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """float32 `[N]` of each reward by name, before its weight."""
+    """float32 `[N]` of each reward by name, before its weight; not a number where it is not for the question."""
     errors: Mapping[str, int] = field(default_factory=dict)
     """Responses each reward could not score."""
     timeouts: Mapping[str, int] = field(default_factory=dict)

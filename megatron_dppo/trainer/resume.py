@@ -44,12 +44,12 @@ RESULT = (
     "task.environment.environment", "task.agent", "task.agent.function", "task.agent.command", "task.agent.max_turns",
     "task.agent.environment", "task.agent.bounds", "task.agent.credit", "task.agent.discount",
     "task.agent.edited", "task.agent.other_sampling", "task.agent.tool_format", "task.seed",
-    "task.train_size", "task.held_out_size", "task.prompt", "task.system_prompt", "task.chat_template",
+    "task.train_size", "task.repeat.*", "task.held_out_size", "task.prompt", "task.system_prompt", "task.chat_template",
     "task.chat_template_kwargs.*",
     "task.answer_pattern", "task.rewards", "task.rewards.name", "task.rewards.weight", "task.rewards.kind",
     "task.rewards.boxed_only", "task.rewards.precision", "task.rewards.ignore_case", "task.rewards.pattern",
     "task.rewards.buffer_tokens", "task.rewards.max_response_tokens", "task.rewards.path", "task.rewards.bounds",
-    "task.rewards.environment",
+    "task.rewards.environment", "task.rewards.when.*",
     "trainer.prompts_per_step", "trainer.samples_per_prompt", "trainer.prompts_per_mini_batch",
     "trainer.ppo_epochs", "trainer.engine_weight_noise",
 )  # fmt: skip
@@ -99,7 +99,7 @@ _FOLLOWS = {
     "rollout.top_k_logprobs": ("algorithm.preset", "algorithm.divergence", "algorithm.overrides"),
     "task, its questions and answers": (
         *("task.kind", "task.data", "task.parameters", "task.seed", "task.train_size", "task.held_out_size"),
-        *("task.prompt", "task.system_prompt", "task.chat_template", "rollout.max_prompt_tokens"),
+        *("task.repeat", "task.prompt", "task.system_prompt", "task.chat_template", "rollout.max_prompt_tokens"),
     ),
 }
 """Facts that change with settings, by the beginnings of these."""

@@ -374,6 +374,7 @@ def training_sampling(rollout: RolloutConfig) -> SamplingConfig:
 
 def _part_metrics(rewards: Rewards) -> dict[str, float]:
     """Each reward apart, and how often it could not score."""
-    metrics = {f"reward/part/{name}": float(scores.mean()) for name, scores in rewards.parts.items()}
+    asked = {name: scores[~np.isnan(scores)] for name, scores in rewards.parts.items()}
+    metrics = {f"reward/part/{name}": float(scores.mean()) for name, scores in asked.items() if len(scores)}
     metrics |= {f"reward/errors/{name}": float(count) for name, count in rewards.errors.items()}
     return metrics | {f"reward/timeouts/{name}": float(count) for name, count in rewards.timeouts.items()}

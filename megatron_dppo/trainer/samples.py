@@ -93,7 +93,7 @@ def choose_samples(
             pieces=[tokenizer.decode([token], skip_special_tokens=False) for token in responses[i]],
             reward=float(rewards.reward[episode]),
             advantage=float(advantages[episode]),
-            parts={name: float(scores[episode]) for name, scores in rewards.parts.items()},
+            parts={n: float(scores[episode]) for n, scores in rewards.parts.items() if not np.isnan(scores[episode])},
             correct=bool(rewards.correct[episode]),
             tokens=len(responses[i]),
             finish_reason=groups.handle.finish_reasons[i],

@@ -138,5 +138,6 @@ def build_sets(
         put = task if one.prompt is None else task.model_copy(update={"prompt": one.prompt})
         prompts, report = load_prompts(put, one.data, tokenizer, max_prompt_tokens)
         lines += [f"evaluation set {one.name}: {line}" for line in report.lines()]
+        grader.check(prompts)
         sets.append(EvaluationSet(one.name, prompts, one.samples or evaluation.samples, grader))
     return sets, lines

@@ -48,6 +48,41 @@ def test_order_depends_on_seed_and_epoch_and_goes_on_at_the_exact_prompt(path, t
     assert other.fingerprint != task.fingerprint == again.fingerprint
 
 
+def test_questions_come_as_often_as_their_field_says(tmp_path, tokenizer):
+    rows = [{"problem": f"{i}", "answer": "1", "of": {"source": "code" if i % 3 == 0 else "sums"}} for i in range(12)]
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plain = config(tmp_path / "mixed.jsonl", held_out_size=0)
+    task = build_task(plain.model_copy(update={"repeat": {"of.source": {"code": 3}}}), tokenizer)
+    assert task.epoch_size == 4 * 3 + 8
+    for epoch in range(2):
+        asked = [p.question for p in task.prompts(epoch * task.epoch_size, task.epoch_size)]
+        assert sorted(asked) == sorted([f"{i}" for i in range(12) for _ in range(1 if i % 3 else 3)])
+    assert asked != sorted(asked)
+    assert task.report[-1] == "  4 with of.source=code come 3 times in an epoch (task.repeat)"
+    assert task.fingerprint != build_task(plain, tokenizer).fingerprint
+    for repeat, message in (
+        (
+            {"of.source": {"coed": 3}},
+            "task.repeat.of.source.coed: no training question has it; of.source is: code, sums",
+        ),
+        ({"source": {"code": 3}}, "task.repeat.source.code: no training question has it; source is: no row has it"),
+    ):
+        with pytest.raises(UserError, match=message):
+            build_task(plain.model_copy(update={"repeat": repeat}), tokenizer)
+
+
+def test_a_question_that_no_reward_is_for_is_refused_when_it_is_read(tmp_path, tokenizer):
+    rows = [{"problem": "1", "answer": "\\", "source": "words"}, {"problem": "2", "answer": "2", "source": "sums"}]
+    (tmp_path / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sums = {"kind": "math-verify", "when": {"source": "sums"}}
+    with pytest.raises(UserError, match=r"none decides what is a correct answer to '1' \(source='words'\)"):
+        build_task(config(tmp_path / "two.jsonl", held_out_size=0, rewards=[sums]), tokenizer)
+    words = {"kind": "exact-match", "when": {"source": "words"}}
+    task = build_task(config(tmp_path / "two.jsonl", held_out_size=0, rewards=[sums, words]), tokenizer)
+    assert "no answer can meet" not in "\n".join(task.report)  # the first is not compared by mathematics
+    task.close()
+
+
 def test_the_length_filter_counts(path, tokenizer):
     longest = build_task(config(path), tokenizer).prompts(0, 1)[0].prompt_ids.size
     task = build_task(config(path, held_out_size=0), tokenizer, max_prompt_tokens=7)

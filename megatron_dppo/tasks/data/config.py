@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -54,3 +55,31 @@ class DataConfig(ConfigModel):
         if self.fields is not None and self.layout != "auto":
             raise ValueError("set layout or fields, not both")
         return self
+
+
+ABSENT = object()
+"""What `look_up` returns where a row does not have a field."""
+
+
+def look_up(row: Mapping[str, Any], path: str) -> Any:
+    """The value at the first of the alternative paths that `row` has, `ABSENT` where it has none. A null counts as
+    absent: Parquet has no other way to leave a field out."""
+    for alternative in path.split("|"):
+        value: Any = row
+        for part in alternative.split("."):
+            if isinstance(value, Mapping) and part in value:
+                value = value[part]
+            elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+                value = value[int(part)]
+            else:
+                value = ABSENT
+                break
+        if value is not ABSENT and value is not None:
+            return value
+    return ABSENT
+
+
+def text_at(row: Mapping[str, Any], path: str) -> str | None:
+    """What `look_up` finds, as text; None where a row does not have the field."""
+    value = look_up(row, path)
+    return None if value is ABSENT else str(value)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_dppo.errors import UserError, listed
-from megatron_dppo.tasks.data.config import DataConfig, FieldMap
+from megatron_dppo.tasks.data.config import ABSENT, DataConfig, FieldMap, look_up
 from megatron_dppo.tasks.data.rows import Row, read_rows, unread
 from megatron_dppo.tasks.rewards.final_answer import boxed_answer
 
@@ -23,8 +23,6 @@ LAYOUTS: dict[str, FieldMap] = {
     "aime": FieldMap(question="problem|Problem|question", answer="answer|Answer"),
     "question-answer": FieldMap(question="question|prompt", answer="answer|target"),
 }
-ABSENT = object()
-"""What `look_up` returns where a row does not have a field."""
 
 
 def detect_layout(row: Mapping[str, Any]) -> str | None:
@@ -48,24 +46,6 @@ def asks_nothing(row: Mapping[str, Any]) -> bool:
 def has_null(row: Mapping[str, Any], path: str) -> bool:
     """Whether `row` has the field at the beginning of `path`, though nothing is in it."""
     return any(alternative.split(".")[0] in row for alternative in path.split("|"))
-
-
-def look_up(row: Mapping[str, Any], path: str) -> Any:
-    """The value at the first of the alternative paths that `row` has, `ABSENT` where it has none. A null counts as
-    absent: Parquet has no other way to leave a field out."""
-    for alternative in path.split("|"):
-        value: Any = row
-        for part in alternative.split("."):
-            if isinstance(value, Mapping) and part in value:
-                value = value[part]
-            elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
-                value = value[int(part)]
-            else:
-                value = ABSENT
-                break
-        if value is not ABSENT and value is not None:
-            return value
-    return ABSENT
 
 
 _NAMED = 3

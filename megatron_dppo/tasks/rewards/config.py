@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
-from megatron_dppo.config_base import Bounds, ConfigModel, VariableName
+from megatron_dppo.config_base import Bounds, ConfigModel, Text, VariableName
+from megatron_dppo.tasks.data.config import text_at
 from megatron_dppo.tasks.rewards.patterns import compile_pattern
 from megatron_dppo.tasks.workers.sandbox import Sandbox
+
+
+def _several(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else (value,)
 
 
 class _Reward(ConfigModel):
@@ -16,6 +22,13 @@ class _Reward(ConfigModel):
     """Under which it is logged (`reward/part/NAME`); the kind when absent. Names are distinct."""
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Factor in the sum that is trained on."""
+    when: dict[str, Annotated[tuple[Text, ...], BeforeValidator(_several)]] = Field(default_factory=dict)
+    """Only for questions whose row has one of these values in each of these fields, `{data_source: [gsm8k, math]}`
+    (into nested values by dots); for all when absent. Others get nothing from it, and are not part of its mean."""
+
+    def is_for(self, metadata: Mapping[str, Any]) -> bool:
+        """Whether it scores answers to the question of this row."""
+        return all(text_at(metadata, path) in texts for path, texts in self.when.items())
 
     @property
     def label(self) -> str:
@@ -109,3 +122,10 @@ RewardConfig = Annotated[
     VerifierReward | MathVerifyReward | ExactMatchReward | FormatReward | OverlongReward | PythonReward,
     Field(discriminator="kind"),
 ]
+
+
+def deciding(rewards: Iterable[RewardConfig], metadata: Mapping[str, Any]) -> RewardConfig | None:
+    """The first that is for the question of a row: it decides what is correct and well-formed. None where none is, or
+    where it cannot decide (a punishment)."""
+    first = next((one for one in rewards if one.is_for(metadata)), None)
+    return None if isinstance(first, OverlongReward) else first

@@ -13,6 +13,7 @@ import regex
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.config import TaskConfig
+from megatron_dppo.tasks.data.config import text_at
 from megatron_dppo.tasks.rewards.config import (
     ExactMatchReward,
     FormatReward,
@@ -21,6 +22,7 @@ from megatron_dppo.tasks.rewards.config import (
     PythonReward,
     RewardConfig,
     VerifierReward,
+    deciding,
 )
 from megatron_dppo.tasks.rewards.final_answer import end_of_thinking, is_thinking
 from megatron_dppo.tasks.rewards.math import MathVerifier
@@ -80,18 +82,16 @@ def overlong(items: Sequence[Answered], *, longest: int, buffer: int) -> list[Ve
 
 @dataclass(frozen=True)
 class _Part:
-    name: str
-    weight: float
+    config: RewardConfig
     reward: Reward
-    custom: bool
 
 
 @dataclass(frozen=True)
 class Judged:
     """What each reward says of some responses, before anything is made of it."""
 
-    verdicts: Sequence[Sequence[Verdict]]
-    """Of each reward, in the order of the responses."""
+    verdicts: Sequence[Sequence[Verdict | None]]
+    """Of each reward, in the order of the responses; None where it is not for the question."""
     undecided: int
     """Responses in which `answer_pattern` took too long."""
 
@@ -104,8 +104,9 @@ class Judged:
 
 @dataclass(frozen=True)
 class Grader:
-    """Scores responses by all rewards of a task. The reward that is trained on is the weighted sum; the first reward of
-    the list decides what is correct (a full score of 1) and well-formed.
+    """Scores responses by all rewards of a task that are for their questions. The reward that is trained on is the
+    weighted sum; the first in the list that is for a question decides what is correct (a full score of 1) and
+    well-formed.
 
     A response that was cut off by the length, or that ends inside its thinking, has no answer. One that a reward could
     not score (an exception, no number inside its bounds, out of time, a dead worker) has 0 from it and is counted;
@@ -152,39 +153,58 @@ class Grader:
             )
             for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
         ]
-        return Judged([part.reward(items) for part in self.parts], undecided)
+        return Judged([_of_those_it_is_for(part, items) for part in self.parts], undecided)
 
     def rewards(self, judged: Judged) -> Rewards:
         """What is trained on, of all responses of a call; they may have been judged apart."""
         count = len(judged.verdicts[0])
         total = np.zeros(count, dtype=np.float64)
         scores, errors, timeouts = {}, {}, {}
-        well_formed = np.zeros(count, dtype=bool)
-        for number, (part, verdicts) in enumerate(zip(self.parts, judged.verdicts, strict=True)):
+        correct, well_formed = np.zeros((2, count), dtype=bool)
+        undecided = np.ones(count, dtype=bool)
+        for part, of_all in zip(self.parts, judged.verdicts, strict=True):
+            name, asked = part.config.label, np.array([verdict is not None for verdict in of_all], dtype=bool)
+            verdicts = [verdict for verdict in of_all if verdict is not None]
             failed = [verdict for verdict in verdicts if verdict.error]
             if failed:
-                if part.custom and len(failed) == count:
-                    raise UserError(f"the reward {part.name} failed on all {count} responses: {failed[0].error}")
-                logger.warning("reward %s could not score %d of %d: %s", part.name, len(failed), count, failed[0].error)
-            scores[part.name] = np.array([verdict.score for verdict in verdicts], dtype=np.float32)
-            errors[part.name] = len(failed)
-            timeouts[part.name] = sum(verdict.timed_out for verdict in verdicts)
-            total += part.weight * scores[part.name]
-            if number == 0:
-                well_formed = np.array([verdict.well_formed for verdict in verdicts], dtype=bool)
+                if isinstance(part.config, PythonReward) and len(failed) == len(verdicts):
+                    raise UserError(f"the reward {name} failed on all {len(failed)} responses: {failed[0].error}")
+                logger.warning("reward %s could not score %d of %d: %s", name, len(failed), len(verdicts),
+                               failed[0].error)  # fmt: skip
+            scores[name] = np.full(count, np.nan, dtype=np.float32)
+            scores[name][asked] = [verdict.score for verdict in verdicts]
+            errors[name] = len(failed)
+            timeouts[name] = sum(verdict.timed_out for verdict in verdicts)
+            total[asked] += part.config.weight * scores[name][asked]
+            decided = np.flatnonzero(asked & undecided)
+            correct[decided] = scores[name][decided] >= 1
+            well_formed[decided] = [of_all[i].well_formed for i in decided]
+            undecided &= ~asked
         with np.errstate(over="ignore"):
             reward = total.astype(np.float32)
         if not np.isfinite(reward).all():
             raise UserError("task.rewards: the weighted sum is beyond the range of float32; lower the weights")
         return Rewards(
             reward=reward,
-            correct=scores[self.parts[0].name] >= 1,
+            correct=correct,
             well_formed=well_formed,
             verifier_errors=sum(errors.values()) + judged.undecided,
             parts=scores,
             errors=errors,
             timeouts=timeouts,
         )
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Raise UserError with the first question for which no reward decides what is correct."""
+        rewards = [part.config for part in self.parts]
+        for prompt in prompts:
+            if deciding(rewards, prompt.metadata) is None:
+                read = sorted({path for one in rewards for path in one.when})
+                has = ", ".join(f"{path}={text_at(prompt.metadata, path)!r:.40}" for path in read)
+                raise UserError(
+                    f"task.rewards: none decides what is a correct answer to {prompt.question[:60]!r} ({has}); name "
+                    "its value in the `when` of one that is not overlong"
+                )
 
     def close(self) -> None:
         """End the worker processes, if there are any."""
@@ -222,7 +242,7 @@ def build_grader(config: TaskConfig, *, max_response_tokens: int, verifier: Veri
         raise UserError("task.rewards: this kind of task has no verifier of its own; choose another reward")
     verifiers = {one.label: timed for one in configs if (timed := _timed(one, verifier)) is not None}
     pool = _pool(config, verifiers) if verifiers else None
-    if configs[0].kind == "overlong":
+    if configs[0].kind == "overlong" and not configs[0].when:
         raise UserError("task.rewards: the first reward decides what is correct; overlong cannot, put another first")
     parts = []
     for one in configs:
@@ -242,7 +262,7 @@ def build_grader(config: TaskConfig, *, max_response_tokens: int, verifier: Veri
                     f"task.rewards: buffer_tokens={buffer} must be below the {longest} tokens of a response"
                 )
             reward = partial(overlong, longest=longest, buffer=buffer)
-        parts.append(_Part(one.label, one.weight, reward, isinstance(one, PythonReward)))
+        parts.append(_Part(one, reward))
     return Grader(parts, compile_pattern(config.answer_pattern), pool)
 
 
@@ -253,6 +273,15 @@ def _pool(config: TaskConfig, verifiers: Mapping[str, TimedVerifier]) -> Verifie
     from megatron_dppo.tasks.rewards.ray_workers import RayVerifierPool  # with Ray
 
     return RayVerifierPool(verifiers, workers=workers, memory_mib=memory_mib)
+
+
+def _of_those_it_is_for(part: _Part, items: Sequence[Answered]) -> list[Verdict | None]:
+    verdicts: list[Verdict | None] = [None] * len(items)
+    chosen = [number for number, item in enumerate(items) if part.config.is_for(item.metadata)]
+    if chosen:
+        for number, verdict in zip(chosen, part.reward([items[number] for number in chosen]), strict=True):
+            verdicts[number] = verdict
+    return verdicts
 
 
 def _verified(pool: VerifierPool, name: str, items: Sequence[Answered]) -> list[Verdict]:

@@ -24,6 +24,7 @@ from megatron_dppo.tasks.rewards.config import (
 )
 from megatron_dppo.tasks.rewards.grader import Grader, Judged, build_grader
 from megatron_dppo.tasks.task import Prompt
+from megatron_dppo.trainer.rollouts import _part_metrics
 
 HERE = "tests.tasks.rewards.functions"
 
@@ -79,6 +80,50 @@ def test_weighted_sum_and_parts():
     np.testing.assert_allclose(rewards.reward, expected, rtol=1e-6)
     assert rewards.correct.tolist() == [True, True, False, False]  # by the first reward
     assert rewards.reward.dtype == np.float32
+
+
+def test_rewards_that_are_for_some_questions():
+    """A part is what its own questions earn; the first that is for a question decides what is correct."""
+    made = grader(
+        OverlongReward(buffer_tokens=40, when={"length": ["short"]}),
+        ExactMatchReward(when={"source": ["sums", 3], "extra.level": "1"}),
+        FormatReward(pattern="code.*", weight=2.0, when={"source": "code"}),
+        FormatReward(pattern=".*1.*", weight=0.5, name="one"),
+    )
+    sums, third, code = (
+        prompt(source="sums", extra={"level": 1}),
+        prompt(source=3, extra={"level": "1"}),
+        prompt(source="code"),
+    )
+    short = prompt(source="code", length="short")
+    rewards = made.score([sums, sums, third, code, code], ["14", "15", "14", "code 1", "14"], lengths=[1, 1, 1, 1, 1])
+    np.testing.assert_array_equal(rewards.parts["exact-match"], np.float32([1, 0, 1, np.nan, np.nan]))
+    np.testing.assert_array_equal(rewards.parts["format"], np.float32([np.nan, np.nan, np.nan, 1, 0]))
+    np.testing.assert_array_equal(rewards.parts["one"], np.float32([1, 1, 1, 1, 1]))
+    assert np.isnan(rewards.parts["overlong"]).all()
+    assert rewards.reward.tolist() == [1.5, 0.5, 1.5, 2.5, 0.5]
+    assert rewards.correct.tolist() == [True, False, True, True, False]
+    assert rewards.well_formed.tolist() == [True, True, True, True, False]
+    assert _part_metrics(rewards)["reward/part/exact-match"] == pytest.approx(2 / 3)
+    assert "reward/part/overlong" not in _part_metrics(rewards)
+    made.check([sums, third, code])
+    with pytest.raises(
+        UserError, match=r"none decides .* '7 \+ 7' \(extra.level=None, length='short', source='code'\)"
+    ):
+        made.check([sums, short])
+    only = grader(ExactMatchReward(when={"source": "sums"}))
+    with pytest.raises(UserError, match=r"none decides .* \(source='code'\); name its value in the `when`"):
+        only.check([code])
+
+
+def test_a_function_for_some_questions_that_fails_on_all_of_them_stops_the_run():
+    made = grader(ExactMatchReward(), PythonReward(path=f"{HERE}:picky", name="picky", when={"source": "code"}))
+    try:
+        assert made.score([prompt(source="sums")], ["raise"]).errors["picky"] == 0
+        with pytest.raises(UserError, match="the reward picky failed on all 1 responses"):
+            made.score([prompt(source="sums"), prompt(source="code")], ["14", "raise"])
+    finally:
+        made.close()
 
 
 def test_overlong_is_eq_13_of_dapo():
