@@ -15,6 +15,7 @@ from megatron_dppo.errors import UserError, first_line
 from megatron_dppo.models.family import transformers_config
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.weight_transfer.manifest import IncompleteSync
+from megatron_dppo.vocab_parallel.matmul import product
 
 
 def load_model(folder: Path, config: RolloutConfig, device: torch.device) -> PreTrainedModel:
@@ -44,7 +45,19 @@ def load_model(folder: Path, config: RolloutConfig, device: torch.device) -> Pre
                 raise UserError(f"{folder}: the weights are not those of {type(made).__name__}: {missing}")
     except (ValueError, OSError) as error:
         raise UserError(f"{folder} cannot be loaded by transformers: {first_line(error)}") from error
+    _keep_logits(made)
     return made.to(device).eval().requires_grad_(False)
+
+
+def _keep_logits(model: PreTrainedModel) -> None:
+    """Let logits be float32, as the trainer's are: transformers rounds them to the type of the weights."""
+    head = model.get_output_embeddings()
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        logits = product(hidden.flatten(0, -2), head.weight.t()).unflatten(0, hidden.shape[:-1])
+        return logits if head.bias is None else logits + head.bias
+
+    head.forward = forward
 
 
 class IncomingWeights:
