@@ -1,11 +1,10 @@
-"""The arguments of `megatron-dppo convert` and of the two scripts in `tools/`. Heavy imports happen when it runs."""
+"""The arguments of `megatron-dppo convert`. Heavy imports happen when it runs."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from pathlib import Path
-from typing import Literal
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.imports import ignore_warnings_of_libraries
@@ -46,13 +45,8 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=1, metavar="N", help="of this conversion")
 
 
-def run_convert(arguments: argparse.Namespace, *, only: Literal["to-megatron", "to-hf"] | None = None) -> int:
-    """Convert as the parsed arguments say; `only` refuses the other direction."""
-    is_hugging_face = (arguments.source / "config.json").is_file()
-    if only == "to-megatron" and not is_hugging_face:
-        raise UserError(f"{arguments.source} is no Hugging Face model: it has no config.json")
-    if only == "to-hf" and is_hugging_face:
-        raise UserError(f"{arguments.source} is a Hugging Face model already")
+def run_convert(arguments: argparse.Namespace) -> int:
+    """Convert as the parsed arguments say."""
     if not 0 < arguments.shard_gb < math.inf:
         raise UserError(f"--shard-gb {arguments.shard_gb:g}: must be a number above 0")
 

@@ -124,8 +124,8 @@ def test_numbers_that_are_none_are_refused_by_their_tensor(tmp_path: Path) -> No
         assert (said in found) is refused
 
 
-def test_the_script_runs_in_one_process(source: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "tools/convert_hf_to_megatron.py", str(source), str(tmp_path / "out")]
+def test_the_command_runs_in_one_process(source: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_dppo.cli", "convert", str(source), str(tmp_path / "out")]
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -134,10 +134,6 @@ def test_the_script_runs_in_one_process(source: Path, tmp_path: Path) -> None:
 
 
 def test_refusals_name_what_is_wrong(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no Hugging Face model"):
-        run_convert(parsed(tmp_path, tmp_path / "out"), only="to-megatron")
-    with pytest.raises(UserError, match="is a Hugging Face model already"):
-        run_convert(parsed(source, tmp_path / "out"), only="to-hf")
     with pytest.raises(UserError, match="--tensor must be at least 1"):
         run_convert(parsed(source, tmp_path / "out", "--tensor", 0))
     for size in ("0", "-1", "nan", "inf"):
