@@ -6,7 +6,8 @@ from __future__ import annotations
 import difflib
 import errno
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 
@@ -43,6 +44,16 @@ def of_file(error: BaseException, message: str) -> UserError | SystemFault:
     """What to raise where a file could not be read or written: `SystemFault` for a fault of the system, after which a
     run is started again, `UserError` for anything else."""
     return SystemFault(message) if of_system(error) else UserError(message)
+
+
+@contextmanager
+def file_errors(what: str, instead: str = "") -> Iterator[None]:
+    """Around what reads or writes a file: an OSError inside becomes what `of_file` makes of `what` was tried, the
+    reason, and what may be done `instead`."""
+    try:
+        yield
+    except OSError as error:
+        raise of_file(error, f"{what}: {error.strerror or error}{f'; {instead}' if instead else ''}") from error
 
 
 def raise_cause(error: Exception) -> NoReturn:

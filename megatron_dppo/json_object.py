@@ -6,17 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.errors import UserError, of_file
+from megatron_dppo.errors import UserError, file_errors
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
     """The object in `file`. `UserError` names the file and the reason where it cannot be read, is no JSON (not UTF-8,
     nested beyond what Python can follow) or holds something else than an object; `SystemFault` as of
     `errors.of_file`."""
-    try:
+    with file_errors(f"{file} cannot be read"):
         return json_object(file.read_bytes(), file)
-    except OSError as error:
-        raise of_file(error, f"{file} cannot be read: {error.strerror or error}") from None
 
 
 def json_object(text: bytes, where: Path) -> dict[str, Any]:

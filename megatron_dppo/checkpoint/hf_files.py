@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_dppo.checkpoint.checksums import CHECKSUMS, check_folder
 from megatron_dppo.checkpoint.hf_side_files import CONFIG
-from megatron_dppo.errors import UserError, listed, of_file
+from megatron_dppo.errors import UserError, file_errors, listed, of_file
 from megatron_dppo.json_object import read_json_object
 from megatron_dppo.models.names import Block, Shape
 
@@ -110,10 +110,8 @@ class HFFiles:
         require_unchanged(self.folder, which=lambda name: name.endswith(WEIGHTS), share=share)
 
     def _add(self, file: Path, indexed: set[str] | None) -> None:
-        try:
+        with file_errors(f"{file} cannot be read"):
             file.open("rb").close()  # of a file that may not be read safetensors says that it is not there
-        except OSError as error:
-            raise of_file(error, f"{file} cannot be read: {error.strerror or error}") from None
         try:
             with safe_open(file, "pt") as handle:
                 names = set(handle.keys())

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_dppo.checkpoint.atomic import INCOMPLETE, check_target, publish, sync, write_synced
 from megatron_dppo.checkpoint.first_rank import on_first_rank
 from megatron_dppo.checkpoint.megatron_files import COMMON, FUSED, LESS_ONE, MARKER, RELEASE, MegatronFiles
-from megatron_dppo.errors import UserError, of_file
+from megatron_dppo.errors import UserError, file_errors, of_file
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import unwrap
 
@@ -125,10 +125,8 @@ def save_megatron_checkpoint(
 def _partial(output: Path, overwrite: bool) -> Path:
     check_target(output, overwrite=overwrite)
     partial = output.parent / f".{output.name}{INCOMPLETE}{secrets.token_hex(4)}"
-    try:
+    with file_errors(f"cannot create {output}", "choose another output"):
         (partial / RELEASE).mkdir(parents=True)
-    except OSError as error:
-        raise of_file(error, f"cannot create {output}: {error.strerror or error}; choose another output") from None
     return partial
 
 

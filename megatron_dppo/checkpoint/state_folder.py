@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megatron_dppo.checkpoint.atomic import INCOMPLETE, publish, replace_synced, sync, write_synced
 from megatron_dppo.checkpoint.checksums import CHECKSUMS, check_folder, write_checksums
 from megatron_dppo.checkpoint.first_rank import on_first_rank
-from megatron_dppo.errors import SystemFault, UserError, of_file
+from megatron_dppo.errors import SystemFault, UserError, file_errors, of_file
 from megatron_dppo.json_object import read_json_object
 
 LATEST, DESCRIPTION, HF = "latest", "state.json", "hf"
@@ -117,14 +117,11 @@ def go_back(state: Path, damaged: Mapping[Path, str]) -> list[Path]:
     """Let `latest` name `state` and rename what is `damaged`, so that it neither counts as one of those to keep nor
     hides what is saved from here on. Returns the new names. One process only, when no other reads them any more."""
     aside = {one: one.with_name(f"damaged_{one.name}_{time.strftime('%Y%m%d-%H%M%S')}") for one in damaged}
-    try:
+    with file_errors(f"{'; '.join(damaged.values())}; it cannot be renamed"):
         replace_synced(state.parent / LATEST, state.name + "\n")  # first: it never names what is not there
         for one, name in aside.items():
             one.rename(name)
         sync(state.parent)
-    except OSError as error:
-        said = f"{'; '.join(damaged.values())}; it cannot be renamed: {error.strerror or error}"
-        raise of_file(error, said) from None
     return list(aside.values())
 
 

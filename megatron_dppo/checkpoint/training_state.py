@@ -44,7 +44,7 @@ from megatron_dppo.checkpoint.state_parts import (
     sharded_adapters,
     sharded_optimizer_state,
 )
-from megatron_dppo.errors import UserError, of_file
+from megatron_dppo.errors import UserError, file_errors, of_file
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.live import unwrap
 from megatron_dppo.models.lora.config import LoraConfig
@@ -268,12 +268,9 @@ class TrainingStates:
         """On rank 0."""
         state_folder.remove_leftovers(self.root)
         partial = self.root / f".{state_folder.folder_name(step)}{INCOMPLETE}{secrets.token_hex(4)}"
-        try:
+        with file_errors(f"cannot create {self.root} for checkpoints", "choose another output"):
             require_room(self.root, self._bytes())
             partial.mkdir(parents=True)
-        except OSError as error:
-            said = f"cannot create {self.root} for checkpoints: {error.strerror or error}; choose another output"
-            raise of_file(error, said) from None
         return partial
 
     def _written(self) -> dict[str, str]:
@@ -285,7 +282,8 @@ class TrainingStates:
 
     def _publish(self, partial: Path, step: int, described: dict[str, Any], digests: dict[str, str]) -> None:
         """On rank 0."""
-        try:
+        state = self.root / state_folder.folder_name(step)  # the same words whenever it fails
+        with file_errors(f"cannot finish the checkpoint {state}"):
             hf = partial / state_folder.HF
             hf.mkdir()
             assert self.trainee.model.path is not None
@@ -293,9 +291,6 @@ class TrainingStates:
             if not self.trainee.lora:  # a state of adapters needs its base anyway
                 keep_carried(self.trainee.model, self.trainee.model.path, hf)
             state_folder.finish_state(partial, self.root, step, described, self.keep, digests)
-        except OSError as error:
-            state = self.root / state_folder.folder_name(step)  # the same words whenever it fails
-            raise of_file(error, f"cannot finish the checkpoint {state}: {error.strerror or error}") from None
 
     def _cannot_save(self, error: CheckpointException) -> Exception:
         """Every rank knows that one failed, only the coordinator what a writer made of it, only the file the reason."""

@@ -25,7 +25,7 @@ from megatron_dppo.checkpoint.hf_side_files import CONFIG, copy_side_files
 from megatron_dppo.checkpoint.random_weights import random_tensors
 from megatron_dppo.config.load import build_config, read_tree, section
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import UserError, of_file
+from megatron_dppo.errors import UserError, file_errors
 from megatron_dppo.json_object import read_json_object
 from megatron_dppo.launch.network import LOOPBACK
 from megatron_dppo.launch.nodes import environment, no_rank
@@ -256,7 +256,7 @@ def with_layers(model: Path, layers: int, folder: Path) -> Path:
     whole = load_hf_config(model)
     if not 1 <= layers <= whole.layers:
         raise UserError(f"--layers {layers}: {model} has 1 to {whole.layers}")
-    try:
+    with file_errors(f"cannot write {folder}", "choose another -o folder"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -269,6 +269,4 @@ def with_layers(model: Path, layers: int, folder: Path) -> Path:
                     if fields.get("layer_types"):
                         fields["layer_types"] = fields["layer_types"][:layers]
                     write_synced(partial / CONFIG, json.dumps(raw, indent=2, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise of_file(error, f"cannot write {folder}: {error.strerror or error}; choose another -o folder") from None
     return folder

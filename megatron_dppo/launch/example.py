@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_dppo.errors import UserError, of_file
+from megatron_dppo.errors import UserError, file_errors
 from megatron_dppo.launch.local import launch_local
 from megatron_dppo.launch.nodes import ranks_in_all_and_here
 from megatron_dppo.launch.rank import exit_status
@@ -46,7 +46,7 @@ class MadeOnce:
         if self.folder.exists():
             return
         partial, lock_file = (self.folder.with_name(f".{self.folder.name}.{part}") for part in ("partial", "lock"))
-        try:
+        with file_errors(f"cannot write {self.folder}", "choose another folder"):
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             with open(lock_file, "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -57,10 +57,6 @@ class MadeOnce:
                 if subprocess.run(command, check=False).returncode:
                     raise UserError(f"making {self.folder} failed, see above: {' '.join(command)}")
                 partial.rename(self.folder)
-        except OSError as error:
-            raise of_file(
-                error, f"cannot write {self.folder}: {error.strerror or error}; choose another folder"
-            ) from error
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.errors import UserError, of_file
+from megatron_dppo.errors import UserError, file_errors
 
 BEAT_S = 5.0
 """Between two signs of life of a holder."""
@@ -59,7 +59,7 @@ def _acquire(place: Path, of: str) -> Path:
     ours = _describe()
     told = False
     while True:
-        try:
+        with file_errors(f"{of} cannot be written", "choose another folder"):
             held = _newest(place)
             if held is not None:
                 holder = _read(held)
@@ -87,8 +87,6 @@ def _acquire(place: Path, of: str) -> Path:
                 return mine
             mine.unlink(missing_ok=True)
             time.sleep(random.uniform(0.01, 0.1))
-        except OSError as error:
-            raise of_file(error, f"{of} cannot be written: {error.strerror or error}; choose another folder") from error
 
 
 def _make(place: Path, number: int, ours: Mapping[str, Any]) -> Path | None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from megatron_dppo.errors import of_file
+from megatron_dppo.errors import file_errors
 from megatron_dppo.launch.secrets import redact
 
 FOLDER = "logs"
@@ -72,11 +72,9 @@ def logging_to(folder: Path, rank: int) -> Iterator[Path]:
     earlier start of the same run stay: the file is appended to.
     """
     file = folder / FOLDER / f"rank-{rank:05d}.jsonl"
-    try:
+    with file_errors(f"{file} cannot be written", "choose another run.dir"):
         file.parent.mkdir(parents=True, exist_ok=True)
         handler = _File(file, encoding="utf-8")
-    except OSError as error:
-        raise of_file(error, f"{file} cannot be written: {error.strerror or error}; choose another run.dir") from error
     handler.setFormatter(JsonLines(rank))
     handler.setLevel(logging.INFO)
     root, own = logging.getLogger(), logging.getLogger("megatron_dppo")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.errors import UserError, of_file
+from megatron_dppo.errors import UserError, file_errors
 from megatron_dppo.trainer.history import complete_lines
 
 
@@ -38,7 +38,7 @@ class AnswerFile:
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path = path
         self._answers: dict[tuple[int, int], Answer] = {}
-        try:
+        with file_errors(f"{path}: cannot be written"):
             path.parent.mkdir(parents=True, exist_ok=True)
             whole = self._read(settings) if path.exists() else 0
             self._file = open(path, "r+" if path.exists() else "w", encoding="utf-8")  # noqa: SIM115  (see close)
@@ -46,8 +46,6 @@ class AnswerFile:
             self._file.truncate()
             if whole == 0:
                 self._write([{"settings": settings}])
-        except OSError as error:
-            raise of_file(error, f"{path}: cannot be written: {error.strerror or error}") from error
 
     def has(self, prompt: int, samples: int) -> bool:
         """Whether all of a question's answers are there."""

@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from megatron_dppo.algorithm import Preset, PresetError, TrustRegion, divergence_for, policy_loss, presets
-from megatron_dppo.errors import UserError, of_file
+from megatron_dppo.errors import UserError, file_errors
 from megatron_dppo.trainer.history import History, Series
 
 _SET = re.compile(r"eval/[^/]+/accuracy")
@@ -140,11 +140,9 @@ def plot_runs(runs: Mapping[str, History], path: Path, **options: Any) -> None:
 def write_png(figure: Figure, path: Path) -> None:
     """Without pyplot, whose global state and choice of a display have no place in a trainer. Errors: `UserError`, or
     `SystemFault`, where the file cannot be written."""
-    try:
+    with file_errors(f"{path}: cannot write the plot"):
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png")
-    except OSError as error:
-        raise of_file(error, f"{path}: cannot write the plot: {error.strerror or error}") from error
 
 
 def plain(text: str) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from megatron_dppo.config.load import read_tree
-from megatron_dppo.errors import of_file
+from megatron_dppo.errors import file_errors
 from megatron_dppo.trainer.history import History, as_written, read_rows
 from megatron_dppo.trainer.mismatch import MISMATCH_FILE, Mismatch
 from megatron_dppo.trainer.mismatch_plot import draw_mismatch
@@ -71,11 +71,9 @@ def write_page(path: Path, title: str, body: str, *, style: str = STYLE) -> None
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title>\n'
         f"<style>{style}</style></head>\n<body><h1>{heading}</h1>\n{body}\n</body></html>\n"
     )
-    try:
+    with file_errors(f"{path}: cannot write the page"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise of_file(error, f"{path}: cannot write the page: {error.strerror or error}") from error
 
 
 def _curves(runs: Mapping[str, History]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_dppo.checkpoint.atomic import sync
-from megatron_dppo.errors import UserError, of_file, typed_line
+from megatron_dppo.errors import UserError, file_errors, typed_line
 from megatron_dppo.launch.secrets import redact
 from megatron_dppo.trainer.history import ADAPTER_FOLDER, CHECKPOINTS, METRICS_FILE, MODEL_FOLDER, read_lines, read_rows
 from megatron_dppo.trainer.samples import Sample
@@ -45,7 +45,7 @@ class Tracker:
         self.path = folder / METRICS_FILE
         self._folder, self._sinks = folder, list(sinks)
         self._failed: set[str] = set()
-        try:
+        with file_errors(f"run.dir={folder}: cannot write metrics there"):
             folder.mkdir(parents=True, exist_ok=True)
             if resume_step is not None:
                 for name in (METRICS_FILE, SAMPLES_FILE, MASKED_TOKENS_FILE):
@@ -56,8 +56,6 @@ class Tracker:
             sync(folder)
             purge = None if resume_step is None else resume_step + 1
             self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=purge, flush_secs=10)
-        except OSError as error:
-            raise of_file(error, f"run.dir={folder}: cannot write metrics there: {error.strerror or error}") from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one row. Steps are the caller's; a step may have several rows (training, then evaluation)."""
@@ -127,15 +125,13 @@ class Tracker:
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         path, is_new = self._folder / name, not (self._folder / name).exists()
-        try:
+        with file_errors(f"{path}: cannot write"):
             with open(path, "a", encoding="utf-8") as file:
                 file.writelines(encodable(json.dumps(row, ensure_ascii=False)) + "\n" for row in rows)
                 file.flush()
                 os.fsync(file.fileno())
             if is_new:
                 sync(self._folder)
-        except OSError as error:
-            raise of_file(error, f"{path}: cannot write: {error.strerror or error}") from error
 
     def has(self, step: int, name: str) -> bool:
         """Whether the file has a value of metric `name` at `step`."""
