@@ -41,7 +41,7 @@ from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.answers import Answer, AnswerFile
 from megatron_dppo.trainer.evaluation import accuracy_metrics, evaluation_sampling
 from megatron_dppo.trainer.requests import requests_for
-from megatron_dppo.trainer.task_suite import EvaluationSet, build_sets, score_responses
+from megatron_dppo.trainer.task_suite import EvaluationSet, build_sets, judge_responses
 
 _OF_ENGINE = {"engine", "dtype", "quantization", "kv_cache_dtype"}
 """What answers depend on besides; kept with them where it is not the default."""
@@ -192,7 +192,8 @@ def _write(
 ) -> None:
     """Score the answers to each prompt of `part`, and add them to the file."""
     responses = [batch.response_ids(i) for i in range(len(batch))]
-    rewards = score_responses(one.grader, tokenizer, part, one.samples, responses, batch.finish_reasons)
+    judged = judge_responses(one.grader, tokenizer, part, one.samples, responses, batch.finish_reasons)
+    rewards = one.grader.rewards(judged)
     file.add(
         Answer(
             prompt=part[i // one.samples].index,

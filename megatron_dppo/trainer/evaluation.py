@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.config.trainer import EvaluationConfig
@@ -17,7 +16,7 @@ from megatron_dppo.rollout.seeds import EVALUATION
 from megatron_dppo.tasks.rewards.grader import Grader
 from megatron_dppo.tasks.task import Prompt, Rewards
 from megatron_dppo.trainer.requests import requests_for
-from megatron_dppo.trainer.task_suite import TaskSuite, score_responses
+from megatron_dppo.trainer.task_suite import TaskSuite, judge_responses
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,11 @@ class Evaluator:
             played = player.play(self.engine, sampling, prompts, samples, stream=EVALUATION, grader=grader, **named)
             return played.batch, played.rewards
         assert grader is not None  # what has none is played
-        return answer(self.engine, sampling, grader, self.suite.tokenizer, prompts, samples, **named)
+        requests = requests_for(prompts, samples, stream=EVALUATION, **named)
+        batch = self.engine.generate(requests, sampling, training=False)
+        responses = [batch.response_ids(i) for i in range(len(batch))]
+        judged = judge_responses(grader, self.suite.tokenizer, prompts, samples, responses, batch.finish_reasons)
+        return batch, grader.rewards(judged)
 
 
 def evaluation_sampling(config: EvaluationConfig, rollout: RolloutConfig) -> SamplingConfig:
@@ -66,24 +69,6 @@ def evaluation_sampling(config: EvaluationConfig, rollout: RolloutConfig) -> Sam
         max_tokens=rollout.max_response_tokens,
         stop_token_ids=rollout.stop_token_ids,
     )
-
-
-def answer(
-    engine: Generates,
-    sampling: SamplingConfig,
-    grader: Grader,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    samples: int,
-    *,
-    run_seed: int,
-    step: int,
-) -> tuple[RolloutBatch, Rewards]:
-    """`samples` answers to each prompt in turn, and the verdicts."""
-    requests = requests_for(prompts, samples, run_seed=run_seed, step=step, stream=EVALUATION)
-    batch = engine.generate(requests, sampling, training=False)
-    responses = [batch.response_ids(i) for i in range(len(batch))]
-    return batch, score_responses(grader, tokenizer, prompts, samples, responses, batch.finish_reasons)
 
 
 def _metrics(prefix: str, batch: RolloutBatch, rewards: Rewards, samples: int) -> dict[str, float]:

@@ -18,7 +18,7 @@ from megatron_dppo.tasks.data_task import load_prompts
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.prompt_set import PromptSet
 from megatron_dppo.tasks.rewards.grader import Grader, Judged, build_grader
-from megatron_dppo.tasks.task import Prompt, Rewards
+from megatron_dppo.tasks.task import Prompt
 from megatron_dppo.trainer.episodes import Player
 from megatron_dppo.trainer.lockstep import EnvironmentPlayer
 
@@ -54,18 +54,6 @@ class TaskSuite:
             one.grader.close()
 
 
-def score_responses(
-    grader: Grader,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    samples: int,
-    responses: Sequence[np.ndarray],
-    finish_reasons: Sequence[str],
-) -> Rewards:
-    """The verdicts on `responses`, the token ids of `samples` answers to each prompt in turn, and why each ended."""
-    return grader.rewards(judge_responses(grader, tokenizer, prompts, samples, responses, finish_reasons))
-
-
 def judge_responses(
     grader: Grader,
     tokenizer: PreTrainedTokenizerBase,
@@ -74,7 +62,8 @@ def judge_responses(
     responses: Sequence[np.ndarray],
     finish_reasons: Sequence[str],
 ) -> Judged:
-    """`score_responses`, of some of those that are scored together."""
+    """The verdicts on `responses`, the token ids of `samples` answers to each prompt in turn, and why each ended;
+    `Grader.rewards` makes the rewards of all that are scored together."""
     texts = response_texts(tokenizer, responses)
     asked = [prompt for prompt in prompts for _ in range(samples)]
     return grader.judge(asked, texts, [len(ids) for ids in responses], finish_reasons)

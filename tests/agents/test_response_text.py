@@ -12,7 +12,7 @@ from megatron_dppo.agents.response_text import response_texts, said_aloud
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.rewards.grader import build_grader
 from megatron_dppo.tasks.task import Prompt
-from megatron_dppo.trainer.task_suite import score_responses
+from megatron_dppo.trainer.task_suite import judge_responses
 from tests.agents.families import FAMILIES, tokenizer_of
 
 THOUGHT, SAID, CALLED = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final<|message|>", "<|return|>"
@@ -43,7 +43,8 @@ def test_nobody_is_paid_for_thinking(name: str) -> None:
     grader = build_grader(TaskConfig(kind="data", data={"path": "x.jsonl"}), max_response_tokens=100)
     try:
         responses = [ids_of(tokenizer, text) for text in texts]
-        rewards = score_responses(grader, tokenizer, [prompt], len(texts), responses, ["stop"] * len(texts))
+        judged = judge_responses(grader, tokenizer, [prompt], len(texts), responses, ["stop"] * len(texts))
+        rewards = grader.rewards(judged)
     finally:
         grader.close()
     assert rewards.reward.tolist() == [0, 0, 0, 1]

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from megatron_dppo.errors import UserError
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.config import TaskConfig
-from megatron_dppo.trainer.task_suite import score_responses
+from megatron_dppo.trainer.task_suite import judge_responses
 
 SUMS = [{"problem": f"{i} + {i}", "answer": str(2 * i)} for i in range(30)]
 
@@ -192,7 +192,8 @@ def test_the_finish_reason_reaches_the_rewards(path, tokenizer):
     prompt = next(p for p in task.prompts(0, 26) if p.question == "7 + 7")
     ids = np.asarray(tokenizer.encode("\\boxed{14}", add_special_tokens=False))
     try:
-        rewards = score_responses(task.grader, tokenizer, [prompt], 2, [ids, ids], ["stop", "length"])
+        judged = judge_responses(task.grader, tokenizer, [prompt], 2, [ids, ids], ["stop", "length"])
+        rewards = task.grader.rewards(judged)
     finally:
         task.close()
     assert rewards.correct.tolist() == [True, False]
