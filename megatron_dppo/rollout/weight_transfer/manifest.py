@@ -3,14 +3,13 @@ those that their owner packed."""
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 
 from megatron_dppo.checkpoint.weight_layout import BucketLayout, Segment
 from megatron_dppo.errors import UserError
@@ -71,11 +70,6 @@ class Manifest:
                     self.check(name, slot.shape)
         self.end()
 
-    @property
-    def elements(self) -> int:
-        """Numbers brought by the sync so far."""
-        return sum(prod(shape) for shape in self._seen.values())
-
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes from the headers of a folder's safetensors files; no tensor is read."""
@@ -84,15 +78,11 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         raise UserError(f"{folder}: no .safetensors file; the engine needs a Hugging Face checkpoint in that format")
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
-        with file.open("rb") as stream:
-            try:
-                (length,) = struct.unpack("<Q", stream.read(8))
-                if length > file.stat().st_size:
-                    raise ValueError("header longer than the file")
-                header = json.loads(stream.read(length))
-                shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-            except (struct.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-                raise UserError(f"{file}: not a readable safetensors file ({error!r}); write it again") from error
+        try:
+            with safe_open(file, "pt") as stored:
+                shapes |= {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file}: not a readable safetensors file ({error}); write it again") from error
     return shapes
 
 
