@@ -3,7 +3,7 @@
 Two engines of one model live side by side, R3 off and R3 on; every other difference is an option of the requests, so
 that the variants can be interleaved. The model is Qwen3-30B-A3B with fewer layers and random weights (written by this
 script; nothing is downloaded). `--tiny` runs the whole path in a minute on a CPU. Besides tokens per second the table
-gives the CPU seconds of vLLM's core and of the client, and what one step costs each in Python (no GPU involved).
+gives the CPU seconds of vLLM's core and of the client.
 
     PYTHONPATH=. VLLM_USE_FLASHINFER_SAMPLER=0 python tools/bench_rollout.py --seconds 480 --out $OUT
 
@@ -30,9 +30,6 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
-
-from rollout_host_costs import host_costs
 
 from examples.paper.make_shapes import SHAPES
 from megatron_dppo.launch import exit_status
@@ -42,8 +39,6 @@ from megatron_dppo.rollout.vllm.record_frame import HOLD, ResponseRecord
 from megatron_dppo.rollout.vllm.start import engine_environment, engine_options, quantization_options
 
 K = 20
-TOPK_ON_GPU = {"topk_on_gpu": K}
-"""`extra_args` of requests whose top-K the logits processor of `tools/topk_processor.py` records."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,6 @@ MAIN = (
     Variant("top-20 + R3, vLLM's own outputs", "on", K),
     FRAME,
     Variant("sampled + R3, vLLM's own outputs", "on", 0),
-    Variant("top-20 on the GPU (logits processor) + sampled + R3", "on", 0, tuple(TOPK_ON_GPU.items())),
 )
 FP8 = {one: replace(one, name=f"{one.name}, fp8", engine=f"{one.engine} fp8") for one in (BASE, FRAME)}
 EXTRA = (
@@ -140,8 +134,6 @@ def start_engine(
         options |= {
             "enable_return_routed_experts": True,
             "scheduler_cls": "megatron_dppo.rollout.vllm.record_scheduler.record_scheduler",
-            "logits_processors": ["tools.topk_processor:TopKRecorder"],
-            "worker_extension_cls": "tools.topk_processor.TopKReader",
         }
     if tiny:
         config = RolloutConfig(max_num_seqs=load.sequences, max_prompt_tokens=64, max_response_tokens=64)
@@ -191,12 +183,6 @@ async def run_once(engine: Any, variant: Variant, load: Load, seed: int, layers:
     before, start = (cpu([client]), cpu(others)), time.perf_counter()
     outputs = await asyncio.gather(*(one(i) for i in range(load.sequences)))
     tokens = sum(consume(o.outputs[0], variant, load, layers) for o in outputs)
-    if dict(variant.extra) == TOPK_ON_GPU:
-        (path,) = await engine.collective_rpc("take_topk")
-        with np.load(path) as recorded:
-            if len(recorded["ids"]) < load.sequences * load.new_tokens or not np.isfinite(recorded["logp"]).all():
-                raise RuntimeError(f"the processor recorded {recorded['ids'].shape} ids")
-        os.unlink(path)
     seconds = time.perf_counter() - start
     return {
         "tokens_per_second": tokens / seconds,
@@ -330,15 +316,6 @@ def table(result: dict[str, Any]) -> str:
         f"{v['core_cpu_s']:>12.2f}{v['client_cpu_s']:>14.2f}"
         for v in result["variants"]
     ]
-    if not result["host_step_ms"]:
-        return "\n".join(lines)
-    lines.append(
-        f"\n{'Python per decode step of all sequences, ms':<54}{'encode':>10}{'decode':>10}{'bookkeeping':>13}"
-    )
-    lines += [
-        f"{name:<54}{c['encode_ms']:>10.2f}{c['decode_ms']:>10.2f}{c['bookkeeping_ms']:>13.2f}"
-        for name, c in result["host_step_ms"].items()
-    ]
     return "\n".join(lines)
 
 
@@ -371,10 +348,7 @@ def main() -> None:
     layers = options.layers
     if options.tiny:
         load, layers, options.repeats = Load(12, 10, 24), 2, 2
-    costs = {} if options.fp8 else host_costs(Load(256, 128, 512), recorded=K, layers=layers, topk=8)
-    result = asyncio.run(measure(options, load, layers)) | {"host_step_ms": costs}
-    (options.out / "bench_rollout.json").write_text(json.dumps(result, indent=1))
-    text = table(result)
+    text = table(asyncio.run(measure(options, load, layers)))
     (options.out / "bench_rollout.txt").write_text(text + "\n")
     print(text)
 
