@@ -58,8 +58,7 @@ the path is compared, not what the code says: an edit between two parts of a run
 FREE = (
     "run.dir", "run.name", "run.collective_timeout_minutes", "run.hang_minutes",
     "model.path",
-    "parallel.tensor", "parallel.pipeline", "parallel.virtual_pipeline", "parallel.context", "parallel.expert",
-    "parallel.expert_tensor", "parallel.sequence_parallel", "parallel.overlap_expert_exchange",
+    "parallel.*",
     "actor.max_tokens_per_microbatch", "actor.long_sequences", "actor.token_dispatcher", "actor.recompute",
     "actor.recompute_layers", "actor.max_skipped_steps",
     "optimizer.overlap_grad_reduce", "optimizer.overlap_param_gather", "optimizer.keep_on_gpu_gib",
@@ -73,22 +72,13 @@ FREE = (
     "rollout.weight_sync_bucket_mib", "rollout.start_timeout_s", "rollout.request_timeout_s",
     "rollout.stall_timeout_s", "rollout.max_engine_failures", "rollout.engines", "rollout.max_tokens_in_flight",
     "rollout.sync_timeout_s",
-    "task.data", "task.data.path", "task.data.subset", "task.data.split", "task.data.revision", "task.data.layout",
-    "task.data.fields", "task.data.fields.question", "task.data.fields.messages", "task.data.fields.answer",
-    "task.data.fields.solution", "task.date", "task.environment.sandbox", "task.environment.step_timeout_s",
+    "task.data.*", "task.date", "task.environment.sandbox", "task.environment.step_timeout_s",
     "task.agent.timeout_s", "task.agent.at_once", "task.agent.memory_mib",
     "task.rewards.timeout_s", "task.rewards.sandbox", "task.reward_workers",
     "task.reward_placement", "task.reward_memory_mib",
     "trainer.steps", "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.resume", "trainer.resume_changed",
     "trainer.export_hugging_face", "trainer.profile_step", "trainer.parity_check",
-    "evaluation.every", "evaluation.prompts", "evaluation.samples", "evaluation.sets", "evaluation.sets.name",
-    "evaluation.sets.prompt", "evaluation.sets.samples", "evaluation.sets.data.path",
-    "evaluation.sets.data.subset", "evaluation.sets.data.split", "evaluation.sets.data.revision",
-    "evaluation.sets.data.layout", "evaluation.sets.data.fields", "evaluation.sets.data.fields.question",
-    "evaluation.sets.data.fields.messages", "evaluation.sets.data.fields.answer",
-    "evaluation.sets.data.fields.solution", "evaluation.temperature", "evaluation.top_p",
-    "tracking.wandb", "tracking.trackio", "tracking.project", "tracking.samples_every", "tracking.samples",
-    "tracking.masked_tokens",
+    "evaluation.*", "tracking.*",
 )  # fmt: skip
 """The others: layout, budgets, patience, what is kept and shown. Where the data lie is free, what is in them is not
 (`facts`); of the model likewise."""
@@ -153,7 +143,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
     """The settings that are not what they were, each in words. Of a mapping (the preset's
     overrides) either side may have an entry that the other lacks. A setting that the schema did not know when the state
     was saved had its default's effect."""
-    gone = (name for name in sorted(before.keys() - now.keys()) if name not in FREE)  # FREE: as of an older version
+    gone = (name for name in sorted(before.keys() - now.keys()) if not _in(FREE, name))  # FREE: as of an older version
     found = {}
     for name in [*now, *gone]:
         section = name.rpartition(".")[0] + "."
