@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from pydantic import ValidationError
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from megatron_dppo.checkpoint import state_folder
-from megatron_dppo.checkpoint.first_rank import on_first_rank
+from megatron_dppo.checkpoint.first_rank import on_first_rank, raise_from_any
 from megatron_dppo.checkpoint.hf_files import HFFiles, StoredTensor
 from megatron_dppo.checkpoint.hf_import import (
     check_tensors,
@@ -83,38 +84,30 @@ def open_source(source: Path, base: Path | None, layout: ParallelConfig, allow_i
 
 def _hugging_face(source: Path, allow_inf: bool, console: Console) -> Source:
     raw = read_json_object(source / CONFIG)
-    if is_quantized(raw):
-        return _quantized(source, raw, console)
-    model = load_hf_config(source)
-    files = HFFiles(source)
-    check_tensors(files, model, stores_stacked_experts(files, model))
-    held = files.dtype if files.dtype in DTYPES.values() else torch.float32
-
-    def load(models: list[GPTModel], groups: ProcessGroupCollection) -> None:
-        with progress_bar(console, "reading") as progress:
-            load_hf_weights(models, model, groups, progress=progress, allow_inf=allow_inf)
-
+    quantized = is_quantized(raw)
+    if quantized:
+        read_as = reader(raw, source / CONFIG)
+        model = resolve_hf_config({name: value for name, value in raw.items() if name != FIELD}, path=source)
+        files, held = read_as(source), torch.bfloat16
+    else:
+        model, files = load_hf_config(source), HFFiles(source)
+        held = files.dtype if files.dtype in DTYPES.values() else torch.float32
+    stacked = stores_stacked_experts(files, model)
+    check_tensors(files, model, stacked)
+    check_tokenizer(source, model)
     finer = frozenset(
         name
         for name, tensor in files.tensors.items()
-        if tensor.dtype is torch.float32 and held.itemsize < 4 and name in model.tensors
+        if tensor.dtype is torch.float32 and held.itemsize < 4 and name in model.tensors and not quantized
     )
-    return Source("hf", model, held, next(iter(files.tensors.values())).file, load, files.tensors, finer)
-
-
-def _quantized(source: Path, raw: dict[str, Any], console: Console) -> Source:
-    read_as = reader(raw, source / CONFIG)
-    model = resolve_hf_config({name: value for name, value in raw.items() if name != FIELD}, path=source)
-    files = read_as(source)
-    check_tensors(files, model, stacked=False)
-    check_tokenizer(source, model)
 
     def load(models: list[GPTModel], groups: ProcessGroupCollection) -> None:
+        raise_from_any(lambda: files.check_weights((dist.get_rank(), dist.get_world_size())))
         with progress_bar(console, "reading") as progress:
-            fill_parameters(models, model, groups, files, progress=progress)
+            fill_parameters(models, model, groups, files, stacked=stacked, progress=progress, allow_inf=allow_inf)
 
     first = next(iter(files.tensors.values())).file
-    return Source("hf", model, torch.bfloat16, first, load, files.tensors, quantized=True)
+    return Source("hf", model, held, first, load, files.tensors, finer, quantized=quantized)
 
 
 def _megatron_lm(folder: Path, base: Path | None, allow_inf: bool, console: Console) -> Source:
