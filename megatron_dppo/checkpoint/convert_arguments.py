@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.launch.arguments import real, whole
 from megatron_dppo.launch.imports import ignore_warnings_of_libraries
 
 DESCRIPTION = (
@@ -34,7 +33,9 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--verify", action="store_true", help="read the result again and compare logits")
     parser.add_argument("--overwrite", action="store_true", help="replace what is at OUTPUT")
-    parser.add_argument("--shard-gb", type=float, default=5.0, help="largest Hugging Face weight file, GB (default 5)")
+    parser.add_argument(
+        "--shard-gb", type=real(1e-9), default=5.0, help="largest Hugging Face weight file, GB (default 5)"
+    )
     parser.add_argument(
         "--base",
         type=Path,
@@ -42,22 +43,18 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
         help="model that a state's adapters were trained on, or whose config.json Megatron-LM's folder goes with",
     )
     for name in _LAYOUT:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=1, metavar="N", help="of this conversion")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=whole(), default=1, metavar="N", help="of this conversion"
+        )
 
 
 def run_convert(arguments: argparse.Namespace) -> int:
     """Convert as the parsed arguments say."""
-    if not 0 < arguments.shard_gb < math.inf:
-        raise UserError(f"--shard-gb {arguments.shard_gb:g}: must be a number above 0")
-
     ignore_warnings_of_libraries()
     from megatron_dppo.checkpoint.convert import convert_command
     from megatron_dppo.models.parallel import ParallelConfig
 
     sizes = {name: getattr(arguments, name) for name in _LAYOUT}
-    for name, size in sizes.items():
-        if size < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {size}")
     convert_command(
         arguments.source,
         arguments.output,

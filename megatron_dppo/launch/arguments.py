@@ -1,5 +1,5 @@
-"""Kinds of arguments (`type=` of argparse) of tools and examples: a wrong one is refused by its name, with exit status
-2, before anything is begun."""
+"""Kinds of arguments (`type=` of argparse) of commands, tools and examples: a wrong one is refused by its name, with
+exit status 2, before anything is begun."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, get_args
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.json_object import read_json_object
+from megatron_dppo.launch.arguments import real, whole
 from megatron_dppo.models.lora.config import TARGETS, LoraConfig
 from megatron_dppo.models.parallel import Recompute
 from megatron_dppo.planner.gpus import GPUS, MEASURED, find_gpu
@@ -60,32 +61,34 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="Hugging Face folder, or a config.json; with --config: config keys to change",
     )
     parser.add_argument("--config", type=Path, metavar="RUN.yaml", help="plan exactly this run, in place of a model")
-    parser.add_argument("--gpus", type=int, required=True, help="GPUs of the whole job")
+    parser.add_argument("--gpus", type=whole(), required=True, help="GPUs of the whole job")
     parser.add_argument(
         "--gpu",
         default="h100-80g",
         help=f"their kind: {', '.join(GPUS)} (%(default)s); measured are {', '.join(MEASURED)}",
     )
-    parser.add_argument("--rollout-gpus", type=int, help="GPUs of them that only generate; 0: engines share the GPUs")
+    parser.add_argument(
+        "--rollout-gpus", type=whole(0), help="GPUs of them that only generate; 0: engines share the GPUs"
+    )
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("cp", "context")):
-        parser.add_argument(f"--{name}", type=int, dest=what, metavar="N", help=f"{what}-parallel size (searched)")
-    parser.add_argument("--engine-tp", type=int, metavar="N", help="GPUs of one vLLM engine (searched)")
+        parser.add_argument(f"--{name}", type=whole(), dest=what, metavar="N", help=f"{what}-parallel size (searched)")
+    parser.add_argument("--engine-tp", type=whole(), metavar="N", help="GPUs of one vLLM engine (searched)")
     parser.add_argument(
         "--recompute", choices=get_args(Recompute), help="activation recomputation (the least that fits)"
     )
     with_default = functools.partial(_with_default, parser)
     with_default("sequence", "tokens of the longest sequence")
     with_default("prompt", "of them prompt")
-    parser.add_argument("--mean-response", type=int, help="tokens of an average response (all that fits)")
-    parser.add_argument("--microbatch-tokens", type=int, help="budget of a pack (a whole sequence, 16384 at least)")
+    parser.add_argument("--mean-response", type=whole(), help="tokens of an average response (all that fits)")
+    parser.add_argument("--microbatch-tokens", type=whole(), help="budget of a pack (a whole sequence, 16384 at least)")
     skew = "rows of the fullest expert-parallel rank over the mean (%(default)s)"
-    parser.add_argument("--imbalance", type=float, default=EXPERT_IMBALANCE, help=skew)
+    parser.add_argument("--imbalance", type=real(1, 1e6), default=EXPERT_IMBALANCE, help=skew)
     with_default("prompts", "per rollout step")
     with_default("samples", "answers per prompt")
     with_default("mini_batch", "prompts per gradient step")
     with_default("ppo_epochs", "passes over each rollout, trainer.ppo_epochs")
     parser.add_argument(
-        "--lora-rank", type=int, metavar="N", help="train adapters of this rank, lora.rank (all weights)"
+        "--lora-rank", type=whole(), metavar="N", help="train adapters of this rank, lora.rank (all weights)"
     )
     parser.add_argument(
         "--lora-targets", nargs="+", choices=TARGETS, help="layers that get adapters, lora.targets (all of these)"
@@ -96,7 +99,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _with_default(parser: argparse.ArgumentParser, name: str, what: str) -> None:
     """An option whose default is filled in later, so that one that was given is told from one that was not."""
-    parser.add_argument(_option(name), type=int, help=f"{what} ({_DEFAULTS[name]})")
+    default = _DEFAULTS[name]
+    parser.add_argument(_option(name), type=whole(min(1, default)), help=f"{what} ({default})")
 
 
 def _option(name: str) -> str:
@@ -107,8 +111,6 @@ def _option(name: str) -> str:
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """0 where something fits, 1 where nothing does, 2 where the configuration is refused."""
-    if not 1 <= arguments.imbalance <= 1e6:
-        raise UserError(f"--imbalance {arguments.imbalance}: must be from 1 to 1e6")
     if arguments.config is not None:
         return _plan_config(arguments)
     if not arguments.model:
@@ -146,8 +148,6 @@ def _plan_config(arguments: argparse.Namespace) -> int:
             raise UserError(
                 f"{_option(name)} goes with MODEL_CONFIG; with --config the configuration decides: set {key}=VALUE"
             )
-    if arguments.gpus < 1:
-        raise UserError(f"--gpus {arguments.gpus}: must be 1 or more")
     # The rules that `train` and `doctor` know too.
     config = load_config(arguments.config, arguments.model)
     findings = list(check_sections(config))
@@ -188,13 +188,13 @@ def _plan_model(arguments: argparse.Namespace) -> int:
     model = read_model(arguments.model)
     workload = _workload(arguments)
     wanted = Wanted(
-        tensor=_positive(arguments, "tensor", "--tp"),
-        pipeline=_positive(arguments, "pipeline", "--pp"),
-        context=_positive(arguments, "context", "--cp"),
-        expert=_positive(arguments, "expert", "--ep"),
+        tensor=arguments.tensor,
+        pipeline=arguments.pipeline,
+        context=arguments.context,
+        expert=arguments.expert,
         recompute=arguments.recompute,
-        microbatch_tokens=_positive(arguments, "microbatch_tokens", "--microbatch-tokens"),
-        engine_tensor=_positive(arguments, "engine_tp", "--engine-tp"),
+        microbatch_tokens=arguments.microbatch_tokens,
+        engine_tensor=arguments.engine_tp,
         rollout_gpus=arguments.rollout_gpus,
         expert_imbalance=arguments.imbalance,
         lora=_lora(arguments, model),
@@ -227,7 +227,7 @@ def read_model(path: Path) -> HFConfig:
 def _lora(arguments: argparse.Namespace, model: HFConfig) -> LoraConfig | None:
     from megatron_dppo.models.lora.size import check_targets
 
-    rank, targets = _positive(arguments, "lora_rank", "--lora-rank"), arguments.lora_targets
+    rank, targets = arguments.lora_rank, arguments.lora_targets
     if rank is None:
         if targets:
             raise UserError("--lora-targets: give --lora-rank as well; without it all weights are trained")
@@ -240,17 +240,13 @@ def _lora(arguments: argparse.Namespace, model: HFConfig) -> LoraConfig | None:
 
 
 def _workload(arguments: argparse.Namespace) -> Workload:
-    for name in ("sequence", "prompt", "prompts", "samples", "mini_batch", "ppo_epochs"):
-        _positive(arguments, name, f"--{name.replace('_', '-')}")
     if arguments.prompt >= arguments.sequence:
         raise UserError(f"--prompt {arguments.prompt} leaves no room for a response in --sequence {arguments.sequence}")
     if arguments.prompts % arguments.mini_batch:
         raise UserError(f"--mini-batch {arguments.mini_batch} does not divide --prompts {arguments.prompts}")
     response = arguments.sequence - arguments.prompt
-    if arguments.topk < 0:
-        raise UserError(f"--topk {arguments.topk}: must be 0 or more")
     mean = arguments.mean_response if arguments.mean_response is not None else response
-    if not 0 < mean <= response:
+    if mean > response:
         raise UserError(f"--mean-response {mean}: must be from 1 to {response} (--sequence less --prompt)")
     return Workload(
         sequences=arguments.prompts * arguments.samples,
@@ -261,10 +257,3 @@ def _workload(arguments: argparse.Namespace) -> Workload:
         topk=arguments.topk,
         ppo_epochs=arguments.ppo_epochs,
     )
-
-
-def _positive(arguments: argparse.Namespace, name: str, option: str) -> int | None:
-    value = getattr(arguments, name)
-    if value is not None and value < 1:
-        raise UserError(f"{option} {value}: must be 1 or more")
-    return value

@@ -60,9 +60,7 @@ class SearchResult:
 
 def search(model: HFConfig, gpu: Gpu, gpus: int, workload: Workload, wanted: Wanted) -> SearchResult:
     """Raises UserError for impossible numbers."""
-    if gpus < 1:
-        raise UserError(f"--gpus {gpus}: must be 1 or more")
-    if wanted.rollout_gpus is not None and not 0 <= wanted.rollout_gpus < gpus:
+    if wanted.rollout_gpus is not None and wanted.rollout_gpus >= gpus:
         raise UserError(f"--rollout-gpus {wanted.rollout_gpus}: must be from 0 to {gpus - 1} (of --gpus {gpus})")
     size, own = wanted.engine_tensor or 1, wanted.rollout_gpus or gpus
     if own % size or model.heads % size or (not wanted.rollout_gpus and size > gpu.gpus_per_node):

@@ -134,11 +134,9 @@ def test_the_command_runs_in_one_process(source: Path, tmp_path: Path) -> None:
 
 
 def test_refusals_name_what_is_wrong(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--tensor must be at least 1"):
-        run_convert(parsed(source, tmp_path / "out", "--tensor", 0))
-    for size in ("0", "-1", "nan", "inf"):
-        with pytest.raises(UserError, match=r"--shard-gb .*: must be a number above 0"):
-            run_convert(parsed(source, tmp_path / "out", f"--shard-gb={size}"))
+    for option in ("--tensor=0", "--shard-gb=0", "--shard-gb=-1", "--shard-gb=nan", "--shard-gb=inf"):
+        with pytest.raises(SystemExit):
+            parsed(source, tmp_path / "out", option)
     (tmp_path / "empty").mkdir()
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     refusals = {

@@ -305,8 +305,8 @@ def test_the_command_with_adapters_and_passes(config_json: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lora-rank", "0"], "--lora-rank 0: must be 1 or more"),
-        (["--ppo-epochs", "0"], "--ppo-epochs 0: must be 1 or more"),
+        (["--lora-rank", "0"], "--lora-rank: 0 must be 1 or more"),
+        (["--ppo-epochs", "0"], "--ppo-epochs: 0 must be 1 or more"),
         (["--lora-targets", "o"], "--lora-targets: give --lora-rank as well"),
         (["--lora-rank", "8", "--lora-targets", "o", "o"], "--lora-targets o o: name each once"),
         (["--lora-rank", "8", "--lora-targets", "mlp"], "name no layer of this qwen3_moe model"),

@@ -360,17 +360,17 @@ def test_a_model_too_large_for_an_engine_of_one_node(tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpus", "8", "--topk", "-1"], "--topk -1: must be 0 or more"),
-        (["--gpus", "0"], "--gpus 0: must be 1 or more"),
+        (["--gpus", "8", "--topk", "-1"], "--topk: -1 must be 0 or more"),
+        (["--gpus", "0"], "--gpus: 0 must be 1 or more"),
         (["--gpus", "8", "--gpu", "h1000"], "--gpu h1000: not known; there are h100-80g"),
         (["--gpus", "8", "--tp", "3"], "not a multiple of tensor x pipeline x context"),
-        (["--gpus", "8", "--ep", "8", "--tp", "0"], "--tp 0: must be 1 or more"),
+        (["--gpus", "8", "--ep", "8", "--tp", "0"], "argument --tp: 0 must be 1 or more"),
         (["--gpus", "8", "--rollout-gpus", "8"], "must be from 0 to 7"),
         (["--gpus", "8", "--prompt", "20000"], "leaves no room for a response"),
         (["--gpus", "8", "--mini-batch", "7"], "--mini-batch 7 does not divide --prompts 256"),
         (["--gpus", "8", "--mean-response", "99999"], "must be from 1 to 16384"),
-        (["--gpus", "8", "--imbalance", "0.5"], "--imbalance 0.5: must be from 1 to 1e6"),
-        (["--gpus", "8", "--imbalance", "inf"], "--imbalance inf: must be from 1 to 1e6"),
+        (["--gpus", "8", "--imbalance", "0.5"], "--imbalance: 0.5 must be 1 or more and less than 1e+06"),
+        (["--gpus", "8", "--imbalance", "inf"], "--imbalance: inf must be 1 or more and less than 1e+06"),
         (["--gpus", "6", "--engine-tp", "4"], "--engine-tp 4: must divide the 6 GPUs of the engines"),
         (
             ["--gpus", "12", "--engine-tp", "3"],
