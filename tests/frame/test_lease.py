@@ -288,5 +288,5 @@ def test_two_evaluations_into_one_folder(tmp_path: Path, capsys: pytest.CaptureF
         refused(arguments, out, first.pid, capsys)
     assert sorted(path.name for path in out.iterdir()) == ["q.jsonl", "summary.json"]
     rows = [json.loads(line) for line in (out / "q.jsonl").read_text().splitlines()[1:]]
-    assert [(row["prompt"], row["sample"]) for row in rows] == [(i, j) for i in range(3) for j in range(2)]
+    assert sorted((row["prompt"], row["sample"]) for row in rows) == [(i, j) for i in range(3) for j in range(2)]
     assert json.loads((out / "summary.json").read_text())["q"]["questions"] == 3
