@@ -42,6 +42,7 @@ from megatron_dppo.checkpoint.training_state import Trainee
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.errors import listed
 from megatron_dppo.models.hf_config import HFConfig
+from megatron_dppo.models.live import buffers
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.router_replay.replay import RouterReplayController
@@ -93,6 +94,9 @@ class MegatronActor:
         self._reference = None if reference_kl is None else ReferencePolicy(self.model)
         self._vocab_size, self._normaliser = hf_config.vocab_size, normaliser
         self._skipped_in_a_row = 0
+        moved = self.model if config.router_bias_update_rate else []
+        self._biases = [bias for chunk in moved for _, bias in buffers(chunk)]
+        """Correction biases that Megatron-Core moves with the gradients: before a step is known to be taken."""
         self.phases = Phases()
         """Names the parts of a step for profiles (`megatron_dppo.actor.profiling`)."""
 
@@ -229,6 +233,7 @@ class MegatronActor:
             totals.add_plan(plan)
             self._aux_losses.start(plan.padded_rows)
             controller = RouterReplayController(self._passes.routers) if self._passes.replay != "none" else None
+            biases = [bias.clone() for bias in self._biases]
             with self.phases("forward and backward"), progress.inside():
                 reports = self._passes.run(microbatches, objective, replay=controller, forward_only=False)
                 prepare_step(self.optimizer)
@@ -248,14 +253,16 @@ class MegatronActor:
                 with progress.inside():
                     outcome = guarded_step(self.optimizer, self.scheduler, loss_is_finite=finite)
                 self.optimizer.zero_grad()  # parameter by parameter, while the device steps
+                if not outcome.applied:
+                    for bias, before_step in zip(self._biases, biases, strict=True):
+                        bias.copy_(before_step)
             progress.step(applied=outcome.applied)
             self._watch_finite(outcome.applied or outcome.overflowed, reports)
             totals.add_step(loss, outcome)
 
         # What all of them came to.
         self.complete_weights()
-        sequences_in_all = signal.epochs * sum(len(sequences) for sequences in signal.mini_batches)
-        finals = metrics.finalize(sequences_in_all)
+        finals = metrics.finalize(signal.epochs * sum(map(signal.episodes_of, signal.mini_batches)))
         policy = {f"policy/{_SHORT_NAMES.get(name, name)}": value for name, value in finals.items()}
         policy |= {f"mismatch/{name}": value for name, value in mismatch.items()}
         pulled = reduce_bytes(source.pulled_bytes - pulled_before, device)

@@ -76,9 +76,10 @@ class TokenMetrics:
     def finalize(self, sequences: int, *, reward_bound: float | None = None) -> dict[str, float]:
         """The metrics by name, after the last merge. This is the only place that waits for the device.
 
-        Args: `sequences` of the batch these tokens come from; `reward_bound` is xi = max |R(y)| (Theorem 3.2), by
-        default the largest |return| seen. Without trainable tokens only `tokens` is returned; metrics of what was
-        not given (divergence, entropy, KL to a reference), and of masked tokens where none is, are absent.
+        Args: `sequences` of the batch these tokens come from (episodes, where one has several); `reward_bound` is xi =
+        max |R(y)| (Theorem 3.2), by default the largest |return| seen. Without trainable tokens only `tokens` is
+        returned; metrics of what was not given (divergence, entropy, KL to a reference), and of masked tokens where
+        none is, are absent.
 
         Names: tokens; abs_prob_diff_mean and _max (the paper's |pi - mu|); divergence_mean and _max (the
         preset's D); masked_fraction, masked_fraction_positive and _negative (blocked tokens of A > 0 among
@@ -282,7 +283,7 @@ def _linear_penalty(abs_ratio_deviation: float, xi: float, sequences: int) -> fl
 
 
 def _exp(log_value: float) -> float:
-    return math.exp(log_value) if log_value < 709.0 else math.inf
+    return math.inf if log_value >= 709.0 else math.exp(log_value)  # NaN stays
 
 
 def _bin_of(log_ratio: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ def spans_of(lesson: Lesson) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return sequence, row, advantage
 
 
-def step(rank: int, path: str, layout: dict, lesson: Lesson, with_spans: bool) -> tuple[np.ndarray, float]:
-    """Tokens as the weights see them before the step, and its loss."""
+def step(rank: int, path: str, layout: dict, lesson: Lesson, with_spans: bool) -> tuple[np.ndarray, float, float]:
+    """Tokens as the weights see them before the step, its loss, and the surrogate of its rewards."""
     from megatron_dppo.actor.signal import Spans, TrainingSignal
     from megatron_dppo.batch import InMemorySource
 
@@ -31,7 +31,8 @@ def step(rank: int, path: str, layout: dict, lesson: Lesson, with_spans: bool) -
     tokens = actor.parity(source, replay=True, keep=100_000).tokens
     everything, spans = [np.arange(len(lesson.batch))], Spans(*spans_of(lesson)) if with_spans else None
     signal = TrainingSignal(lesson.advantages, lesson.advantages, everything, episode=EPISODE, spans=spans)
-    return tokens, actor.update(source, signal).metrics["optimizer/loss"]
+    metrics = actor.update(source, signal).metrics
+    return tokens, metrics["optimizer/loss"], metrics["policy/surrogate"]
 
 
 @pytest.mark.parametrize("layout", ["1 rank", "CP2"])
@@ -40,7 +41,7 @@ def test_the_loss_averages_over_episodes_and_takes_the_advantage_of_each_row(wor
     lesson = world.lesson
     assert len(lesson.batch) == len(EPISODE)
     found = [run_ranks(step, ranks, str(world.path), sizes, lesson, spans)[0] for spans in (False, True)]
-    tokens, losses = found[0][0], [loss for _, loss in found]
+    tokens, losses = found[0][0], [loss for _, loss, _ in found]
     mu, pi = tokens[:, 0].astype(np.float64), tokens[:, 1].astype(np.float64)
     sequence, row = tokens[:, 3].astype(int), tokens[:, 4].astype(int)
     first, second = spans_of(lesson)[2].reshape(-1, 2).T
@@ -50,3 +51,6 @@ def test_the_loss_averages_over_episodes_and_takes_the_advantage_of_each_row(wor
     constant = sums[0] / (len(np.unique(EPISODE)) * losses[0])
     assert constant == pytest.approx(round(constant), rel=1e-4)  # the normaliser, in tokens
     assert losses[1] == pytest.approx(sums[1] / (len(np.unique(EPISODE)) * round(constant)), rel=1e-4)
+    rewards = lesson.advantages[sequence]  # of an episode: Eq. 5 is a mean over those
+    surrogate = (rewards * (np.exp(pi - mu) - 1)).sum() / len(np.unique(EPISODE))
+    assert [of for _, _, of in found] == pytest.approx([surrogate] * 2, rel=1e-4)

@@ -57,6 +57,14 @@ def test_it_moves_by_load_where_that_is_asked_for(world: World, layout: str) -> 
         assert np.abs(bias - loaded(world)[name]).max() > 2 * RATE
 
 
+def test_a_skipped_step_does_not_move_it(world: World) -> None:
+    """Infinite advantages: the loss of the one step is not finite."""
+    endless = replace(world.lesson, advantages=np.full(12, np.inf), updates=[[np.arange(12)]])
+    found = run_ranks(biases, 1, world.path, {}, endless, "float32", RATE)[0]
+    for name, bias in loaded(world).items():
+        np.testing.assert_array_equal(found[name], bias, err_msg=name)
+
+
 def test_it_is_held_and_not_rounded(world: World) -> None:
     found = run_ranks(biases, 1, world.path, {}, world.lesson, "bfloat16", 0.0)[0]
     for name, bias in loaded(world).items():

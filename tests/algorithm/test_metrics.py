@@ -201,3 +201,10 @@ def test_masked_tokens_agree_with_the_masked_fraction() -> None:
     assert counts[1].sum().item() == round(
         got["masked_fraction_negative"] * int((rows.advantages[rows.mask] < 0).sum())
     )
+
+
+def test_a_ratio_that_is_nan_shows_as_nan() -> None:
+    """In the mean and both ends, and not as a ratio that overflowed."""
+    pi, mu, rows = torch.tensor([torch.nan, -1.0]), torch.tensor([-1.0, -1.0]), torch.ones(2)
+    found = policy_loss(presets.get("pg-is"), pi, mu, rows, loss_mask=rows).metrics.finalize(1)
+    assert all(math.isnan(found[f"ratio_{which}"]) for which in ("mean", "min", "max"))
