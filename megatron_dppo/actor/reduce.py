@@ -113,12 +113,13 @@ class StepTotals:
         self.imbalance = max(self.imbalance, plan.imbalance)
 
     def metrics(self) -> dict[str, float]:
-        """Means over the gradient steps, and totals."""
+        """Means over the gradient steps, the largest norm, and totals."""
         steps = len(self.losses)
         norms = [o.grad_norm for o in self.outcomes if o.applied]
         result = {
             "optimizer/loss": sum(self.losses) / steps,
             "optimizer/grad_norm": sum(norms) / len(norms) if norms else float("nan"),
+            "optimizer/grad_norm_max": max(norms, default=float("nan")),
             "optimizer/lr": self.outcomes[-1].lr,
             "optimizer/skipped_steps": float(steps - len(norms)),
             "optimizer/overflowed_steps": float(sum(o.overflowed for o in self.outcomes)),

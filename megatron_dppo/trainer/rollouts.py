@@ -244,7 +244,7 @@ class RolloutCollector:
             "data/topk_bytes": float(handle.topk_bytes.sum()),
             "data/tokens": float(handle.lengths.sum()),
         }
-        metrics |= _part_metrics(rewards) | extra
+        metrics |= group_metrics(rewards, samples) | _part_metrics(rewards) | extra
         # What every rank gets.
         looked = tuple(sample.sequence for sample in looked_at)
         experience = Experience(handle, groups.rewards.reward.astype(np.float32), metrics, looked, window=window)
@@ -370,6 +370,18 @@ def training_sampling(rollout: RolloutConfig) -> SamplingConfig:
         top_k_logprobs=rollout.top_k_logprobs,
         stop_token_ids=rollout.stop_token_ids,
     )
+
+
+def group_metrics(rewards: Rewards, samples: int) -> dict[str, float]:
+    """Fractions of the groups, `samples` answers each: all earned the same, so that a baseline leaves nothing to learn;
+    all are right; none is."""
+    reward, correct = rewards.reward.reshape(-1, samples), rewards.correct.reshape(-1, samples)
+    found = {
+        "equal": reward.max(axis=1) == reward.min(axis=1),
+        "solved": correct.all(axis=1),
+        "unsolved": ~correct.any(axis=1),
+    }
+    return {f"reward/{name}_groups_fraction": float(groups.mean()) for name, groups in found.items()}
 
 
 def _part_metrics(rewards: Rewards) -> dict[str, float]:

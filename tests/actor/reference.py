@@ -320,6 +320,7 @@ def compare_metrics(
     off = max(rel * np.mean([step.size for step in steps]), 2 * moved)
     assert metrics["optimizer/loss"] == pytest.approx(np.mean([s.loss for s in steps]), rel=0, abs=off), case
     assert metrics["optimizer/grad_norm"] == pytest.approx(np.mean([s.norm for s in steps]), rel=1.5 * rel), case
+    assert metrics["optimizer/grad_norm_max"] == pytest.approx(max(s.norm for s in steps), rel=1.5 * rel), case
 
 
 def compare_training(

@@ -15,8 +15,9 @@ from megatron_dppo.config.trainer import TrainerConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.stored import columns_of
+from megatron_dppo.tasks.task import Rewards
 from megatron_dppo.trainer.episodes import TurnReturns
-from megatron_dppo.trainer.rollouts import Experience
+from megatron_dppo.trainer.rollouts import Experience, group_metrics
 from tests.batch.rollouts import random_batch
 
 REWARDS = np.array([1, 0, 0, 1, 1, 1, 0, 0], dtype=np.float32)
@@ -111,3 +112,14 @@ def test_turns_are_compared_with_the_turns_of_their_number() -> None:
     sequence = torch.tensor([0, 0, 0, 1, 1, 2, 3])
     row = torch.tensor([4, 8, 9, 4, 100, 6, 2])
     np.testing.assert_allclose(spans.on(sequence.device)(sequence, row), [1, 1, -1, -1, -1, 1, 0])
+
+
+def test_groups_that_teach_nothing_are_counted() -> None:
+    """Of four groups of two one is all right, one not at all though its rewards differ, and one has equal rewards."""
+    reward = np.array([1, 1, 0.2, 0, 0, 1, 0.5, 0.5], dtype=np.float32)
+    rewards = Rewards(reward=reward, correct=reward >= 1, well_formed=reward > 0)
+    assert group_metrics(rewards, 2) == {
+        "reward/equal_groups_fraction": 0.5,
+        "reward/solved_groups_fraction": 0.25,
+        "reward/unsolved_groups_fraction": 0.5,
+    }
