@@ -125,7 +125,7 @@ def test_numbers_that_are_none_are_refused_by_their_tensor(tmp_path: Path) -> No
 
 
 def test_the_command_runs_in_one_process(source: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megatron_dppo.cli", "convert", str(source), str(tmp_path / "out")]
+    command = [sys.executable, "tools/convert_hf_to_megatron.py", str(source), str(tmp_path / "out")]
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
