@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A Hugging Face folder to a Megatron-Core checkpoint: `megatron-dppo convert`, under the name that it has elsewhere.
+"""A Hugging Face folder to a Megatron-Core checkpoint (`megatron-dppo convert`).
 
 python tools/convert_hf_to_megatron.py SOURCE OUTPUT [--verify] ...
 torchrun --nproc-per-node 4 tools/convert_hf_to_megatron.py SOURCE OUTPUT --tensor 2 --expert 2 ...

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A Megatron-Core or Megatron-LM checkpoint to a Hugging Face folder: `megatron-dppo convert`, under the name that it has elsewhere.
+"""A Megatron-Core or Megatron-LM checkpoint to a Hugging Face folder (`megatron-dppo convert`).
 
 python tools/convert_megatron_to_hf.py SOURCE OUTPUT [--verify] ...
 torchrun --nproc-per-node 4 tools/convert_megatron_to_hf.py SOURCE OUTPUT --tensor 2 --expert 2 ...
