@@ -144,6 +144,19 @@ def _replay(config: Config, model: HFConfig, ranks: int) -> Finding | None:
     return None
 
 
+def _routers(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+    """Settings of routers that the model has not. Beside adapters a bias may not move anyway (`rules._router_bias`)."""
+    of_bias = () if config.lora else ("router_bias_update_rate",)
+    if model.moe is None:
+        names, what = ("load_balancing_loss", "router_z_loss", *of_bias), "the model has no experts, so no routers"
+    elif not model.moe.bias:
+        names, what = of_bias, f"the routers of {model.family.model_type} have no correction bias"
+    else:
+        return None
+    given = [f"actor.{name}={value:g}" for name in names if (value := getattr(config.actor, name))]
+    return error("algorithm", f"{' and '.join(given)}: {what}", "leave it out") if given else None
+
+
 def _vocabulary(config: Config, model: HFConfig, ranks: int) -> Finding | None:
     preset = config.algorithm.resolve()
     if not preset.needs_vocabulary or preset.topk == model.vocab_size:
@@ -188,6 +201,7 @@ MODEL: tuple[Callable[[Config, HFConfig, int], Finding | None], ...] = (
     _served,
     _adapters,
     _replay,
+    _routers,
     _pack,
     _positions,
     _vocabulary,

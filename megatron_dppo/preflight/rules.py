@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megatron_dppo.algorithm import KLEstimator, KLPlace, PresetError, try_own_code
+from megatron_dppo.algorithm import Anchor, KLEstimator, KLPlace, PresetError, try_own_code
 from megatron_dppo.algorithm.advantage import Baseline
 from megatron_dppo.config.schema import Config
 from megatron_dppo.launch.imports import load_callable
@@ -116,6 +116,30 @@ def _baseline(config: Config) -> Finding | None:
         f"trainer.samples_per_prompt=1 with algorithm.baseline={baseline}: an answer has no others to compare with, so "
         "every advantage would be 0",
         "sample several, or set algorithm.baseline=none",
+    )
+
+
+def _spread(config: Config) -> Finding | None:
+    if not config.algorithm.divide_by_std or config.trainer.samples_per_prompt > 1:
+        return None
+    problem = (
+        "algorithm.divide_by_std=true with trainer.samples_per_prompt=1: an answer alone has no spread to divide by"
+    )
+    return error("algorithm", problem, "sample several, or set it to false")
+
+
+def _one_gradient_step(config: Config) -> Finding | None:
+    """The policy is the recomputed one until the first step is taken."""
+    preset, trainer = config.algorithm.resolve(), config.trainer
+    steps = trainer.prompts_per_step // trainer.prompts_per_mini_batch * trainer.ppo_epochs
+    if preset.anchor is not Anchor.RECOMPUTED or steps > 1:
+        return None
+    return warning(
+        "algorithm",
+        f"algorithm.preset={config.algorithm.preset} masks what has moved away from the policy before the update, and "
+        f"trainer.prompts_per_mini_batch={trainer.prompts_per_mini_batch} makes one gradient step of a rollout, before "
+        "which nothing has: its trust region blocks no token",
+        "take several gradient steps, or a preset with the anchor rollout",
     )
 
 
@@ -280,6 +304,8 @@ SECTIONS: tuple[Callable[[Config], Finding | None], ...] = (
     _credit,
     _dynamic_sampling,
     _baseline,
+    _spread,
+    _one_gradient_step,
     _topk,
     _router_bias,
     _offload,

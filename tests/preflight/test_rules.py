@@ -102,6 +102,7 @@ def test_every_rule_is_broken_or_is_a_warning(config: Path, model: Path) -> None
         broken |= {rule.__name__ for rule in found}
     assert {rule.__name__ for rule in (*SECTIONS, *MODEL)} - broken == {
         "_hang",
+        "_one_gradient_step",
         "_adapters",
         "_recompute",
         "_unused",
@@ -216,6 +217,33 @@ def test_k1_in_the_loss_is_warned_of(config: Path) -> None:
     assert str(found).startswith("warning: algorithm: algorithm.reference_kl: the gradient of k1 in the loss is 0 on")
     for right in ("{coefficient: 0.1, estimator: k1, place: reward}", "{coefficient: 0, estimator: k1}", "null"):
         assert list(check_sections(load_config(config, [f"algorithm.reference_kl={right}"]))) == []
+
+
+def test_an_anchor_that_has_not_moved_is_warned_of(config: Path) -> None:
+    """Of 8 prompts a rollout."""
+    one, more = "trainer.prompts_per_mini_batch=8", "trainer.prompts_per_mini_batch=4"
+    for preset in ("minirl", "dppo-binary-kl-decoupled", "mask-0.5-recompute"):
+        (found,) = check_sections(load_config(config, [f"algorithm.preset={preset}", one]))
+        assert str(found) == (
+            f"warning: algorithm: algorithm.preset={preset} masks what has moved away from the policy before the "
+            "update, and trainer.prompts_per_mini_batch=8 makes one gradient step of a rollout, before which nothing "
+            "has: its trust region blocks no token; take several gradient steps, or a preset with the anchor rollout"
+        )
+        for right in (["trainer.ppo_epochs=2", one], [more]):
+            assert list(check_sections(load_config(config, [f"algorithm.preset={preset}", *right]))) == []
+    assert list(check_sections(load_config(config, ["algorithm.preset=grpo-clip-higher", one]))) == []
+
+
+def test_settings_of_routers_that_a_model_lacks(config: Path) -> None:
+    run = load_config(config, ["actor.load_balancing_loss=0.01", "actor.router_z_loss=0.001"])
+    (found,) = check_model(run, resolve_hf_config(CONFIGS["Qwen3-8B"]), RANKS)
+    assert str(found) == (
+        "error: algorithm: actor.load_balancing_loss=0.01 and actor.router_z_loss=0.001: the model has no experts, so "
+        "no routers; leave it out"
+    )
+    assert list(check_model(run, resolve_hf_config(CONFIGS["Qwen3-30B-A3B"]), 8)) == []
+    moved = load_config(config, ["actor.router_bias_update_rate=0.001"])
+    assert list(check_model(moved, resolve_hf_config(CONFIGS["GLM-4.5-Air"]), 8)) == []
 
 
 def test_adapters_that_fit_no_layer(config: Path, model: Path, tmp_path: Path) -> None:
