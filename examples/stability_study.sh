@@ -4,7 +4,7 @@
 #   bash examples/stability_study.sh [a.b=c ...]
 #
 # Each a.b=c overrides a key of examples/stability_study/stability_study.yaml in all runs, for example trainer.steps=200, or
-# trainer.engine_weight_noise=0.01 for a larger mismatch. Runs that are complete are not repeated, and one that was
+# an engine with noise on its weights (examples/noisy_engine.py) for a larger mismatch. Runs that are complete are not repeated, and one that was
 # interrupted goes on from its last checkpoint: start the same command again. A run that fails does not keep the others
 # from running; it is named at the end, and tried again the next time. Variables:
 #   OUT         folder of the study (default runs/stability_study); its runs are OUT/ALGORITHM/seed-N

@@ -25,6 +25,7 @@ SHORT = (
 )
 """Of the runs of a table: 512 answers and 4 gradient steps a step, 100 gradient steps in all. Compiling and capturing
 CUDA graphs would take longer than these answers do; one microbatch a gradient step has half the launches of two."""
+NOISY = Path(__file__).resolve().parents[1] / "noisy_engine.py"
 MIXTURE_GIB, DENSE_GIB = 29, 14
 """Of GPU memory that a run takes, trainer and engine."""
 
@@ -105,8 +106,8 @@ def of_experiment(experiment: str, seed: int, chosen: argparse.Namespace) -> Ite
                     "rollout.object_store_mib=640",  # two buckets of weights, and the answers
                 )
                 for noise in chosen.noise:
-                    noisy = f"trainer.engine_weight_noise={noise:g}"
-                    yield job(f"{algorithm}/{noise:g}", *one, rate, *precise, noisy, gib=2 * DENSE_GIB)
+                    noisy = (f"rollout.engine={NOISY}:noise_{round(1e6 * noise)}_seed_{seed}",) if noise else ()
+                    yield job(f"{algorithm}/{noise:g}", *one, rate, *precise, *noisy, gib=2 * DENSE_GIB)
 
 
 def _no_mixture(folder: Path | None) -> str:

@@ -38,9 +38,6 @@ class TrainerConfig(ConfigModel):
     profile_step: int | None = Field(default=None, ge=1)
     """Profile the training of this step: a table of time and memory by phase and by kind of work, and a Chrome trace of
     every rank in `run.dir`/profile. The step takes longer; null profiles none."""
-    engine_weight_noise: float = Field(default=0.0, ge=0.0)
-    """For studies of the training-inference mismatch: the engine gets every weight with Gaussian noise of this fraction
-    of its tensor's root mean square. 0 otherwise."""
     parity_check: bool = True
     """Before the first step, recompute the first rollout's log-probabilities with router replay on and off and log
     how far they are from the engine's (two forward passes)."""

@@ -21,7 +21,7 @@ from megatron_dppo.launch.nodes import ranks_in_all_and_here
 from megatron_dppo.rollout.config import ENGINES, RolloutConfig
 from megatron_dppo.rollout.engine import RolloutEngine, RolloutFleet
 from megatron_dppo.rollout.fleet.fleet import EngineFleet
-from megatron_dppo.rollout.fleet.object_store import Change, ObjectStoreSender
+from megatron_dppo.rollout.fleet.object_store import ObjectStoreSender
 from megatron_dppo.rollout.fleet.placement import find_places
 from megatron_dppo.rollout.fleet.store import RolloutSource
 from megatron_dppo.rollout.ray_session import RaySession
@@ -133,22 +133,12 @@ def open_rollout(handle: RolloutHandle) -> RolloutSource:
 
 
 def weight_sender(
-    config: RolloutConfig,
-    buckets: WeightBuckets,
-    device: torch.device,
-    change: Change | None,
-    control: dist.ProcessGroup | None = None,
+    config: RolloutConfig, buckets: WeightBuckets, device: torch.device, control: dist.ProcessGroup | None = None
 ) -> WeightSender:
-    """The sender of `rollout.weight_transfer`. `change` makes an engine's weights others than the trainer's, for a
-    study; UserError where weights do not pass the controller. `control`: of all ranks, for what is no weight."""
+    """The sender of `rollout.weight_transfer`. `control`: of all ranks, for what is no weight."""
     way = config.transfer_for(device.type)
     if way == "object_store":
-        return ObjectStoreSender(buckets, device, change)
-    if change is not None:
-        raise UserError(
-            "trainer.engine_weight_noise changes the weights on the controller, through which only "
-            f"rollout.weight_transfer=object_store sends them; here it is {way}"
-        )
+        return ObjectStoreSender(buckets, device)
     timeout_s = config.sync_timeout_s
     if way == "ipc":
         return IpcSender(buckets, device, timeout_s=timeout_s, lent=config.takes_turns, control=control)

@@ -51,7 +51,7 @@ RESULT = (
     "task.rewards.buffer_tokens", "task.rewards.max_response_tokens", "task.rewards.path", "task.rewards.bounds",
     "task.rewards.environment", "task.rewards.when.*",
     "trainer.prompts_per_step", "trainer.samples_per_prompt", "trainer.prompts_per_mini_batch",
-    "trainer.ppo_epochs", "trainer.engine_weight_noise",
+    "trainer.ppo_epochs",
 )  # fmt: skip
 """Settings that decide what the next step computes. `*` stands for the entries of a mapping. Of code that a path names
 the path is compared, not what the code says: an edit between two parts of a run is not noticed."""
@@ -93,6 +93,8 @@ _FOLLOWS = {
     ),
 }
 """Facts that change with settings, by the beginnings of these."""
+_REMOVED = {"trainer.engine_weight_noise": 0.0}
+"""Settings that there were, with the value that did nothing."""
 _LONGEST = 200
 _SAMPLED_TENSORS, _SAMPLED_VALUES = 1000, 2048
 
@@ -143,7 +145,11 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
     """The settings that are not what they were, each in words. Of a mapping (the preset's
     overrides) either side may have an entry that the other lacks. A setting that the schema did not know when the state
     was saved had its default's effect."""
-    gone = (name for name in sorted(before.keys() - now.keys()) if not _in(FREE, name))  # FREE: as of an older version
+    gone = (  # FREE and _REMOVED: as of an older version
+        name
+        for name in sorted(before.keys() - now.keys())
+        if not _in(FREE, name) and before[name] != _REMOVED.get(name)
+    )
     found = {}
     for name in [*now, *gone]:
         section = name.rpartition(".")[0] + "."

@@ -6,13 +6,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 
 import torch
 
 from megatron_dppo.actor.actor import MegatronActor
 from megatron_dppo.actor.runtime import Runtime
-from megatron_dppo.checkpoint.random_weights import normal
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.config.schema import Config
 from megatron_dppo.rollout.engine import EngineClient, WorkerReport
@@ -143,10 +141,8 @@ class WeightSync:
             if sliced and self._config.lora is not None:  # an adapter would be merged into a matrix for every slice
                 shares = 1
             self._buckets = self._actor.weight_buckets(rollout.weight_sync_bucket_mib << 20, shares, sliced=sliced)
-            noise = self._config.trainer.engine_weight_noise
-            change = partial(perturbed, noise=noise, seed=self._config.run.seed) if noise else None
             control = self._runtime.control
-            self._sender = weight_sender(self._rollout, self._buckets, self._runtime.device, change, control)
+            self._sender = weight_sender(self._rollout, self._buckets, self._runtime.device, control)
         return self._sender, self._buckets
 
     def _transfer(self, version: int, to: Recipients | None, clock: _Clock) -> None:
@@ -200,11 +196,3 @@ def _memory(device: torch.device) -> dict[str, float]:
         "memory/rank_peak_gib": torch.cuda.max_memory_allocated(device) / 2**30,
         "memory/gpu_used_gib": (total - free) / 2**30,
     }
-
-
-def perturbed(name: str, tensor: torch.Tensor, *, noise: float, seed: int) -> torch.Tensor:
-    """A weight with Gaussian noise of `noise` times its root mean square. The noise of a name is the same in every sync
-    of a run: like another kernel's rounding it leans one way, rather than averaging out over steps."""
-    values = tensor.float()
-    drawn = normal(name, tuple(tensor.shape), seed, tensor.device)
-    return (values + noise * values.square().mean().sqrt() * drawn).to(tensor.dtype)

@@ -8,17 +8,21 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from examples.noisy_engine import perturbed
 from examples.stability_study.study import BAD, LABELS, MISMATCH, PEERS, REWARD, Outcome, _main, options, report, table
+from megatron_dppo.checkpoint.weight_layout import Bucket, pack, unpack
 from megatron_dppo.config.load import load_config
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch.imports import load_callable
+from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.trainer.history import History, Series
-from megatron_dppo.trainer.weight_sync import perturbed
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "examples/stability_study/stability_study.yaml"
@@ -198,3 +202,21 @@ def test_noise_is_relative_repeatable_and_leans_one_way() -> None:
     assert first["b"].dtype == torch.bfloat16
     assert (first["a"] - weights["a"]).std().item() == pytest.approx(0.3, rel=0.05)
     assert (first["b"].float() - 1).std().item() == pytest.approx(0.1, rel=0.4)
+
+
+def test_the_noisy_engine_gives_vllm_every_weight_with_its_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    got: list[tuple[int, Bucket]] = []
+    plain = SimpleNamespace(receive_bucket=lambda version, bucket: got.append((version, bucket)))
+    monkeypatch.setattr("megatron_dppo.rollout.vllm.start.open_engine", lambda model, config: plain)
+    make = load_callable(f"{ROOT}/examples/noisy_engine.py:noise_100000_seed_3", named="")
+    with pytest.raises(UserError, match=r"needs rollout\.weight_transfer=object_store; set it"):
+        make(Path(), RolloutConfig())
+    engine = make(Path(), RolloutConfig(engine="noisy.py:noise_100000_seed_3", weight_transfer="object_store"))
+    weights = {"a": torch.randn(20, 5), "b": torch.ones(40, dtype=torch.bfloat16)}
+    (bucket,) = pack(weights.items(), 1 << 20)
+    bucket.payload.flags.writeable = False  # as Ray's are
+    engine.receive_bucket(7, bucket)
+    ((version, noisy),) = got
+    found = {slot.name: tensor for slot, tensor in unpack(noisy.slots, torch.from_numpy(noisy.payload))}
+    assert version == 7
+    assert all(torch.equal(found[n], perturbed(n, weights[n], noise=0.1, seed=3)) for n in weights)
