@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 
 import torch
@@ -15,136 +15,125 @@ from megatron_dppo.rollout.config import ENGINES
 from megatron_dppo.rollout.model_facts import ModelFacts, check_end, check_expert_parallel
 
 
-def _layout(config: Config, model: HFConfig, ranks: int) -> Finding | None:
-    found = attempt("layout", f"the model has to fit {ranks} ranks", lambda: config.parallel.check_fits(model, ranks))
-    return next(iter(found[1]), None)
+def _layout(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
+    remedy = f"the model has to fit {ranks} ranks"
+    yield from attempt("layout", remedy, lambda: config.parallel.check_fits(model, ranks))[1]
 
 
-def _recompute(config: Config, model: HFConfig, ranks: int) -> Finding | None:
-    if config.actor.recompute != "activation" or model.moe is not None:
-        return None
-    problem = "actor.recompute=activation computes parts of experts anew, and the model has none"
-    return error("layout", problem, "set it to none, selective or full")
+def _recompute(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
+    if config.actor.recompute == "activation" and model.moe is None:
+        problem = "actor.recompute=activation computes parts of experts anew, and the model has none"
+        yield error("layout", problem, "set it to none, selective or full")
 
 
-def _sequences(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+def _sequences(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
     """Every data-parallel rank trains on something in every gradient step."""
     trainer, data = config.trainer, config.parallel.data(ranks)
     sequences = trainer.prompts_per_mini_batch * trainer.samples_per_prompt
-    if sequences >= data:
-        return None
-    return error(
-        "batch",
-        f"a gradient step has {sequences} sequences for {data} data-parallel ranks: some would train on nothing",
-        "raise trainer.prompts_per_mini_batch, or use more model parallelism",
-    )
+    if sequences < data:
+        yield error(
+            "batch",
+            f"a gradient step has {sequences} sequences for {data} data-parallel ranks: some would train on nothing",
+            "raise trainer.prompts_per_mini_batch, or use more model parallelism",
+        )
 
 
-def _engines(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+def _engines(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
     """Colocated engines divide the trainer's GPUs among them."""
     tensor = config.rollout.tensor_parallel
-    if config.rollout.placement != "colocated" or not ranks % tensor:
-        return None
-    return error(
-        "engines",
-        f"rollout.placement=colocated: {ranks} ranks are not a multiple of rollout.tensor_parallel={tensor}",
-        "change one of them",
-    )
+    if config.rollout.placement == "colocated" and ranks % tensor:
+        problem = f"rollout.placement=colocated: {ranks} ranks are not a multiple of rollout.tensor_parallel={tensor}"
+        yield error("engines", problem, "change one of them")
 
 
-def _reduction(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+def _reduction(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
     """Gradients are rounded for a way that they go."""
     parallel = config.parallel
     dense = ranks // (parallel.tensor * parallel.pipeline)
     experts = ranks // (parallel.expert_tensor * parallel.expert * parallel.pipeline)
     if config.optimizer.grad_reduce_dtype == "float32" or dense > 1 or (model.moe is not None and experts > 1):
-        return None
-    return warning(  # a state may go on with the ranks that are there, and its setting must stay
+        return
+    yield warning(  # a state may go on with the ranks that are there, and its setting must stay
         "optimizer",
         f"optimizer.grad_reduce_dtype=bfloat16 does nothing: no two of {ranks} ranks have the same parameters",
         "a run that does not go on from another's state can leave it out",
     )
 
 
-def _padded_experts(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+def _padded_experts(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
     """vLLM fills the experts of a worker up to whole blocks of FP8 scales."""
     rollout = config.rollout
     workers = 1 if rollout.expert_parallel else rollout.tensor_parallel
     if rollout.quantization != "fp8" or model.moe is None or workers == 1:
-        return None
+        return
     width = model.moe.intermediate_size // workers
     problem = (
         f"rollout.quantization=fp8 with rollout.tensor_parallel={workers}: each GPU has {width} rows of every expert, "
         f"and vLLM pads them to {-(-width // 128) * 128}: memory and time for nothing"
     )
-    remedy = "set rollout.expert_parallel=true, or lower rollout.tensor_parallel"
-    return warning("engines", problem, remedy) if width % 128 else None
+    if width % 128:
+        yield warning("engines", problem, "set rollout.expert_parallel=true, or lower rollout.tensor_parallel")
 
 
-def _bucket_store(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+def _bucket_store(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
     """Ray writes what finds no room to disk."""
     rollout, each = config.rollout, getattr(torch, config.actor.dtype).itemsize
     if rollout.weight_transfer != "object_store":
-        return None
+        return
     sizes = [prod(shape) * each for shape in model.tensors.values()]
     needed = min(sum(sizes), 2 * max(rollout.weight_sync_bucket_mib << 20, *sizes))
-    if needed <= rollout.object_store_mib << 20:
-        return None
-    problem = (
-        f"rollout.object_store_mib={rollout.object_store_mib}: rollout.weight_transfer=object_store has up to "
-        f"{-(-needed // 2**20)} MiB of weights in the store, and what finds no room goes to disk, which takes time"
-    )
-    return warning("engines", problem, "raise it, or lower rollout.weight_sync_bucket_mib")
+    if needed > rollout.object_store_mib << 20:
+        yield warning(
+            "engines",
+            f"rollout.object_store_mib={rollout.object_store_mib}: rollout.weight_transfer=object_store has up to "
+            f"{-(-needed // 2**20)} MiB of weights in the store, and what finds no room goes to disk, which takes time",
+            "raise it, or lower rollout.weight_sync_bucket_mib",
+        )
 
 
-def _positions(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+def _positions(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
     longest = config.rollout.max_model_len
-    if longest <= model.positions:
-        return None
-    return error(
-        "lengths",
-        f"prompts and responses reach {longest} tokens (rollout.max_prompt_tokens and rollout.max_response_tokens), "
-        f"the positions of the model {model.positions}",
-        "lower rollout.max_response_tokens",
-    )
+    if longest > model.positions:
+        yield error(
+            "lengths",
+            f"prompts and responses reach {longest} tokens (rollout.max_prompt_tokens and "
+            f"rollout.max_response_tokens), the positions of the model {model.positions}",
+            "lower rollout.max_response_tokens",
+        )
 
 
-def _pack(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+def _pack(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
     """The longest sequence that the engine may return fits a microbatch: a run would end there, hours after its
     start."""
     longest = config.parallel.packed_length(config.rollout.max_model_len)
     budget = config.actor.max_tokens_per_microbatch
-    if longest <= budget or config.actor.long_sequences != "refuse":
-        return None
-    return error(
-        "lengths",
-        f"a sequence may have {longest} tokens (rollout.max_prompt_tokens and rollout.max_response_tokens), but "
-        f"actor.max_tokens_per_microbatch={budget}: the first that long would stop the run",
-        f"set it to {longest}, or actor.long_sequences=alone",
-    )
+    if longest > budget and config.actor.long_sequences == "refuse":
+        yield error(
+            "lengths",
+            f"a sequence may have {longest} tokens (rollout.max_prompt_tokens and rollout.max_response_tokens), but "
+            f"actor.max_tokens_per_microbatch={budget}: the first that long would stop the run",
+            f"set it to {longest}, or actor.long_sequences=alone",
+        )
 
 
-def _replay(config: Config, model: HFConfig, ranks: int) -> Finding | None:
-    if model.moe is None:
-        return None
-    mode = config.actor.router_replay
+def _replay(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
+    mode = config.actor.router_replay if model.moe else "none"
     if mode == "r3" and not config.rollout.router_replay:
-        return error(
+        yield error(
             "router-replay",
             "actor.router_replay=r3 needs the routes that rollout.router_replay=false does not record",
             "leave that out, or set actor.router_replay=none",
         )
     if mode == "r2" and not config.algorithm.resolve().needs_recomputed_logp:
-        return error(
+        yield error(
             "router-replay",
             "actor.router_replay=r2 replays the trainer's own routes of the pass before the update, which the preset "
             f"{config.algorithm.preset} does not run",
             "set actor.router_replay=r3 or choose a preset with a recomputed anchor",
         )
-    return None
 
 
-def _routers(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+def _routers(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
     """Settings of routers that the model has not. Beside adapters a bias may not move anyway (`rules._router_bias`)."""
     of_bias = () if config.lora else ("router_bias_update_rate",)
     if model.moe is None:
@@ -152,45 +141,43 @@ def _routers(config: Config, model: HFConfig, ranks: int) -> Finding | None:
     elif not model.moe.bias:
         names, what = of_bias, f"the routers of {model.family.model_type} have no correction bias"
     else:
-        return None
-    given = [f"actor.{name}={value:g}" for name in names if (value := getattr(config.actor, name))]
-    return error("algorithm", f"{' and '.join(given)}: {what}", "leave it out") if given else None
+        return
+    if given := [f"actor.{name}={value:g}" for name in names if (value := getattr(config.actor, name))]:
+        yield error("algorithm", f"{' and '.join(given)}: {what}", "leave it out")
 
 
-def _vocabulary(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+def _vocabulary(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
     preset = config.algorithm.resolve()
-    if not preset.needs_vocabulary or preset.topk == model.vocab_size:
-        return None
-    return error(
-        "algorithm",
-        f"algorithm.divergence={preset.divergence} is computed from all {model.vocab_size} tokens of the vocabulary, "
-        f"but K is {preset.topk}",
-        f"set algorithm.overrides.topk={model.vocab_size}, or choose a divergence of fewer tokens",
-    )
+    if preset.needs_vocabulary and preset.topk != model.vocab_size:
+        yield error(
+            "algorithm",
+            f"algorithm.divergence={preset.divergence} is computed from all {model.vocab_size} tokens of the "
+            f"vocabulary, but K is {preset.topk}",
+            f"set algorithm.overrides.topk={model.vocab_size}, or choose a divergence of fewer tokens",
+        )
 
 
-def _adapters(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+def _adapters(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
     lora = config.lora
-    if lora is None:
-        return None
-    return next(iter(attempt("lora", "see docs/lora.md", lambda: check_targets(model, lora))[1]), None)
+    if lora is not None:
+        yield from attempt("lora", "see docs/lora.md", lambda: check_targets(model, lora))[1]
 
 
-def _served(config: Config, model: HFConfig, ranks: int) -> Finding | None:
+def _served(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
     """What an engine refuses of the model when it starts, after minutes."""
     rollout, folder = config.rollout, model.path
     if rollout.engine not in ENGINES or folder is None:
-        return None
+        return
 
     def check() -> None:
         facts = ModelFacts.read(folder, router_replay=False)
         check_end(facts, rollout)
         check_expert_parallel(facts, rollout)
 
-    return next(iter(attempt("engines", "see docs/rollouts.md", check)[1]), None)
+    yield from attempt("engines", "see docs/rollouts.md", check)[1]
 
 
-MODEL: tuple[Callable[[Config, HFConfig, int], Finding | None], ...] = (
+MODEL: tuple[Callable[[Config, HFConfig, int], Iterator[Finding]], ...] = (
     _layout,
     _recompute,
     _sequences,
