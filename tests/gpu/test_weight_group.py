@@ -7,7 +7,7 @@ import torch
 
 from megatron_dppo.checkpoint.weight_layout import BucketLayout, Segment
 from megatron_dppo.rollout.engine import TransferTerms
-from megatron_dppo.rollout.weight_transfer.group import Meeting, WeightGroup
+from megatron_dppo.rollout.weight_transfer.group import MeetingStore, WeightGroup
 from megatron_dppo.rollout.weight_transfer.incoming import Incoming
 from megatron_dppo.rollout.weight_transfer.manifest import values_of
 
@@ -23,7 +23,7 @@ def test_a_worker_gives_back_what_it_had_and_keeps_two_buckets() -> None:
     torch.empty(2 * GIB, dtype=torch.uint8, device=device)  # and freed: it stays in torch's cache
     before = torch.cuda.memory_reserved(device)
     layouts = [BucketLayout(slots=(), size=size, segments=(Segment(0, 0, size),)) for _ in range(3)]
-    worker, meeting = Incoming(device), Meeting("127.0.0.1")
+    worker, meeting = Incoming(device), MeetingStore("127.0.0.1")
     worker.agree(TransferTerms(layouts=layouts, group=meeting.next(1, 60.0), first_rank=0, source_rank={0: 0}))
     # A byte went over the communicator, for which torch takes two mebibytes.
     assert torch.cuda.memory_reserved(device) <= before - 2 * GIB + (2 << 20)
@@ -40,7 +40,7 @@ def test_a_worker_gives_back_what_it_had_and_keeps_two_buckets() -> None:
 
 
 def test_broadcasts_go_before_what_else_a_gpu_has_to_do() -> None:
-    meeting = Meeting("127.0.0.1")  # its store is there as long as it is
+    meeting = MeetingStore("127.0.0.1")  # its store is there as long as it is
     group = WeightGroup(meeting.next(1, 60.0), 0, torch.device("cuda", 0))
     assert group._groups[None].options.is_high_priority_stream
     group.abort()

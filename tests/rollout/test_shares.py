@@ -13,7 +13,7 @@ import torch
 from megatron_dppo.rollout.engine import TransferTerms
 from megatron_dppo.rollout.event_loop import EventLoop
 from megatron_dppo.rollout.serving.weight_updates import Gate, WeightUpdates
-from megatron_dppo.rollout.weight_transfer.group import Meeting, WeightGroup
+from megatron_dppo.rollout.weight_transfer.group import MeetingStore, WeightGroup
 from megatron_dppo.rollout.weight_transfer.ipc import IpcSender
 from megatron_dppo.rollout.weight_transfer.manifest import ChecksumMismatch, IncompleteSync, Manifest, gathered
 from megatron_dppo.rollout.weight_transfer.turns import Emptying, Filling
@@ -108,7 +108,7 @@ def test_colocated_workers_get_their_share(gone: int) -> None:
 
 
 def test_members_of_a_share_alone_get_what_is_sent_to_it() -> None:
-    meeting = Meeting("127.0.0.1")
+    meeting = MeetingStore("127.0.0.1")
     shares = ((0, 1), (2, 0))
     where = meeting.next(3, 20.0, shares=shares)
     came: dict[int, list[int]] = {}

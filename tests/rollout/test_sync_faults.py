@@ -20,7 +20,7 @@ from megatron_dppo.rollout.event_loop import EventLoop
 from megatron_dppo.rollout.serving.weight_updates import Gate, WeightUpdates
 from megatron_dppo.rollout.weight_transfer import ipc
 from megatron_dppo.rollout.weight_transfer.broadcast import BroadcastSender
-from megatron_dppo.rollout.weight_transfer.group import Meeting, WeightGroup
+from megatron_dppo.rollout.weight_transfer.group import MeetingStore, WeightGroup
 from megatron_dppo.rollout.weight_transfer.incoming import Incoming
 from megatron_dppo.rollout.weight_transfer.ipc import IpcSender
 from megatron_dppo.rollout.weight_transfer.manifest import Manifest
@@ -138,7 +138,7 @@ def test_a_rank_that_cannot_write_its_first_buckets_is_heard_of_at_once() -> Non
 
 def test_a_member_that_gives_up_tells_those_that_wait() -> None:
     """`WeightGroup.finish` asks for it, on GPUs alone."""
-    meeting = Meeting("127.0.0.1")
+    meeting = MeetingStore("127.0.0.1")
     where = meeting.next(2, 20.0)
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(lambda rank: WeightGroup(where, rank, CPU), range(2))
@@ -150,7 +150,7 @@ def test_a_member_that_gives_up_tells_those_that_wait() -> None:
 
 
 def test_a_worker_that_cannot_load_tells_those_that_wait() -> None:
-    meeting = Meeting("127.0.0.1")
+    meeting = MeetingStore("127.0.0.1")
     where, worker = meeting.next(2, 20.0), Incoming(CPU)
     layouts = [BucketLayout(slots=(), segments=(Segment(0, 0, 64),), size=64)]
 

@@ -14,14 +14,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_dppo.rollout.engine import Rendezvous
-from megatron_dppo.rollout.weight_transfer.group import GroupClosed, Meeting, WeightGroup
+from megatron_dppo.rollout.weight_transfer.group import GroupClosed, MeetingStore, WeightGroup
 from tests.distributed import PATIENCE_S
 
 CPU = torch.device("cpu")
 
 
 def test_members_receive_what_each_source_sends() -> None:
-    meeting = Meeting("127.0.0.1")
+    meeting = MeetingStore("127.0.0.1")
     for size in (2, 3):  # a second communicator on the same store
         where = meeting.next(size, 20.0)
 
@@ -38,14 +38,14 @@ def test_members_receive_what_each_source_sends() -> None:
 
 
 def test_a_member_that_does_not_come_is_waited_for_no_longer_than_the_timeout() -> None:
-    meeting = Meeting("127.0.0.1")
+    meeting = MeetingStore("127.0.0.1")
     with pytest.raises(GroupClosed, match="not all 2 members of a weight broadcast came together"):
         WeightGroup(meeting.next(2, 0.5), 0, CPU)
 
 
 def test_all_parts_of_connecting_have_one_timeout() -> None:
     """A member says late that it is there, and then does not connect: to wait anew for that would be 11.4 s."""
-    meeting, timeout_s = Meeting("127.0.0.1"), 6.0
+    meeting, timeout_s = MeetingStore("127.0.0.1"), 6.0
     where = meeting.next(2, timeout_s)
     store = dist.PrefixStore(where.key, dist.TCPStore(where.host, where.port, is_master=False))
     late = threading.Timer(0.9 * timeout_s, lambda: store.set("here-1", "1"))
@@ -58,7 +58,7 @@ def test_all_parts_of_connecting_have_one_timeout() -> None:
 
 
 def test_a_broadcast_has_all_of_the_timeout_however_late_the_members_came() -> None:
-    meeting, timeout_s = Meeting("127.0.0.1"), 6.0
+    meeting, timeout_s = MeetingStore("127.0.0.1"), 6.0
     where = meeting.next(2, timeout_s)
 
     def member(rank: int) -> int:
@@ -75,7 +75,7 @@ def test_a_broadcast_has_all_of_the_timeout_however_late_the_members_came() -> N
 
 
 def test_a_member_that_leaves_breaks_the_broadcast_for_the_others() -> None:
-    meeting = Meeting("127.0.0.1")
+    meeting = MeetingStore("127.0.0.1")
     where = meeting.next(2, 3.0)
     both = threading.Barrier(2)
 
@@ -113,7 +113,7 @@ class _Ends(WeightGroup):
 def test_a_worker_that_ends_while_shares_connect_is_found_out_in_time() -> None:
     """NCCL would make the connections of a share in the middle of the first sync, without a time limit. The member of
     another share finds out as well."""
-    meeting, timeout_s, context = Meeting("127.0.0.1"), 5.0, mp.get_context("spawn")
+    meeting, timeout_s, context = MeetingStore("127.0.0.1"), 5.0, mp.get_context("spawn")
     cases = []
     for moment in ("its share", "its first word"):
         where, imported = meeting.next(3, timeout_s, shares=((0, 1), (0, 2))), context.Event()

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.launch.network import own_address
 from megatron_dppo.rollout.engine import EngineClient, Rendezvous, RolloutEngine, TransferTerms
-from megatron_dppo.rollout.weight_transfer.group import GroupClosed, Meeting, WeightGroup
+from megatron_dppo.rollout.weight_transfer.group import GroupClosed, MeetingStore, WeightGroup
 from megatron_dppo.rollout.weight_transfer.manifest import Packed, gathered
 from megatron_dppo.rollout.weight_transfer.recipients import Pending, Recipients, WeightSender
 
@@ -59,7 +59,7 @@ class BroadcastSender(WeightSender):
         self._rank = dist.get_rank()
         self._owners = {rank: number for number, rank in enumerate(buckets.owners)}
         """Number in the communicator of each rank that sends."""
-        self._meeting: Meeting | None = None
+        self._meeting: MeetingStore | None = None
         self._group: WeightGroup | None = None
         self._members: tuple[str, ...] = ()
         """Whom the communicator has."""
@@ -166,7 +166,7 @@ class BroadcastSender(WeightSender):
     def _terms(self, to: Recipients) -> tuple[Rendezvous, tuple[str, ...]]:
         """Of a new communicator."""
         members = tuple(engine.name for engine in to.engines)
-        self._meeting = self._meeting or Meeting(own_address())
+        self._meeting = self._meeting or MeetingStore(own_address())
         owners, workers = self._owners, range(len(self._owners), len(self._owners) + self._workers * len(members))
         shares = tuple(
             (*(owners[rank] for rank in self._buckets.owners_of(share)), *workers[share :: self._workers])

@@ -26,7 +26,7 @@ class GroupClosed(RuntimeError):
     """A communicator broke or was given up; what was under way on it did not arrive."""
 
 
-class Meeting:
+class MeetingStore:
     """The store at which communicators meet, kept by the controller for as long as it syncs weights."""
 
     def __init__(self, host: str) -> None:
