@@ -144,7 +144,7 @@ def work_by_kind(events: Iterable[Any], *, on_gpu: bool) -> tuple[dict[str, floa
 _COLLECTIVES = (
     ("expert all-to-all", ("_AllToAll",)),
     ("context-parallel exchange", ("AttnFuncWithCP",)),
-    ("LM head: collectives", ("_TokenStats", "CrossEntropy", "GatherForMerge")),
+    ("LM head: collectives", ("_TokenStats", "CrossEntropy")),
     (
         "tensor-parallel collectives",
         ("_Linear", "_LayerNormLinear", "SequenceParallelRegion", "ModelParallelRegion", "LinearWithGradAccumulation"),

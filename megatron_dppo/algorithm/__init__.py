@@ -11,7 +11,6 @@ from megatron_dppo.algorithm.aggregation import (
     Aggregation,
     Denominators,
     aggregate,
-    sequence_token_counts,
     token_weights,
 )
 from megatron_dppo.algorithm.divergence import DIVERGENCES, Divergence, DivergenceInputs, Needs
@@ -49,7 +48,6 @@ __all__ = [
     "most_masked_tokens",
     "policy_loss",
     "presets",
-    "sequence_token_counts",
     "token_weights",
     "try_own_code",
 ]

@@ -48,19 +48,6 @@ class Denominators:
             )
 
 
-def sequence_token_counts(
-    loss_mask: Bool[Tensor, " T"], sequence_ids: Int[Tensor, " T"], num_sequences: int
-) -> Int[Tensor, " S"]:
-    """Trainable tokens of each sequence among these rows, int64 [num_sequences].
-
-    A sum over the ranks that share sequences (context parallel) gives n_i. Rows that the loss mask excludes may
-    carry any sequence id, -1 for padding included.
-    """
-    counts = torch.zeros(num_sequences, dtype=torch.int64, device=loss_mask.device)
-    trainable = loss_mask != 0
-    return counts.index_add_(0, torch.where(trainable, sequence_ids, 0).long(), trainable.long())
-
-
 def token_weights(
     loss_mask: Bool[Tensor, " T"],
     mode: Aggregation | str,
@@ -71,8 +58,7 @@ def token_weights(
     """Weight of each row's loss, float64 [T], exactly 0 where the loss mask excludes the row.
 
     `sequence_tokens` [T] is n_i of the row's sequence, counted over the whole sequence (all context-parallel
-    ranks), and is needed by `seq-mean-token-mean` only: `sequence_token_counts(...)[sequence_ids]`.
-    Raises ValueError where it is missing, or for an unknown mode.
+    ranks), and is needed by `seq-mean-token-mean` only. Raises ValueError where it is missing, or for an unknown mode.
     """
     mode = Aggregation(mode)
     trainable = loss_mask != 0

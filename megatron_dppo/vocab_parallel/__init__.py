@@ -2,7 +2,6 @@
 
 from megatron_dppo.vocab_parallel.megatron_hook import TokenStatsRequest, token_stats_processor
 from megatron_dppo.vocab_parallel.op import token_stats
-from megatron_dppo.vocab_parallel.reference import token_stats_from_logits
 from megatron_dppo.vocab_parallel.shard import VocabShard
 from megatron_dppo.vocab_parallel.stats import TokenStats
 
@@ -11,6 +10,5 @@ __all__ = [
     "TokenStatsRequest",
     "VocabShard",
     "token_stats",
-    "token_stats_from_logits",
     "token_stats_processor",
 ]

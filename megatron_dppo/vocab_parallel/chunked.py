@@ -7,7 +7,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from megatron_dppo.vocab_parallel.matmul import accumulation_dtype, add_product, product
-from megatron_dppo.vocab_parallel.reference import local_partials_of_logits
 from megatron_dppo.vocab_parallel.rows import check_ids
 from megatron_dppo.vocab_parallel.stats import Partials, concatenate, merge_two
 from megatron_dppo.vocab_parallel.weight_grad import WeightGrad
@@ -97,3 +96,20 @@ def backward(
         if weight_grad is not None:
             weight_grad.add(j, j + chunk.shape[0], dz, hidden)
     return hidden_grad
+
+
+def local_partials_of_logits(
+    z: Float[Tensor, "T C"], wanted: Int[Tensor, "T I"], first_column: int, entropy: bool
+) -> Partials:
+    """Statistics of the columns ``[first_column, first_column + C)``, which are ``z``."""
+    if z.shape[1] == 0:
+        zero = z.sum(1)  # 0, and part of the graph: a rank whose shard is all padding has a gradient too, zeros
+        m = zero.detach() - torch.inf
+        return Partials(m, zero, zero if entropy else None, z.new_full(wanted.shape, -torch.inf))
+    m = z.detach().amax(1)
+    shifted = z - m[:, None]
+    exp = shifted.exp()
+    column = wanted - first_column
+    inside = (column >= 0) & (column < z.shape[1])
+    picked = z.gather(1, column.clamp(0, z.shape[1] - 1)).masked_fill(~inside, -torch.inf)
+    return Partials(m, exp.sum(1), (shifted * exp).sum(1) if entropy else None, picked)

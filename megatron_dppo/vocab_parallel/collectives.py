@@ -5,7 +5,6 @@ None of them is differentiable by itself: the op's backward calls the transposed
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -56,22 +55,3 @@ def reduce_replicated(partial: Tensor, group: ProcessGroup | None) -> Tensor:
     if not _alone(group):
         dist.all_reduce(partial, group=group)
     return partial
-
-
-class GatherForMerge(torch.autograd.Function):
-    """All-gather whose backward keeps this rank's slice.
-
-    Right where every rank computes the same value from the gathered tensor and back-propagates the same gradient:
-    the true gradient of the local slice is then that slice alone, not its sum over ranks.
-    """
-
-    @staticmethod
-    def forward(ctx, packed: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.rank = group.rank()
-        gathered = packed.new_empty((group.size(), *packed.shape))
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), packed.contiguous(), group=group)
-        return gathered
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad[ctx.rank].contiguous(), None

@@ -16,7 +16,6 @@ from megatron_dppo.vocab_parallel.collectives import (
     reduce_replicated,
     reduce_sequence,
 )
-from megatron_dppo.vocab_parallel.reference import topk_rows
 from megatron_dppo.vocab_parallel.rows import put_rows, rows_of_mask, take_rows
 from megatron_dppo.vocab_parallel.shard import VocabShard
 from megatron_dppo.vocab_parallel.stats import TokenStats, finish
@@ -239,3 +238,8 @@ class _TokenStats(torch.autograd.Function):
             reduce = reduce_sequence if plan.sequence_sharded else reduce_replicated
             d_hidden = reduce(d_full, shard.group).to(hidden.dtype)
         return d_hidden, None if weight_grad is None else weight_grad.result(), None, None, None, None
+
+
+def topk_rows(topk_logp: Tensor, topk_ids: Tensor, absent_rows: Tensor) -> Tensor:
+    """``topk_logp`` with 0 at rows without a token and ``-inf`` at absent ids."""
+    return topk_logp.masked_fill(absent_rows[:, None], 0.0).masked_fill_(topk_ids == -1, -torch.inf)

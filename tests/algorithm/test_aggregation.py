@@ -16,7 +16,6 @@ from megatron_dppo.algorithm import (
     divergence_for,
     policy_loss,
     presets,
-    sequence_token_counts,
     token_weights,
 )
 
@@ -42,7 +41,7 @@ class Batch:
         self.recomputed = uniform(-3, 0, rows)
         self.advantages = uniform(-1, 1, self.sequences)[self.ids]
         self.loss_mask = uniform(0, 1, rows) < 0.7
-        self.counts = sequence_token_counts(self.loss_mask, self.ids, self.sequences)
+        self.counts = torch.bincount(self.ids[self.loss_mask], minlength=self.sequences)
         self.denominators = Denominators(tokens=int(self.loss_mask.sum()), sequences=self.sequences, constant=CONSTANT)
         # What excluded rows hold must not matter.
         self.mu = torch.where(self.loss_mask, self.mu, torch.nan)
@@ -165,11 +164,6 @@ def test_nothing_trainable(mode: Aggregation) -> None:
     per_token = torch.zeros(3, requires_grad=True)
     aggregate(per_token, weights).backward()
     assert per_token.grad.tolist() == [0.0, 0.0, 0.0]
-
-
-def test_padding_may_carry_any_sequence_id() -> None:
-    mask = torch.tensor([True, False, True, True, False])
-    assert sequence_token_counts(mask, torch.tensor([0, -1, 2, 2, 99]), 3).tolist() == [1, 0, 2]
 
 
 def test_bad_input_is_named() -> None:

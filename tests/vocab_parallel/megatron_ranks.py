@@ -22,10 +22,10 @@ from megatron_dppo.vocab_parallel import (
     TokenStats,
     TokenStatsRequest,
     VocabShard,
-    token_stats_from_logits,
     token_stats_processor,
 )
 from tests.megatron import build_from
+from tests.vocab_parallel.reference import token_stats_from_logits
 
 TOKENS, MICROBATCHES, STEPS = 16, 3, 2
 

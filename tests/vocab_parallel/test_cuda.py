@@ -11,8 +11,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from megatron_dppo.vocab_parallel import TokenStats, VocabShard, token_stats, token_stats_from_logits
+from megatron_dppo.vocab_parallel import TokenStats, VocabShard, token_stats
 from tests.processes import free_port
+from tests.vocab_parallel.reference import token_stats_from_logits
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.vocab_parallel import VocabShard, token_stats, token_stats_from_logits
+from megatron_dppo.vocab_parallel import VocabShard, token_stats
 from tests.distributed import run_ranks
 from tests.vocab_parallel.dense import dense_stats, random_problem
+from tests.vocab_parallel.reference import token_stats_from_logits
 
 VOCAB = 53
 # Each rank's first column, and the end: Megatron's even split with padding, uneven, one all padding, one empty.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megatron_dppo.vocab_parallel.collectives import GatherForMerge
+from megatron_dppo.vocab_parallel import TokenStats, VocabShard
+from megatron_dppo.vocab_parallel.chunked import local_partials_of_logits
+from megatron_dppo.vocab_parallel.op import topk_rows
 from megatron_dppo.vocab_parallel.rows import check_ids
-from megatron_dppo.vocab_parallel.shard import VocabShard
-from megatron_dppo.vocab_parallel.stats import Partials, TokenStats, finish, merge
+from megatron_dppo.vocab_parallel.stats import Partials, finish, merge
 
 
 def token_stats_from_logits(
@@ -54,23 +57,20 @@ def token_stats_from_logits(
     )
 
 
-def local_partials_of_logits(
-    z: Float[Tensor, "T C"], wanted: Int[Tensor, "T I"], first_column: int, entropy: bool
-) -> Partials:
-    """Statistics of the columns ``[first_column, first_column + C)``, which are ``z``."""
-    if z.shape[1] == 0:
-        zero = z.sum(1)  # 0, and part of the graph: a rank whose shard is all padding has a gradient too, zeros
-        m = zero.detach() - torch.inf
-        return Partials(m, zero, zero if entropy else None, z.new_full(wanted.shape, -torch.inf))
-    m = z.detach().amax(1)
-    shifted = z - m[:, None]
-    exp = shifted.exp()
-    column = wanted - first_column
-    inside = (column >= 0) & (column < z.shape[1])
-    picked = z.gather(1, column.clamp(0, z.shape[1] - 1)).masked_fill(~inside, -torch.inf)
-    return Partials(m, exp.sum(1), (shifted * exp).sum(1) if entropy else None, picked)
+class GatherForMerge(torch.autograd.Function):
+    """All-gather whose backward keeps this rank's slice.
 
+    Right where every rank computes the same value from the gathered tensor and back-propagates the same gradient:
+    the true gradient of the local slice is then that slice alone, not its sum over ranks.
+    """
 
-def topk_rows(topk_logp: Tensor, topk_ids: Tensor, absent_rows: Tensor) -> Tensor:
-    """``topk_logp`` with 0 at rows without a token and ``-inf`` at absent ids."""
-    return topk_logp.masked_fill(absent_rows[:, None], 0.0).masked_fill_(topk_ids == -1, -torch.inf)
+    @staticmethod
+    def forward(ctx, packed: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.rank = group.rank()
+        gathered = packed.new_empty((group.size(), *packed.shape))
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), packed.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad[ctx.rank].contiguous(), None
