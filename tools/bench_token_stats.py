@@ -132,7 +132,6 @@ def ours(problem: Problem, implementation: Literal["fused", "chunked"], topk_gra
         stats = token_stats(
             hidden, weight, problem.token_ids, problem.topk_ids, shard=problem.shard, implementation=implementation
         )
-        assert stats.entropy is not None
         assert stats.topk_logp is not None
         both = (stats.logp, stats.entropy)
         return (*both, stats.topk_logp) if topk_gradient else both

@@ -24,7 +24,6 @@ def forward(
     start: int,
     vocab_size: int,
     temperature: float,
-    entropy: bool,
     token_chunk: int | None = None,
     vocab_chunk: int | None = None,
 ) -> Partials:
@@ -40,10 +39,10 @@ def forward(
     blocks = []
     for t in range(0, max(1, hidden.shape[0]), rows):
         h, ids = hidden[t : t + rows], wanted[t : t + rows]
-        total = local_partials_of_logits(h.new_empty((h.shape[0], 0), dtype=dtype), ids, start, entropy)
+        total = local_partials_of_logits(h.new_empty((h.shape[0], 0), dtype=dtype), ids, start)
         for j in range(0, weight.shape[0], columns):
             z = product(h, weight[j : j + columns].t()) / temperature
-            total = merge_two(total, local_partials_of_logits(z, ids, start + j, entropy))
+            total = merge_two(total, local_partials_of_logits(z, ids, start + j))
         blocks.append(total)
     return concatenate(blocks)
 
@@ -54,7 +53,7 @@ def backward(
     ids: Int[Tensor, "N I"],
     logp: Float[Tensor, "N I"],
     lse: Float[Tensor, " N"],
-    entropy: Float[Tensor, " N"] | None,
+    entropy: Float[Tensor, " N"],
     grad_logp: Float[Tensor, "N I"],
     grad_entropy: Float[Tensor, " N"] | None,
     *,
@@ -81,7 +80,7 @@ def backward(
         chunk = weight[j : j + columns]
         log_p = product(hidden, chunk.t()).div_(temperature).sub_(lse[:, None])
         scale = total
-        if grad_entropy is not None and entropy is not None:
+        if grad_entropy is not None:
             scale = scale + grad_entropy[:, None] * (log_p + entropy[:, None])
         dz = log_p.exp_().mul_(scale).neg_()
         column = ids - (start + j)
@@ -98,18 +97,16 @@ def backward(
     return hidden_grad
 
 
-def local_partials_of_logits(
-    z: Float[Tensor, "T C"], wanted: Int[Tensor, "T I"], first_column: int, entropy: bool
-) -> Partials:
+def local_partials_of_logits(z: Float[Tensor, "T C"], wanted: Int[Tensor, "T I"], first_column: int) -> Partials:
     """Statistics of the columns ``[first_column, first_column + C)``, which are ``z``."""
     if z.shape[1] == 0:
         zero = z.sum(1)  # 0, and part of the graph: a rank whose shard is all padding has a gradient too, zeros
         m = zero.detach() - torch.inf
-        return Partials(m, zero, zero if entropy else None, z.new_full(wanted.shape, -torch.inf))
+        return Partials(m, zero, zero, z.new_full(wanted.shape, -torch.inf))
     m = z.detach().amax(1)
     shifted = z - m[:, None]
     exp = shifted.exp()
     column = wanted - first_column
     inside = (column >= 0) & (column < z.shape[1])
     picked = z.gather(1, column.clamp(0, z.shape[1] - 1)).masked_fill(~inside, -torch.inf)
-    return Partials(m, exp.sum(1), (shifted * exp).sum(1) if entropy else None, picked)
+    return Partials(m, exp.sum(1), (shifted * exp).sum(1), picked)

@@ -27,7 +27,7 @@ def merge_over_ranks(local: Partials, group: ProcessGroup | None) -> Partials:
     packed = local.pack()
     gathered = packed.new_empty((group.size(), *packed.shape))
     dist.all_gather_into_tensor(gathered.flatten(0, 1), packed, group=group)
-    return merge(Partials.unpack(gathered, local.d is not None))
+    return merge(Partials.unpack(gathered))
 
 
 def gather_sequence(shard: Tensor, group: ProcessGroup | None) -> Tensor:

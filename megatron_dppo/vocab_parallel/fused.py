@@ -83,7 +83,6 @@ def forward(
     start: int,
     vocab_size: int,
     temperature: float,
-    entropy: bool,
     token_chunk: int | None = None,
     vocab_chunk: int | None = None,
 ) -> Partials:
@@ -94,7 +93,7 @@ def forward(
     chunk = token_chunk or _TOKEN_CHUNK
     return concatenate(
         [
-            _forward_block(h, weight, ids, start, vocab_size, temperature, entropy)
+            _forward_block(h, weight, ids, start, vocab_size, temperature)
             for h, ids in zip(hidden.split(chunk), wanted.split(chunk), strict=True)
         ]
     )
@@ -107,7 +106,6 @@ def _forward_block(
     start: int,
     vocab_size: int,
     temperature: float,
-    entropy: bool,
 ) -> Partials:
     from megatron_dppo.vocab_parallel import hopper_kernels
     from megatron_dppo.vocab_parallel.row_kernels import merge_tiles
@@ -117,7 +115,7 @@ def _forward_block(
         check_ids(wanted, vocab_size)
         zero = hidden.new_zeros(rows, dtype=torch.float32)
         z = zero.new_full(wanted.shape, -math.inf)
-        return Partials(zero - math.inf, zero, zero if entropy else None, z)
+        return Partials(zero - math.inf, zero, zero, z)
 
     grid, tiles_t, tiles_v, steps, group = _launch(hidden, columns)
     fault = torch.zeros(1, dtype=torch.int32, device=hidden.device)
@@ -152,7 +150,7 @@ def _forward_block(
     known.synchronize()
     if host_fault.item():
         check_ids(wanted, vocab_size)
-    return Partials(total[0], total[1], total[2] if entropy else None, z)
+    return Partials(total[0], total[1], total[2], z)
 
 
 def _sorted_ids(
@@ -193,7 +191,7 @@ def backward(
     ids: Int[Tensor, "N I"],
     logp: Float[Tensor, "N I"],
     lse: Float[Tensor, " N"],
-    entropy: Float[Tensor, " N"] | None,
+    entropy: Float[Tensor, " N"],
     grad_logp: Float[Tensor, "N I"],
     grad_entropy: Float[Tensor, " N"] | None,
     *,
@@ -216,11 +214,11 @@ def backward(
     rows, columns = hidden.shape[0], weight.shape[0]
     if rows == 0 or columns == 0:
         return torch.zeros_like(hidden, dtype=torch.float32) if need_hidden else None
-    with_entropy = grad_entropy is not None and entropy is not None
+    with_entropy = grad_entropy is not None
     slots = ids.shape[1]
     total, token_ids = grad_logp.sum(1), ids[:, 0] if slots == 1 else torch.full_like(ids[:, 0], -1)
-    per_row = [token_ids, lse, entropy if with_entropy else lse, total, grad_entropy if with_entropy else lse]
-    per_row = [x.contiguous() for x in per_row if x is not None]
+    per_row = [token_ids, lse, entropy, total, lse if grad_entropy is None else grad_entropy]
+    per_row = [x.contiguous() for x in per_row]
     ids, logp, grad_logp = (x.contiguous() for x in (ids, logp, grad_logp))
     block_slots = max(2, 1 << (slots - 1).bit_length())
     block_rows = max(1, 256 // block_slots)

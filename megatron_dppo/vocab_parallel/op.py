@@ -31,7 +31,6 @@ class _Plan:
 
     shard: VocabShard
     temperature: float
-    entropy: bool
     sequence_sharded: bool
     fused: bool
     token_chunk: int | None
@@ -46,7 +45,6 @@ def token_stats(
     *,
     shard: VocabShard,
     temperature: float = 1.0,
-    entropy: bool = True,
     hidden_layout: HiddenLayout = "replicated",
     loss_mask: Bool[Tensor, " T"] | None = None,
     implementation: Implementation = "auto",
@@ -69,7 +67,6 @@ def token_stats(
         token_ids: global ids, the same on every rank; ``-1`` marks a row without a token: constants, no gradient.
         topk_ids: global ids, a different set for each row, in any order, repeats allowed; ``-1`` is an absent id.
         temperature: divides the logits.
-        entropy: False saves its sum; ``TokenStats.entropy`` is then None.
         loss_mask: rows where it is 0 are dropped before any product and come back as constants (see TokenStats).
         implementation: ``"chunked"`` is plain PyTorch, ``"fused"`` the CUDA kernels, ``"auto"`` the latter where they
             run.
@@ -91,7 +88,7 @@ def token_stats(
     """
     sequence_sharded = _check(hidden, weight, token_ids, topk_ids, loss_mask, shard, temperature, hidden_layout)
     use_fused = _use_fused(hidden, weight, implementation)
-    plan = _Plan(shard, temperature, entropy, sequence_sharded, use_fused, token_chunk, vocab_chunk)
+    plan = _Plan(shard, temperature, sequence_sharded, use_fused, token_chunk, vocab_chunk)
     logp, row_entropy, topk_logp = _TokenStats.apply(hidden, weight, token_ids, topk_ids, rows_of_mask(loss_mask), plan)
     return TokenStats(logp, row_entropy, topk_logp)
 
@@ -155,7 +152,7 @@ class _TokenStats(torch.autograd.Function):
         topk_ids: Tensor | None,
         rows: Tensor | None,
         plan: _Plan,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         shard, total = plan.shard, token_ids.shape[0]
         wanted = token_ids[:, None] if topk_ids is None else torch.cat([token_ids[:, None], topk_ids], dim=1)
         wanted = take_rows(wanted, rows)
@@ -167,7 +164,6 @@ class _TokenStats(torch.autograd.Function):
             start=shard.start,
             vocab_size=shard.vocab_size,
             temperature=plan.temperature,
-            entropy=plan.entropy,
             token_chunk=plan.token_chunk,
             vocab_chunk=plan.vocab_chunk,
         )
@@ -181,7 +177,7 @@ class _TokenStats(torch.autograd.Function):
         topk_logp = None
         if topk_ids is not None:
             topk_logp = topk_rows(put_rows(logp[:, 1:], rows, total), topk_ids, absent)
-        row_entropy = None if entropy is None else put_rows(entropy, rows, total).masked_fill(absent, 0.0)
+        row_entropy = put_rows(entropy, rows, total).masked_fill(absent, 0.0)
         token_logp = put_rows(logp[:, 0], rows, total).masked_fill(absent, 0.0)
         ctx.save_for_backward(hidden, weight, token_ids, topk_ids, rows, lse, entropy, token_logp, topk_logp)
         return token_logp, row_entropy, topk_logp
@@ -209,8 +205,8 @@ class _TokenStats(torch.autograd.Function):
         live = (live if g_h is None else live | (g_h != 0)) & (ids[:, 0] != -1)
         kept = live.nonzero().squeeze(1)
         if kept.shape[0] < lse.shape[0]:
-            ids, lse, g, logp = ids[kept], lse[kept], g[kept], logp[kept]
-            entropy, g_h = (None if x is None else x[kept] for x in (entropy, g_h))
+            ids, lse, entropy, g, logp = (x[kept] for x in (ids, lse, entropy, g, logp))
+            g_h = None if g_h is None else g_h[kept]
             rows = kept if rows is None else rows[kept]
 
         full = gather_sequence(hidden, shard.group) if plan.sequence_sharded else hidden.contiguous()

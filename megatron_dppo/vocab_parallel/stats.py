@@ -19,8 +19,8 @@ class TokenStats:
 
     logp: Float[Tensor, " T"]
     """``log pi(token)``, never above 0. Carries gradients."""
-    entropy: Float[Tensor, " T"] | None
-    """``-sum_j p_j log p_j`` in nats; None where it was not asked for. Carries gradients."""
+    entropy: Float[Tensor, " T"]
+    """``-sum_j p_j log p_j`` in nats. Carries gradients."""
     topk_logp: Float[Tensor, "T K"] | None
     """``log pi`` of each row's own ids; ``-inf`` where the id is ``-1``. Carries gradients. None without
     ``topk_ids``."""
@@ -38,34 +38,29 @@ class Partials:
     """``max_j z_j``"""
     s: Float[Tensor, " N"]
     """``sum_j exp(z_j - m)``"""
-    d: Float[Tensor, " N"] | None
-    """``sum_j (z_j - m) exp(z_j - m)``; None where no entropy is asked for."""
+    d: Float[Tensor, " N"]
+    """``sum_j (z_j - m) exp(z_j - m)``"""
     z: Float[Tensor, "N I"]
     """Logits of the wanted ids (column 0 is the token, the rest its top-K); ``-inf`` for an id outside the slice."""
 
     def pack(self) -> Float[Tensor, "C N"]:
         """One contiguous buffer for one collective: ``4 (2 + 1 + 1 + K)`` bytes a token in float32."""
-        rows = [self.m, self.s] if self.d is None else [self.m, self.s, self.d]
-        return torch.cat([torch.stack(rows), self.z.t()])
+        return torch.cat([torch.stack([self.m, self.s, self.d]), self.z.t()])
 
     @staticmethod
-    def unpack(buffer: Float[Tensor, "R C N"], entropy: bool) -> Partials:
+    def unpack(buffer: Float[Tensor, "R C N"]) -> Partials:
         """Inverse of :meth:`pack` for a stack of buffers: fields get a leading dimension of slices."""
-        scalars = 3 if entropy else 2
-        return Partials(
-            buffer[:, 0], buffer[:, 1], buffer[:, 2] if entropy else None, buffer[:, scalars:].transpose(1, 2)
-        )
+        return Partials(buffer[:, 0], buffer[:, 1], buffer[:, 2], buffer[:, 3:].transpose(1, 2))
 
 
 def concatenate(blocks: list[Partials]) -> Partials:
     """Statistics of consecutive blocks of rows, as one."""
     if len(blocks) == 1:
         return blocks[0]
-    d = [block.d for block in blocks if block.d is not None]
     return Partials(
         torch.cat([block.m for block in blocks]),
         torch.cat([block.s for block in blocks]),
-        torch.cat(d) if d else None,
+        torch.cat([block.d for block in blocks]),
         torch.cat([block.z for block in blocks]),
     )
 
@@ -79,23 +74,20 @@ def merge(slices: Partials) -> Partials:
     # An empty slice's shift would be -inf: 0 * (-inf) is NaN, so its term is left out.
     shift = (slices.m - m).masked_fill(slices.m == -torch.inf, 0.0)
     weight = shift.exp()
-    d = None if slices.d is None else (weight * (slices.d + shift * slices.s)).sum(0)
+    d = (weight * (slices.d + shift * slices.s)).sum(0)
     return Partials(m, (weight * slices.s).sum(0), d, slices.z.amax(0))
 
 
 def merge_two(a: Partials, b: Partials) -> Partials:
     """:func:`merge` of two slices."""
-    d = None if a.d is None or b.d is None else torch.stack([a.d, b.d])
-    return merge(Partials(torch.stack([a.m, b.m]), torch.stack([a.s, b.s]), d, torch.stack([a.z, b.z])))
+    return merge(Partials(*(torch.stack(both) for both in ((a.m, b.m), (a.s, b.s), (a.d, b.d), (a.z, b.z)))))
 
 
-def finish(total: Partials) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None, Float[Tensor, "N I"]]:
+def finish(total: Partials) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"], Float[Tensor, "N I"]]:
     """Normaliser, entropy and log-probabilities from the statistics of the whole vocabulary.
 
     ``lse = M + ln S``; ``entropy = ln S - D / S``; ``log p_i = (z_i - M) - ln S``, held at or below 0 against rounding.
     In that order a near-certain token (``z_i = M``) keeps all the digits of ``ln S``.
     """
     log_s = total.s.log()
-    lse = total.m + log_s
-    entropy = None if total.d is None else log_s - total.d / total.s
-    return lse, entropy, ((total.z - total.m[:, None]) - log_s[:, None]).clamp(max=0.0)
+    return total.m + log_s, log_s - total.d / total.s, ((total.z - total.m[:, None]) - log_s[:, None]).clamp(max=0.0)

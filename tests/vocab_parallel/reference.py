@@ -22,7 +22,6 @@ def token_stats_from_logits(
     *,
     shard: VocabShard,
     temperature: float = 1.0,
-    entropy: bool = True,
 ) -> TokenStats:
     """Log-probability, entropy and top-K log-probabilities from this rank's logits.
 
@@ -45,14 +44,14 @@ def token_stats_from_logits(
     z = z[:, : shard.valid]
     wanted = token_ids[:, None] if topk_ids is None else torch.cat([token_ids[:, None], topk_ids], dim=1)
     check_ids(wanted, shard.vocab_size)
-    total = local_partials_of_logits(z, wanted, shard.start, entropy)
+    total = local_partials_of_logits(z, wanted, shard.start)
     if shard.world_size > 1:
-        total = merge(Partials.unpack(GatherForMerge.apply(total.pack(), shard.group), entropy))
+        total = merge(Partials.unpack(GatherForMerge.apply(total.pack(), shard.group)))
     _, row_entropy, logp = finish(total)
     absent = token_ids == -1
     return TokenStats(
         logp=logp[:, 0].masked_fill(absent, 0.0),
-        entropy=None if row_entropy is None else row_entropy.masked_fill(absent, 0.0),
+        entropy=row_entropy.masked_fill(absent, 0.0),
         topk_logp=None if topk_ids is None else topk_rows(logp[:, 1:], topk_ids, absent),
     )
 

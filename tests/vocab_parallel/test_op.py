@@ -27,7 +27,6 @@ def stats_of(problem: Problem, vocab_size: int, **options) -> TokenStats:  # typ
 def assert_equals_dense(problem: Problem, vocab_size: int, temperature: float = 1.0, **options: int) -> None:
     expected = dense_stats(problem.hidden, problem.weight, problem.token_ids, problem.topk_ids, vocab_size, temperature)
     got = stats_of(problem, vocab_size, temperature=temperature, **options)
-    assert got.entropy is not None
     torch.testing.assert_close(got.logp, expected.logp, **EXACT)
     torch.testing.assert_close(got.entropy, expected.entropy, **EXACT)
     torch.testing.assert_close(got.topk_logp, expected.topk_logp, **EXACT)
@@ -107,7 +106,6 @@ def test_far_and_spread_logits_stay_finite_and_below_zero(shift: float, spread: 
     ids = torch.arange(50)
     stats = token_stats(hidden, weight, ids, ids[:, None], shard=VocabShard(0, 50, 50), vocab_chunk=7)
     exact = dense_stats(hidden.double(), weight.double(), ids, ids[:, None], 50)
-    assert stats.entropy is not None
     assert stats.topk_logp is not None
     assert (stats.logp <= 0).all()
     assert (stats.topk_logp <= 0).all()
@@ -127,10 +125,8 @@ def test_uniform_and_certain_entropy() -> None:
     hidden = torch.zeros(1, 3, dtype=torch.float64)
     weight = torch.randn(64, 3, dtype=torch.float64)
     stats = token_stats(hidden, weight, torch.tensor([5]), shard=VocabShard(0, 64, 50))
-    assert stats.entropy is not None
     assert stats.entropy.item() == pytest.approx(torch.tensor(50.0).log().item(), abs=1e-6)
     one = token_stats(hidden, weight, torch.tensor([0]), shard=VocabShard(0, 64, 1))
-    assert one.entropy is not None
     assert one.entropy.item() == 0.0 == one.logp.item()
 
 
@@ -146,9 +142,7 @@ def test_masked_rows_are_constants_without_gradient_and_change_nothing() -> None
     got = token_stats(problem.hidden, problem.weight, ids, problem.topk_ids, shard=shard, loss_mask=mask)
     kept = counts.nonzero().squeeze(1)
     alone = token_stats(problem.hidden[kept], problem.weight, ids[kept], problem.topk_ids[kept], shard=shard)
-    assert got.entropy is not None
     assert got.topk_logp is not None
-    assert alone.entropy is not None
     for ours, theirs in ((got.logp, alone.logp), (got.entropy, alone.entropy), (got.topk_logp, alone.topk_logp)):
         torch.testing.assert_close(ours[kept], theirs, **EXACT)
     assert (got.logp[~counts] == 0).all()
@@ -176,7 +170,6 @@ def test_rows_with_zero_gradient_are_dropped_exactly() -> None:
 def test_no_row_left_still_gives_gradients(tokens: int) -> None:
     problem = random_problem(tokens, 5, 20, 17, 2)
     stats = stats_of(problem, 17, loss_mask=torch.zeros(tokens, dtype=torch.bool))
-    assert stats.entropy is not None
     assert stats.topk_logp is not None
     assert stats.logp.shape == stats.entropy.shape == (tokens,)
     assert stats.topk_logp.shape == (tokens, 2)
@@ -192,8 +185,7 @@ def test_no_row_left_still_gives_gradients(tokens: int) -> None:
 def test_optional_outputs_and_frozen_inputs() -> None:
     problem = random_problem(6, 5, 20, 20, 2)
     shard = VocabShard(0, 20, 20)
-    plain = token_stats(problem.hidden, problem.weight, problem.token_ids, shard=shard, entropy=False)
-    assert plain.entropy is None
+    plain = token_stats(problem.hidden, problem.weight, problem.token_ids, shard=shard)
     assert plain.topk_logp is None
     full = stats_of(problem, 20)
     torch.testing.assert_close(plain.logp, full.logp, **EXACT)
@@ -224,7 +216,6 @@ def test_reference_is_differentiable_and_equal() -> None:
     args = (problem.token_ids, problem.topk_ids)
     got = token_stats_from_logits(problem.hidden @ problem.weight.t(), *args, shard=shard, temperature=1.3)
     expected = dense_stats(problem.hidden, problem.weight, *args, 19, 1.3)
-    assert got.entropy is not None
     torch.testing.assert_close(got.topk_logp, expected.topk_logp, **EXACT)
     inputs = (problem.hidden, problem.weight)
     for ours, theirs in zip(
@@ -244,7 +235,7 @@ def test_a_top_k_that_no_loss_uses_changes_no_bit() -> None:
     absent = token_stats(*inputs, problem.token_ids, torch.full_like(problem.topk_ids, -1), shard=shard)
     problem.grad_topk.fill_(torch.nan)
     found = [
-        [stats.logp, stats.entropy, *problem.gradients(stats.logp, stats.entropy, *inputs, topk=topk)]  # type: ignore[arg-type]
+        [stats.logp, stats.entropy, *problem.gradients(stats.logp, stats.entropy, *inputs, topk=topk)]
         for stats, topk in ((without, None), (beside, None), (absent, absent.topk_logp))
     ]
     for other in found[1:]:
@@ -256,7 +247,6 @@ def test_two_runs_give_the_same_bits() -> None:
     runs = []
     for _ in range(2):
         stats = stats_of(problem, 290)
-        assert stats.entropy is not None
         gradients = problem.gradients(stats.logp, stats.entropy, problem.hidden, problem.weight, topk=stats.topk_logp)
         runs.append((stats.logp, stats.entropy, stats.topk_logp, *gradients))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
