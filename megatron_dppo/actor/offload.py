@@ -91,7 +91,7 @@ class Offloader:
         """When optimizer state is back."""
         self._thread = ThreadPoolExecutor(1)
         self._under_way: list[Future[torch.cuda.Event]] = []
-        """What the thread was given since the last `wait`."""
+        """What the thread was given since the last `wait` that ended well."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
@@ -113,12 +113,14 @@ class Offloader:
         return sum(storage.size for storage in leaving)
 
     def wait(self) -> None:
-        """Until what is on its way has arrived."""
-        under_way, self._under_way = self._under_way, []
-        for copies in under_way:
-            copies.result()
+        """Until what is on its way has arrived. Raises what a copy failed with, also when it is called again: nothing may
+        be freed, or taken for what left, after that."""
+        for error in [copies.exception() for copies in self._under_way]:
+            if error is not None:
+                raise error
         if self._stream is not None:
             self._stream.synchronize()
+        self._under_way = []
 
     def make_room(self, parts: Iterable[Part], missing: Callable[[], int]) -> int:
         """`offload` that returns as soon as `missing`, the bytes that somebody else needs here, is 0 or less: the rest
@@ -284,6 +286,9 @@ class Offloader:
 def _enqueue(
     move: Callable[[_Storage], None], storages: Sequence[_Storage], stream: torch.cuda.Stream, after: torch.cuda.Event
 ) -> torch.cuda.Event:
+    # A thread's device is GPU 0 at first, and the end of the block below goes back to it: every other rank would get a
+    # context there, half a GiB.
+    torch.cuda.set_device(stream.device)
     with torch.cuda.stream(stream):
         stream.wait_event(after)
         for storage in storages:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,60 @@ def test_what_did_not_come_back_whole_is_not_taken_for_it_and_can_come_again(tmp
     tiny_qwen3_moe(tmp_path, seed=3, num_hidden_layers=1)
     (found,) = run_ranks(no_room, 1, str(tmp_path))
     assert found == (True, True, True)
+
+
+def by_its_thread(rank: int, path: str) -> tuple[list[bool], list[bool], int, bool]:
+    """What leaves and comes back by the offloader's thread, as on a GPU: which of these calls raised, before and after
+    a copy failed, the device that the thread had, and whether what had not left for certain still has its memory."""
+    from megatron_dppo.actor import offload
+
+    actor = build_actor(path, {}, Case(), dtype="bfloat16")
+    offloader, devices = actor.offloader, {}
+    offloader._stream = stream = torch.cuda.Stream()
+    stream.device = 3
+    cuda: Any = torch.cuda
+    cuda.set_device = lambda device: devices.update({threading.get_ident(): device})
+    enter = cuda.stream
+    used: list[int] = []
+
+    def entered(stream: Any) -> Any:
+        used.append(devices.get(threading.get_ident(), 0))
+        return enter(stream)
+
+    cuda.stream = entered
+    before = {name: tensor.float().numpy() for name, tensor in actor.export_weights() if tensor is not None}
+
+    def raises(call: Any, *arguments: Any) -> bool:
+        try:
+            call(*arguments)
+        except RuntimeError as error:
+            assert str(error) == "no copy"
+            return True
+        return False
+
+    well = [raises(actor.offload), raises(actor.onload)]
+    after = {name: tensor.float().numpy() for name, tensor in actor.export_weights() if tensor is not None}
+    assert all(np.array_equal(after[name], before[name]) for name in before)
+    send, calls = offload._Storage.send, []
+
+    def fails(storage: Any) -> None:
+        calls.append(storage)
+        if len(calls) == 2:
+            raise RuntimeError("no copy")
+        send(storage)
+
+    offload._Storage.send = fails  # type: ignore[method-assign]
+    badly = [raises(offloader.leave, ("optimizer",)), raises(offloader.offload, ("weights",)), raises(actor.onload)]
+    assert set(used) == {used[0]}
+    return well, badly, used[0], all(one.storage.nbytes() == one.size for one in offloader._leaving)
+
+
+def test_a_copy_that_failed_is_never_taken_for_one(tmp_path: Path) -> None:
+    """Its storage keeps its memory, and whoever wants to go on, to save a last state, hears of it again. Nor does the
+    thread leave a context on GPU 0, to which each thread goes back that has no device of its own."""
+    tiny_qwen3_moe(tmp_path, seed=3, num_hidden_layers=1)
+    (found,) = run_ranks(by_its_thread, 1, str(tmp_path))
+    assert found == ([False, False], [False, True, True], 3, True)
 
 
 def in_parts(rank: int, path: str, batch: Any) -> dict[str, Any]:
