@@ -113,8 +113,8 @@ class Offloader:
         return sum(storage.size for storage in leaving)
 
     def wait(self) -> None:
-        """Until what is on its way has arrived. Raises what a copy failed with, also when it is called again: nothing may
-        be freed, or taken for what left, after that."""
+        """Until what is on its way has arrived. Raises what a copy failed with, and does so again at every later call:
+        nothing may be freed after that, or taken for what left."""
         for error in [copies.exception() for copies in self._under_way]:
             if error is not None:
                 raise error

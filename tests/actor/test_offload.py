@@ -96,8 +96,7 @@ def by_its_thread(rank: int, path: str) -> tuple[list[bool], list[bool], int, bo
         try:
             call(*arguments)
         except RuntimeError as error:
-            assert str(error) == "no copy"
-            return True
+            return str(error) == "no copy"
         return False
 
     well = [raises(actor.offload), raises(actor.onload)]

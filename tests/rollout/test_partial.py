@@ -9,13 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.checkpoint.weight_layout import pack
-from megatron_dppo.rollout.engine import GenerationRequest
+from megatron_dppo.rollout.engine import GenerationRequest, TransferTerms
 from megatron_dppo.rollout.serving.engine import ServedEngine
 from megatron_dppo.rollout.serving.sampler import join_parts
 from megatron_dppo.rollout.stored import columns_of
+from megatron_dppo.rollout.weight_transfer.group import Meeting
 from tests.batch.test_turns import turn
 from tests.distributed import PATIENCE_S
 from tests.rollout.conftest import SAMPLING, Served, requests
@@ -109,3 +111,23 @@ def test_work_that_comes_late_waits_for_the_sync_that_has_begun(served_mixed: Se
         batch = late.result(PATIENCE_S)
     assert (batch.weight_versions == version).all()
     check_tokens(batch, {version: model_with(served_mixed.model, weights, tmp_path / "late")})
+
+
+def test_work_waits_for_a_sync_that_died_to_be_begun_again(served_mixed: Served, tmp_path: Path) -> None:
+    """Another engine ended, and nobody got into the communicator with it: this one takes the next attempt."""
+    engine, weights = served_mixed.engine, other_weights(served_mixed.model, seed=24)
+    engine.begin_update(version := served_mixed.next_version())
+    with ThreadPoolExecutor(1) as threads:
+        late = threads.submit(engine.generate, requests(8, "again"), LONG, training=True)
+        assert not wait([late], timeout=0.3).done
+        where = Meeting("127.0.0.1").next(2, 1.0)
+        with pytest.raises(Exception, match="not all 2 members of a weight broadcast came together"):
+            engine.agree(TransferTerms(group=where, first_rank=1, source_rank={0: 0}))
+        assert not wait([late], timeout=0.3).done
+        engine.begin_update(version)
+        for bucket in pack(weights.items(), 1 << 20):
+            engine.receive_bucket(version, bucket)
+        engine.end_update(version, {})
+        batch = late.result(PATIENCE_S)
+    assert (batch.weight_versions == version).all()
+    check_tokens(batch, {version: model_with(served_mixed.model, weights, tmp_path / "again")})

@@ -6,7 +6,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.checkpoint.weight_layout import BucketLayout, Segment
-from megatron_dppo.rollout.engine import TransferTerms
+from megatron_dppo.rollout.engine import EngineClosed, TransferTerms
 from megatron_dppo.rollout.event_loop import EventLoop
 from megatron_dppo.rollout.serving.weight_updates import Gate, WeightUpdates
 from megatron_dppo.rollout.weight_transfer import ipc
@@ -263,3 +263,62 @@ def test_a_sync_that_begins_or_ends_while_a_request_comes_does_not_refuse_it() -
         assert gate.version == 1
     finally:
         loop.stop()
+
+
+def test_who_was_cut_waits_for_a_sync_that_is_repeated() -> None:
+    """Another engine ended in it, and broke the communicator. Refused, the fleet would give this one up as well."""
+
+    class Breaks(Summed):
+        async def load(self, version: int, what: Any) -> None:
+            raise RuntimeError("another member gave up")
+
+    loop, core = EventLoop("cut"), Breaks()
+    anyone: Any = core
+    gate = Gate(None)
+    engine = WeightUpdates(anyone, loop, gate, Manifest(None), cut=True, timeout_s=PATIENCE_S)
+    try:
+        engine.begin_update(1)
+        with ThreadPoolExecutor(2) as threads:
+            cut = threads.submit(loop.run, gate.passable(), PATIENCE_S)
+            with pytest.raises(RuntimeError, match="another member"):
+                engine.receive_group(1)
+            assert not wait([cut], timeout=0.2).done
+            with pytest.raises(EngineClosed, match="weight version 1 died"):
+                gate.check()
+            engine.begin_update(1)
+            engine.end_update(1, {})
+            cut.result(PATIENCE_S)
+            engine.begin_update(2)
+            engine.abandon_update(2, "the trainer ended")
+            gate.shut = "the engine is closed"
+            with pytest.raises(EngineClosed, match="closed"):
+                loop.run(gate.passable(), PATIENCE_S)
+    finally:
+        loop.stop()
+
+
+class Told(Engine):
+    """Cannot learn the first layouts that it is told."""
+
+    told = 0
+
+    def agree(self, terms: TransferTerms) -> None:
+        self.told += terms.layouts is not None
+        if self.told == 1:
+            raise RuntimeError("CUDA out of memory")
+        super().agree(terms)
+
+
+def told_again(rank: int) -> tuple[int, list[list[str]]]:
+    buckets, engine = buckets_on(rank, 1), Told("a")
+    sender = BroadcastSender(buckets, CPU, workers_per_engine=2, timeout_s=6.0)
+    to = Recipients(cast(Any, [engine]), timeout_s=60.0)
+    sender.begin(1, to)
+    sender.send(1, to)
+    sender.close()
+    assert not to.errors, to.errors
+    return engine.told, [one.wrong(number) for number, one in enumerate(engine.workers)]
+
+
+def test_layouts_that_an_engine_could_not_take_are_told_again() -> None:
+    assert run_ranks(told_again, 1) == [(2, [[], []])]

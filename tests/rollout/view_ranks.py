@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_dppo.checkpoint.weight_buckets import Source, WeightBuckets, by_matrix
+from megatron_dppo.rollout.weight_transfer.turns import Emptying, Filling
 
 BUCKET_BYTES = 20_000
 """Less than the experts of a layer."""
@@ -229,9 +230,21 @@ def in_turn(rank: int, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) 
     return [call(rank, *arguments) for call, arguments in calls]
 
 
+def lets_go(receiver: Any) -> bool:
+    """Whether a worker that has opened a rank's buffers, and is then told that the sync died, is there no more."""
+    from megatron_dppo.rollout.vllm.receiver import BucketUpdate
+
+    turns = Filling(2, timeout_s=5.0)
+    receiver._buckets._buffers, receiver._buckets._turns = [torch.zeros(1)], Emptying(turns.path, 5.0)
+    assert turns.attended
+    receiver.receive_weights(BucketUpdate(version=1, abandon=True))
+    return not turns.attended and not receiver._buckets._buffers
+
+
 def packed(rank: int, start: Path, folder: Path) -> Outcome:
     """A worker on a CPU, where layers compute with packed copies: what its linear layers answer after two syncs."""
     held, fresh = worker(start, 1, False), worker(folder, 1, False)
+    assert lets_go(held.receiver), "the rank that fills the buffers waits for a worker that was told of no sync"
     held.sync(start, agree=True)
     held.sync(folder)
     wrong = []

@@ -26,6 +26,8 @@ class Gate:
         """Why nobody may enter; None while the gate is open."""
         self.syncing = False
         """Whether it is shut for a weight sync that may still end well: who was cut for it waits to go on."""
+        self.died: str | None = None
+        """Why it is shut where that is a sync that died: who was cut waits on, since the sync may be repeated."""
         self.version = 0
         """Version of the weights behind the gate."""
         self.asleep: set[str] = set()
@@ -40,9 +42,10 @@ class Gate:
             raise EngineClosed(f"the engine refuses to generate: its {' and '.join(sorted(self.asleep))} are asleep")
 
     async def passable(self) -> None:
-        """Wait for the end of a sync. Raises `EngineClosed` where the gate is shut for another reason."""
+        """Wait for a sync that ends well. Raises `EngineClosed` where the gate is shut for another reason."""
         while self.shut is not None:
-            self._check_shut()
+            if self.shut is not self.died:
+                self._check_shut()
             await asyncio.sleep(0.01)
 
     @contextmanager
@@ -86,6 +89,8 @@ class WeightUpdates[C: Core]:
         self.cut, self._timeout = cut, timeout_s
         self._layouts: Sequence[BucketLayout] = ()
         """Those of `agree`."""
+        self._coming = 0
+        """Version of the last sync that began."""
         self._came = False
         """Whether they came in the sync under way."""
 
@@ -96,10 +101,11 @@ class WeightUpdates[C: Core]:
     def agree(self, terms: TransferTerms) -> None:
         """See `RolloutEngine.agree`."""
         self._loop.check()
-        if terms.layouts is not None:
-            self._manifest.check_layouts(terms.layouts)
-            self._layouts = terms.layouts
-        self._loop.run(self._core.agree(terms), timeout=2 * self._timeout)
+        with self._failure(self._coming):
+            if terms.layouts is not None:
+                self._manifest.check_layouts(terms.layouts)
+                self._layouts = terms.layouts
+            self._loop.run(self._core.agree(terms), timeout=2 * self._timeout)
 
     def begin_update(self, version: int) -> None:
         """Shut the gate, let running requests finish (or cut them), and open a sync."""
@@ -116,7 +122,7 @@ class WeightUpdates[C: Core]:
                 self._loop.run(self._gate.emptied())
                 self._loop.run(self._core.hold(cut=False))
             self._manifest.begin()
-            self._came = False
+            self._coming, self._came = version, False
             self._loop.run(self._core.start_update(), timeout=self._timeout)
 
     def receive_bucket(self, version: int, bucket: Bucket) -> None:
@@ -171,7 +177,8 @@ class WeightUpdates[C: Core]:
 
     def abandon_update(self, version: int, reason: str) -> None:
         """Give a sync up: the core drops what it buffered, and the gate stays shut."""
-        self._gate.shut = f"the sync to weight version {version} died ({reason}); a full sync opens it again"
+        why = f"the sync to weight version {version} died ({reason}); a full sync opens it again"
+        self._gate.died = self._gate.shut = why  # in this order
         self._gate.syncing = False
         with suppress(Exception):  # the gate is shut whatever becomes of this; the first error is the one to report
             self._loop.run(self._core.abandon_update(version), timeout=self._timeout)

@@ -82,7 +82,7 @@ class VllmCore:
         await self.engine.init_weight_transfer_engine(request)
 
     async def start_update(self) -> None:
-        await self.engine.start_weight_update()
+        await self.engine.collective_rpc("begin_weight_sync")
         self._receiving = True
 
     async def load(self, version: int, what: Bucket | Literal["shared", "group"]) -> None:

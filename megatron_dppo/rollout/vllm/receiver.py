@@ -255,6 +255,7 @@ class BucketReceiver(WeightTransferEngine[TransferInit, BucketUpdate]):
     def receive_weights(self, update_info: BucketUpdate) -> None:
         if update_info.abandon:
             self._abandon()
+            self._buckets.close_buffers()
             let_go(self.device)
             return
         self._incoming, self._way = update_info.version, update_info.way
@@ -359,8 +360,15 @@ class ReportsWeights:
     """Mixed into vLLM's worker (`worker_extension_cls`), so that the engine can ask every worker what it holds."""
 
     weight_transfer_engine: BucketReceiver
+    start_weight_update: Callable[[], None]
     finish_weight_update: Callable[[], None]
     """vLLM's."""
+
+    def begin_weight_sync(self) -> None:
+        """Begin a sync, whatever became of the last one. vLLM refuses where it has one open in this worker: where the
+        engine could not join a communicator, or failed in another worker alone."""
+        self._weight_update_active = False
+        self.start_weight_update()
 
     def end_weight_sync(self) -> tuple[int | None, list[str], list[tuple[int, int]], list[tuple[str, float]]]:
         """Finish a sync. What this worker holds then, in one answer: the version of its weights (None where some did

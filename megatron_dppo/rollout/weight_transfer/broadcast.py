@@ -123,6 +123,8 @@ class BroadcastSender(WeightSender):
             except Exception as failure:
                 error = failure
             error = _first(error, to, pending)
+            if to is not None and pending is not None:
+                self._told |= pending.keys() - to.errors.keys()
             if not self._settled(error):
                 return error or GroupClosed("others did not join")
         receiving = self._ask(to, lambda _: lambda one: one.receive_group(version)) if to is not None else None
@@ -186,9 +188,7 @@ class BroadcastSender(WeightSender):
             )
             return lambda one: one.agree(invited)
 
-        pending = self._ask(to, invitation)
-        self._told |= set(terms[1])
-        return pending
+        return self._ask(to, invitation)
 
     def _join(self, terms: tuple[Rendezvous, tuple[str, ...]]) -> None:
         self._leave()

@@ -80,10 +80,9 @@ def open_shared(handles: dict[str, bytes], device: torch.device) -> tuple[list[t
     if mine is None:
         raise RuntimeError(f"no trainer rank shares buffers on this worker's GPU, {gpu_uuid(device)}: {list(handles)}")
     shared: Shared = pickle.loads(mine)
-    turns = Emptying(shared.turns, shared.timeout_s)
     opened = []
     for arguments in shared.buffers:
         rebuilt: list[Any] = list(arguments)
         rebuilt[6] = device.index  # the sender's number of the GPU need not be ours
         opened.append(rebuild_cuda_tensor(*rebuilt))
-    return opened, turns
+    return opened, Emptying(shared.turns, shared.timeout_s)  # last: from here on the rank waits for this worker

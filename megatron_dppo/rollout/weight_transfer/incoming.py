@@ -45,7 +45,7 @@ class Incoming:
             self._source_rank = dict(terms.source_rank)
             self._group = WeightGroup(terms.group, terms.first_rank + worker, self._device)
         if terms.buffers:
-            self._close_buffers()  # of a sync that died
+            self.close_buffers()  # of a sync that died
             self._buffers, self._turns = open_shared(dict(terms.buffers), self._device)
 
     def begin(self) -> None:
@@ -72,7 +72,7 @@ class Incoming:
                     torch.cuda.current_stream(self._device).synchronize()
                 turns.end(turn)
         finally:
-            self._close_buffers()  # the rank that fills them may free them, and after an error need not wait
+            self.close_buffers()  # the rank that fills them may free them, and after an error need not wait
 
     def _take_part(self, load: Load) -> None:
         group = self._group
@@ -117,9 +117,10 @@ class Incoming:
 
     def close(self) -> None:
         self.leave()
-        self._close_buffers()
+        self.close_buffers()
 
-    def _close_buffers(self) -> None:
+    def close_buffers(self) -> None:
+        """Let go of what the trainer's rank shared, which then no longer waits for this worker."""
         self._buffers = []
         if self._turns is not None:
             self._turns.close()
