@@ -110,12 +110,15 @@ class WeightSync:
         with clock("lend_room"):
             if self._awake:  # engines that were started again get weights while the others have theirs
                 self._actor.onload(("weights",))
-            else:  # what a step's tensors had, of which the sender's buffers would keep whole blocks from the engines
+            else:
+                # The sender's buffers need room beside all optimizer state, which leaves behind them.
+                offloader.offload(("gradients",))
+                # What a step's tensors had, of which those buffers would keep whole blocks from the engines.
                 torch.cuda.empty_cache()
             sender, buckets = self._planned()
             sender.prepare()
             if not self._awake:
-                lent = offloader.make_room(("optimizer", "gradients"), lambda: self._missing(buckets))
+                lent = offloader.make_room(("optimizer",), lambda: self._missing(buckets))
             lent += offloader.leave(("weights",))
         clock.metrics["sync/lent_bytes"] = float(lent)
         self._runtime.barrier()
