@@ -17,7 +17,7 @@ from megatron_dppo.rollout.engine import GenerationRequest, TransferTerms
 from megatron_dppo.rollout.serving.engine import ServedEngine
 from megatron_dppo.rollout.serving.sampler import join_parts
 from megatron_dppo.rollout.stored import columns_of
-from megatron_dppo.rollout.weight_transfer.group import Meeting
+from megatron_dppo.rollout.weight_transfer.group import MeetingStore
 from tests.batch.test_turns import turn
 from tests.distributed import PATIENCE_S
 from tests.rollout.conftest import SAMPLING, Served, requests
@@ -120,7 +120,7 @@ def test_work_waits_for_a_sync_that_died_to_be_begun_again(served_mixed: Served,
     with ThreadPoolExecutor(1) as threads:
         late = threads.submit(engine.generate, requests(8, "again"), LONG, training=True)
         assert not wait([late], timeout=0.3).done
-        where = Meeting("127.0.0.1").next(2, 1.0)
+        where = MeetingStore("127.0.0.1").next(2, 1.0)
         with pytest.raises(Exception, match="not all 2 members of a weight broadcast came together"):
             engine.agree(TransferTerms(group=where, first_rank=1, source_rank={0: 0}))
         assert not wait([late], timeout=0.3).done
