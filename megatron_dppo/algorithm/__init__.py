@@ -6,7 +6,13 @@ process group and no configuration. In the order of use: `presets.get` -> `diver
 """
 
 from megatron_dppo.algorithm import presets
-from megatron_dppo.algorithm.advantage import Baseline, group_advantages
+from megatron_dppo.algorithm.advantage import (
+    AdvantageEstimator,
+    Baseline,
+    group_advantages,
+    own_advantages,
+    try_advantages,
+)
 from megatron_dppo.algorithm.aggregation import (
     Aggregation,
     Denominators,
@@ -22,6 +28,7 @@ from megatron_dppo.algorithm.reference_kl import KLEstimator, KLPlace, Reference
 
 __all__ = [
     "DIVERGENCES",
+    "AdvantageEstimator",
     "Aggregation",
     "Anchor",
     "Baseline",
@@ -46,8 +53,10 @@ __all__ = [
     "kl_of_topk",
     "masked_token_counts",
     "most_masked_tokens",
+    "own_advantages",
     "policy_loss",
     "presets",
     "token_weights",
+    "try_advantages",
     "try_own_code",
 ]

@@ -1,10 +1,17 @@
 """Advantages of sequences from their rewards and their group (the answers to one prompt)."""
 
+from collections.abc import Callable
 from enum import StrEnum
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.launch.imports import load_callable
+
+AdvantageEstimator = Callable[[Float[Tensor, " N"], Int[Tensor, " N"]], Float[Tensor, " N"]]
+"""From the rewards of all answers of a step and the number of each one's group."""
 
 
 class Baseline(StrEnum):
@@ -76,3 +83,32 @@ def group_advantages(
         std = (total(centred**2) / (size - 1).clamp(min=1)).sqrt()
         advantage = torch.where(spread, advantage / (std + epsilon), advantage)
     return advantage.to(rewards.dtype)
+
+
+def own_advantages(path: str, rewards: Float[Tensor, " N"], group_ids: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """What the function of a user's own makes of rewards, `[N]` in their dtype, without gradient. Every rank calls it,
+    so it must give all the same.
+
+    Raises UserError, naming the path, where it raises, or returns anything but `[N]` finite numbers.
+    """
+    named = "algorithm.advantage="
+    function = load_callable(path, named=named)
+    try:
+        found = function(rewards.detach().clone(), group_ids.clone())
+    except Exception as error:
+        raise UserError(f"{named}{path}: raised {type(error).__name__}: {error}; correct it") from error
+    if not isinstance(found, Tensor) or found.shape != rewards.shape or not found.is_floating_point():
+        what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise UserError(
+            f"{named}{path}: must return one floating number per answer, {list(rewards.shape)}, and returned {what}; "
+            "correct it"
+        )
+    if not torch.isfinite(found).all():
+        raise UserError(f"{named}{path}: returned {float(found[~torch.isfinite(found)][0])}; correct it")
+    return found.detach().to(rewards.dtype)
+
+
+def try_advantages(path: str) -> None:
+    """Call a function of a user's own on made-up rewards, before anything is sampled: groups that differ, that are all
+    alike, and of one. Raises as `own_advantages`."""
+    own_advantages(path, torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 0, 1, 1, 2]))

@@ -3,14 +3,23 @@ its own here, since `algorithm` knows no configuration."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, model_validator
 
 from megatron_dppo.actor.config import ActorConfig, OptimizerConfig
-from megatron_dppo.algorithm import KLEstimator, KLPlace, ReferenceKL, presets
-from megatron_dppo.algorithm.advantage import Baseline
+from megatron_dppo.algorithm import (
+    AdvantageEstimator,
+    Baseline,
+    KLEstimator,
+    KLPlace,
+    ReferenceKL,
+    group_advantages,
+    own_advantages,
+    presets,
+)
 from megatron_dppo.algorithm.aggregation import Aggregation
 from megatron_dppo.algorithm.preset import Preset
 from megatron_dppo.config.trainer import EvaluationConfig, TrackingConfig, TrainerConfig
@@ -57,6 +66,9 @@ class AlgorithmConfig(ConfigModel):
     """What is subtracted from a reward: the mean of its group, of the others of its group, or nothing."""
     divide_by_std: bool = False
     """Divide advantages by the group's standard deviation (the paper does not)."""
+    advantage: str | None = Field(default=None, pattern=r"^.+:[A-Za-z_]\w*$")
+    """Import path of a function of one's own from the rewards of a step's answers, and the group of each, to their
+    advantages, in place of a baseline."""
     overlong_filter: bool = False
     """Leave answers that were cut at `rollout.max_response_tokens` out of the loss, and of an environment the episodes
     that it did not end. Their rewards still count in the baseline of their group."""
@@ -67,6 +79,11 @@ class AlgorithmConfig(ConfigModel):
     def _has_a_use(self) -> AlgorithmConfig:
         if twice := [name for name in ("divergence", "loss") if getattr(self, name) and name in self.overrides]:
             raise ValueError(f"algorithm.{twice[0]} and algorithm.overrides.{twice[0]} are one setting; set the first")
+        if self.advantage is not None and (self.baseline is not Baseline.MEAN or self.divide_by_std):
+            raise ValueError(
+                f"algorithm.baseline={self.baseline} and algorithm.divide_by_std={self.divide_by_std} have no effect "
+                "beside algorithm.advantage; leave them out"
+            )
         aggregation = self.resolve().aggregation
         if self.normaliser is not None and aggregation is not Aggregation.SEQ_MEAN_TOKEN_SUM_NORM:
             raise ValueError(
@@ -74,6 +91,13 @@ class AlgorithmConfig(ConfigModel):
                 f"{Aggregation.SEQ_MEAN_TOKEN_SUM_NORM}; set it to null"
             )
         return self
+
+    @property
+    def advantages(self) -> AdvantageEstimator:
+        """What makes advantages of rewards."""
+        if self.advantage is not None:
+            return partial(own_advantages, self.advantage)
+        return partial(group_advantages, baseline=self.baseline, normalize_std=self.divide_by_std)
 
     def resolve(self) -> Preset:
         """The preset with the overrides applied. Raises PresetError (a ValueError) with the reason."""

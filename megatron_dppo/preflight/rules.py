@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megatron_dppo.algorithm import Anchor, KLEstimator, KLPlace, PresetError, try_own_code
-from megatron_dppo.algorithm.advantage import Baseline
+from megatron_dppo.algorithm import Anchor, Baseline, KLEstimator, KLPlace, PresetError, try_advantages, try_own_code
 from megatron_dppo.config.schema import Config
 from megatron_dppo.launch.imports import load_callable
 from megatron_dppo.models.hf_config import HFConfig
@@ -99,8 +98,8 @@ def _dynamic_sampling(config: Config) -> Iterator[Finding]:
 
 def _baseline(config: Config) -> Iterator[Finding]:
     """Every advantage would be 0."""
-    baseline = config.algorithm.baseline
-    if config.trainer.samples_per_prompt == 1 and baseline is not Baseline.NONE:
+    baseline, own = config.algorithm.baseline, config.algorithm.advantage
+    if config.trainer.samples_per_prompt == 1 and baseline is not Baseline.NONE and own is None:
         yield error(
             "algorithm",
             f"trainer.samples_per_prompt=1 with algorithm.baseline={baseline}: an answer has no others to compare "
@@ -195,7 +194,9 @@ def _expert_exchange(config: Config) -> Iterator[Finding]:
 
 
 def _own_code(config: Config) -> Iterator[Finding]:
-    """A divergence and a loss of the user's own do what is asked of them."""
+    """A divergence, a loss and advantages of the user's own do what is asked of them."""
+    if (own := config.algorithm.advantage) is not None:
+        yield from attempt("algorithm", "correct it", lambda: try_advantages(own))[1]
     try:
         try_own_code(config.algorithm.resolve())
     except PresetError as problem:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatron_dppo.actor.signal import Spans
-from megatron_dppo.algorithm import Baseline, group_advantages
+from megatron_dppo.algorithm import AdvantageEstimator
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.engine import Generates, SamplingConfig
 from megatron_dppo.tasks.rewards.grader import Grader
@@ -41,13 +41,11 @@ class TurnReturns:
         returns = np.array([turn[4] for turn in ordered], dtype=np.float32)
         return TurnReturns(sequence=place[0], row=place[1], episode=place[2], number=place[3], returns=returns)
 
-    def spans(self, samples: int, baseline: Baseline, divide_by_std: bool) -> Spans:
+    def spans(self, samples: int, estimate: AdvantageEstimator) -> Spans:
         """Advantages: a turn is compared with the turns of the same number in the episodes of its group that came so
         far; the only one that did says nothing and gets 0, as a group of one does (see `group_advantages`)."""
         group = (self.episode // samples) * (int(self.number.max(initial=0)) + 1) + self.number
-        advantages = group_advantages(
-            torch.from_numpy(self.returns), torch.from_numpy(group), baseline=baseline, normalize_std=divide_by_std
-        )
+        advantages = estimate(torch.from_numpy(self.returns), torch.from_numpy(group))
         return Spans(self.sequence, self.row, advantages.numpy())
 
 

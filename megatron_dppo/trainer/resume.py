@@ -32,7 +32,7 @@ RESULT = (
     "algorithm.preset", "algorithm.constants", "algorithm.overrides.*", "algorithm.divergence",
     "algorithm.loss", "algorithm.reference_kl", "algorithm.reference_kl.coefficient",
     "algorithm.reference_kl.estimator", "algorithm.reference_kl.place", "algorithm.baseline",
-    "algorithm.divide_by_std", "algorithm.overlong_filter", "algorithm.normaliser",
+    "algorithm.divide_by_std", "algorithm.advantage", "algorithm.overlong_filter", "algorithm.normaliser",
     "rollout.engine", "rollout.temperature", "rollout.max_prompt_tokens", "rollout.max_response_tokens",
     "rollout.stop_token_ids",
     "rollout.dtype", "rollout.quantization",

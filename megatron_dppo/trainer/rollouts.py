@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from megatron_dppo.actor.signal import Spans, TrainingSignal
-from megatron_dppo.algorithm import group_advantages
 from megatron_dppo.batch import SequenceSource
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
@@ -322,18 +321,13 @@ class RolloutCollector:
 
 
 def _spans(config: Config, returns: TurnReturns) -> Spans:
-    algorithm = config.algorithm
-    return returns.spans(config.trainer.samples_per_prompt, algorithm.baseline, algorithm.divide_by_std)
+    return returns.spans(config.trainer.samples_per_prompt, config.algorithm.advantages)
 
 
 def _advantages(config: Config, rewards: np.ndarray) -> np.ndarray:
     """float32 `[B]`, over the answers to each prompt."""
-    return group_advantages(
-        torch.from_numpy(rewards),
-        torch.from_numpy(np.arange(len(rewards)) // config.trainer.samples_per_prompt),
-        baseline=config.algorithm.baseline,
-        normalize_std=config.algorithm.divide_by_std,
-    ).numpy()
+    groups = torch.arange(len(rewards)) // config.trainer.samples_per_prompt
+    return config.algorithm.advantages(torch.from_numpy(rewards), groups).numpy()
 
 
 def _groups_that_came(asked: Sequence[str], came: Sequence[str], samples: int, count: int) -> list[int]:

@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dppo.algorithm import PresetError, divergence_for, policy_loss, presets, try_own_code
+from megatron_dppo.algorithm import (
+    PresetError,
+    divergence_for,
+    own_advantages,
+    policy_loss,
+    presets,
+    try_advantages,
+    try_own_code,
+)
 from megatron_dppo.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +49,14 @@ def scalar(x): return squared(x).sum()
 def detached(x): return squared(x).detach()
 def logarithm(x): return squared(x) + torch.log(x.advantages.abs())
 def steep(x): return squared(x) + (x.logp - x.logp.detach()).abs().sqrt()
+
+def centred(rewards, groups): return (rewards - rewards.mean()).double()
+def per_group(rewards, groups): return torch.zeros(int(groups.max()) + 1)
+def counted(rewards, groups): return groups
+def divided(rewards, groups): return rewards / rewards
+def listed(rewards, groups): return rewards.tolist()
+def changed(rewards, groups): return rewards.zero_()
+def broken(rewards, groups): return rewards[groups + 6]
 """
 
 
@@ -204,3 +220,40 @@ def test_the_documented_example(tmp_path, monkeypatch):
     assert loss.per_token.item() == pytest.approx(-10 * sigmoid)
     (gradient,) = torch.autograd.grad(loss.per_token.sum(), logp)
     assert gradient.item() == pytest.approx(-2 * sigmoid * (1 - sigmoid) * 2.0)
+
+
+def test_advantages_of_ones_own(package: str) -> None:
+    """In the dtype of the rewards, which it cannot change."""
+    rewards = torch.tensor([3.0, 1.0])
+    got = own_advantages(f"{package}:centred", rewards, torch.tensor([0, 1]))
+    assert (got.dtype, got.tolist()) == (torch.float32, [1.0, -1.0])
+    own_advantages(f"{package}:changed", rewards, torch.tensor([0, 1]))
+    assert rewards.tolist() == [3.0, 1.0]
+    try_advantages(f"{package}:centred")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("per_group", r"must return one floating number per answer, \[6\], and returned torch.float32 \[3\]"),
+        ("counted", r"and returned torch.int64 \[6\]"),
+        ("listed", "and returned list"),
+        ("divided", "returned nan"),
+        ("broken", "raised IndexError: "),
+        ("absent", "has no callable absent"),
+    ],
+)
+def test_advantages_that_are_none_are_refused(package: str, name: str, reason: str) -> None:
+    with pytest.raises(UserError, match=rf"^algorithm\.advantage={package}:{name}.*{reason}"):
+        try_advantages(f"{package}:{name}")
+
+
+def test_the_documents_example_of_advantages(tmp_path: Path) -> None:
+    """Two groups with means 0.5 and 2 of a step: the spread is that of all centred rewards together."""
+    (code,) = re.findall(r"```python\n(def of_batch.*?)```", (ROOT / "docs/algorithms.md").read_text(), re.S)
+    (tmp_path / "mine.py").write_text(f"import torch\n\n{code}")
+    rewards, groups = torch.tensor([0.0, 1.0, 1.0, 3.0]), torch.tensor([4, 4, 7, 7])
+    got = own_advantages(f"{tmp_path}/mine.py:of_batch", rewards, groups)
+    centred = [-0.5, 0.5, -1.0, 1.0]
+    spread = math.sqrt(sum(x**2 for x in centred) / 3)
+    torch.testing.assert_close(got, torch.tensor([x / spread for x in centred]), rtol=1e-5, atol=0)

@@ -172,6 +172,7 @@ def test_a_mapping_below_a_list_is_refused(config_file):
         ("algorithm.overrides.treshold_negative=0.1", "did you mean threshold_negative"),
         ("optimizer.schedule=cosine", "optimizer.decay_steps=0 must exceed optimizer.warmup_steps=0"),
         ("task.prompt='Find ${x}$'", "config key task.prompt: Interpolation key 'x' not found (${...} stands for"),
+        ("algorithm={advantage: 'my:own', divide_by_std: true}", "have no effect beside algorithm.advantage"),
         ("algorithm={normaliser: 9, overrides: {aggregation: token-mean}}", "algorithm.normaliser=9 has no effect"),
         ("optimizer={schedule: linear, decay_steps: 9, lr: 0.1, min_lr: 0.2}", "min_lr=0.2 exceeds optimizer.lr=0.1"),
         (

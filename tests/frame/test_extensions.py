@@ -1,5 +1,5 @@
-"""What users bring from a package of their own touches no file of the product: a divergence, a loss, a reward and an
-engine."""
+"""What users bring from a package of their own touches no file of the product: a divergence, a loss, advantages, a
+reward and an engine."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ TOYS = {
     "loss.py": """
         def plain(x): return -x.advantages * x.logp
     """,
+    "advantage.py": """
+        def halved(rewards, groups): return (rewards - 0.5) / (1 + groups)
+    """,
     "reward.py": """
         def even(*, response, **_): return float(len(response) % 2 == 0)
     """,
@@ -60,7 +63,11 @@ def config(tmp_path, monkeypatch) -> Path:
         "model": {"path": str(tmp_path / "model")},
         "actor": {"dtype": "float32", "max_tokens_per_microbatch": 512},
         "optimizer": {"lr": 1e-3},
-        "algorithm": {"divergence": "toys.divergence:SQUARED", "loss": "toys.loss:plain"},
+        "algorithm": {
+            "divergence": "toys.divergence:SQUARED",
+            "loss": "toys.loss:plain",
+            "advantage": "toys.advantage:halved",
+        },
         "rollout": {
             **{"max_prompt_tokens": 64, "max_response_tokens": 8, "top_k_logprobs": 0, "dtype": "float32"},
             **{"kv_cache_mib": 64, "max_num_seqs": 64, "cpu_threads": 1, "enforce_eager": True},
@@ -94,6 +101,7 @@ def test_a_file_each_and_none_of_the_product(config):
     assert loss.mask.tolist() == [False, True]
     (gradient,) = torch.autograd.grad(loss.per_token.sum(), logp)
     assert gradient.tolist() == [0.0, -1.0]
+    assert run.algorithm.advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 1])).tolist() == [0.5, -0.25]
     one = run.task.model_copy(update={"reward_workers": 1, "reward_memory_mib": 8192})
     made = build_grader(one, max_response_tokens=8)
     prompt = Prompt(index=0, prompt_ids=np.zeros(1, np.int32), text="", question="", answer="", metadata={})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,6 +113,22 @@ def test_turns_are_compared_with_the_turns_of_their_number() -> None:
     sequence = torch.tensor([0, 0, 0, 1, 1, 2, 3])
     row = torch.tensor([4, 8, 9, 4, 100, 6, 2])
     np.testing.assert_allclose(spans.on(sequence.device)(sequence, row), [1, 1, -1, -1, -1, 1, 0])
+
+
+def test_advantages_may_be_ones_own(tmp_path: Path) -> None:
+    """Of answers and of turns: a function of all rewards and their groups, with a penalty subtracted before."""
+    own = tmp_path / "own.py"
+    own.write_text("def total(rewards, groups): return 10 * groups + rewards - rewards.sum()\n")
+    made = config(False)
+    made.algorithm = AlgorithmConfig(advantage=f"{own}:total")
+    penalties = np.array([0.5, *[0] * 7])
+    signal = experience([]).signal(made, penalties)
+    np.testing.assert_allclose(signal.advantages, [-3, -3.5, 6.5, 7.5, 17.5, 17.5, 26.5, 26.5])
+    assert signal.advantages.dtype == np.float32
+    turns = TurnReturns.of([(0, 4, 0, 0, 2.0), (1, 4, 1, 0, 0.0), (2, 6, 1, 1, 3.0)])
+    spans = played(turn_returns=turns).signal(small(advantage=f"{own}:total")).spans
+    assert spans is not None
+    np.testing.assert_allclose(spans.advantage, [-3, -5, 8])  # turn 1 of the group is a group of its own
 
 
 def test_groups_that_teach_nothing_are_counted() -> None:
