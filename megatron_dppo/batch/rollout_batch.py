@@ -87,6 +87,11 @@ class RolloutBatch:
         return self.lengths - self.prompt_lengths
 
     @property
+    def cut(self) -> np.ndarray:
+        """bool `[B]`: sequences that ended at a limit."""
+        return np.array(self.finish_reasons) == "length"
+
+    @property
     def sampled_per_sequence(self) -> np.ndarray:
         """Tokens per sequence that the policy sampled, int64 `[B]`."""
         return np.add.reduceat(self.loss_mask.astype(np.int64), self.offsets[:-1])

@@ -68,6 +68,11 @@ class Episodes:
     """Where tokens are trained with the rewards of their turn and those after it."""
 
     @property
+    def cut(self) -> np.ndarray:
+        """bool `[E]`: episodes of which a sequence was cut off."""
+        return np.bincount(self.episode, self.batch.cut, minlength=len(self.turns)) > 0
+
+    @property
     def metrics(self) -> dict[str, float]:
         """Those of all players, and `measured`."""
         others = self.batch.response_lengths - self.batch.sampled_per_sequence

@@ -38,27 +38,28 @@ class Evaluator:
         count = self.config.prompts if task.held_out_size else 0
         if count:
             prompts = task.held_out(count)
-            batch, rewards = self._answer(task.grader, prompts, self.config.samples, step)
-            metrics |= _metrics("eval", batch, rewards, self.config.samples)
+            found = self._answer(task.grader, prompts, self.config.samples, step)
+            metrics |= _metrics("eval", *found, self.config.samples)
         for one in self.suite.sets:
-            batch, rewards = self._answer(one.grader, one.prompts, one.samples, step)
-            metrics |= _metrics(f"eval/{one.name}", batch, rewards, one.samples)
+            found = self._answer(one.grader, one.prompts, one.samples, step)
+            metrics |= _metrics(f"eval/{one.name}", *found, one.samples)
         return metrics
 
     def _answer(
         self, grader: Grader | None, prompts: Sequence[Prompt], samples: int, step: int
-    ) -> tuple[RolloutBatch, Rewards]:
+    ) -> tuple[RolloutBatch, np.ndarray, Rewards]:
+        """What was sampled, which answers or episodes were cut off, and the verdicts."""
         sampling = evaluation_sampling(self.config, self.rollout)
         player, named = self.suite.player, {"run_seed": self.run_seed, "step": step}
         if player is not None and (grader is self.suite.task.grader or player.any_prompts):
             played = player.play(self.engine, sampling, prompts, samples, stream=EVALUATION, grader=grader, **named)
-            return played.batch, played.rewards
+            return played.batch, played.cut, played.rewards
         assert grader is not None  # what has none is played
         requests = requests_for(prompts, samples, stream=EVALUATION, **named)
         batch = self.engine.generate(requests, sampling, training=False)
         responses = [batch.response_ids(i) for i in range(len(batch))]
         judged = judge_responses(grader, self.suite.tokenizer, prompts, samples, responses, batch.finish_reasons)
-        return batch, grader.rewards(judged)
+        return batch, batch.cut, grader.rewards(judged)
 
 
 def evaluation_sampling(config: EvaluationConfig, rollout: RolloutConfig) -> SamplingConfig:
@@ -71,12 +72,12 @@ def evaluation_sampling(config: EvaluationConfig, rollout: RolloutConfig) -> Sam
     )
 
 
-def _metrics(prefix: str, batch: RolloutBatch, rewards: Rewards, samples: int) -> dict[str, float]:
+def _metrics(prefix: str, batch: RolloutBatch, cut: np.ndarray, rewards: Rewards, samples: int) -> dict[str, float]:
     values = accuracy_metrics(rewards.correct.reshape(-1, samples)) | {
         "well_formed": float(rewards.well_formed.mean()),
         "reward": float(rewards.reward.mean()),
         "response_length": float(batch.sampled_per_sequence.sum() / len(rewards)),
-        "truncated_fraction": float(np.mean([reason == "length" for reason in batch.finish_reasons])),
+        "truncated_fraction": float(cut.mean()),
     }
     return {f"{prefix}/{name}": value for name, value in values.items()}
 

@@ -232,12 +232,13 @@ class RolloutCollector:
             played,
             None if played is None or played.turn_returns is None else _spans(self._config, played.turn_returns),
         )
+        cut = np.array(handle.finish_reasons) == "length"
         metrics = {
             "reward/mean": float(rewards.reward.mean()),
             "reward/accuracy": float(rewards.correct.mean()),
             "reward/well_formed": float(rewards.well_formed.mean()),
             "response/length_mean": float(handle.trained.sum() / len(groups.rewards)),
-            "response/truncated_fraction": float(np.mean([reason == "length" for reason in handle.finish_reasons])),
+            "response/truncated_fraction": float(np.mean(cut if played is None else played.cut)),
             "reward/verifier_errors": float(rewards.verifier_errors),
             "data/route_bytes": float(handle.route_bytes.sum()),
             "data/topk_bytes": float(handle.topk_bytes.sum()),

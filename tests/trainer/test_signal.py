@@ -17,7 +17,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.stored import columns_of
 from megatron_dppo.tasks.task import Rewards
-from megatron_dppo.trainer.episodes import TurnReturns
+from megatron_dppo.trainer.episodes import Episodes, TurnReturns
 from megatron_dppo.trainer.rollouts import Experience, group_metrics
 from tests.batch.rollouts import random_batch
 
@@ -140,3 +140,12 @@ def test_groups_that_teach_nothing_are_counted() -> None:
         "reward/solved_groups_fraction": 0.25,
         "reward/unsolved_groups_fraction": 0.5,
     }
+
+
+def test_an_episode_is_cut_off_once_however_many_sequences_it_has() -> None:
+    """Of three episodes the first has three sequences, two of which are cut off, and the second none."""
+    batch = replace(random_batch(3, [2] * 4, [3] * 4, 4), finish_reasons=("stop", "length", "length", "stop"))
+    rewards = Rewards(reward=np.zeros(3), correct=np.zeros(3, bool), well_formed=np.zeros(3, bool))
+    episodes = Episodes(batch, np.array([0, 0, 0, 2]), rewards, np.array([3, 0, 1]))
+    assert episodes.cut.tolist() == [True, False, False]
+    assert batch.cut.tolist() == [False, True, True, False]

@@ -149,6 +149,7 @@ class Grader:
                 response=response,
                 answer=answers[i],
                 tokens=None if lengths is None else int(lengths[i]),
+                truncated=finish_reasons is not None and finish_reasons[i] == "length",
                 metadata=prompt.metadata,
             )
             for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True))

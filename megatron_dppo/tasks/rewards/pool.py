@@ -3,6 +3,7 @@ no more."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 import os
@@ -167,6 +168,7 @@ class CustomVerifier:
                 response=item.response,
                 answer=item.answer,
                 metadata=dict(item.metadata),
+                **_asked_for(function, tokens=item.tokens, truncated=item.truncated),
             )
         except Exception as error:
             return Verdict(score=0.0, error=f"{self.path} raised {type(error).__name__}: {error}")
@@ -176,3 +178,10 @@ class CustomVerifier:
         if not math.isfinite(score):
             return Verdict(score=0.0, error=f"{self.path} returned {float(score)}")
         return Verdict(score=float(score))
+
+
+def _asked_for(function: Callable[..., Any], **more: Any) -> dict[str, Any]:
+    """Of `more` what a function takes, by its name or by `**`."""
+    taken = inspect.signature(function).parameters
+    every = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())
+    return {name: value for name, value in more.items() if every or name in taken}

@@ -22,6 +22,8 @@ class Answered:
     """The group `answer` of `task.answer_pattern`; None where the response does not match it."""
     tokens: int | None = None
     """Length of the response; None where nobody counted."""
+    truncated: bool = False
+    """The response was cut off at its longest."""
     metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 

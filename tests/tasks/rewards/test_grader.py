@@ -160,6 +160,26 @@ def test_a_function_from_a_file_and_one_that_returns_numpy(tmp_path):
     np.testing.assert_array_equal(rewards.parts["python"], [5, 5])
 
 
+def test_a_function_is_given_lengths_where_it_takes_them(tmp_path):
+    """By their names or by `**`; one that does not is called as ever."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def long(*, tokens, truncated, question, reference, response, answer, metadata):\n"
+        "    return -1.0 if truncated else tokens / 10\n"
+        "def any(**given): return given['tokens'] + 50 * given['truncated']\n"
+        "def plain(question, reference, response, answer, metadata): return 7\n"
+    )
+    names = ("long", "any", "plain")
+    made = grader(*(PythonReward(path=f"{file}:{name}", name=name) for name in names), workers=1)
+    try:
+        rewards = made.score([prompt()] * 2, ["14", "15"], lengths=[3, 8], finish_reasons=["stop", "length"])
+    finally:
+        made.close()
+    assert rewards.verifier_errors == 0
+    for name, expected in zip(names, ([0.3, -1], [3, 58], [7, 7]), strict=True):
+        np.testing.assert_allclose(rewards.parts[name], expected, err_msg=name)
+
+
 def test_what_a_function_cannot_score_is_counted_and_stalls_nobody(picky, caplog):
     responses = ["raise", "hang", "spin", "nan", "crash", "eat"] + ["fine"] * 20
     start = time.monotonic()
