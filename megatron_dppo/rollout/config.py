@@ -133,7 +133,8 @@ class RolloutConfig(ConfigModel):
     answers are complete first are trained on and the others dropped, which favours short answers. 0 drops nothing."""
     dynamic_sampling: int = Field(default=0, ge=0, le=64)
     """Rounds, at most, in which a step's groups whose rewards are all equal are replaced by those of other prompts
-    (DAPO). What is missing after them is filled up with such groups, which train nothing. 0 replaces none."""
+    (DAPO). What is missing after them is filled up with such groups, which train nothing unless a KL in the reward or
+    advantages of one's own tell their answers apart. 0 replaces none."""
     max_tokens_in_flight: int | None = Field(default=None, ge=1)
     """Most tokens, prompts and `max_response_tokens` together, of the requests that an engine is given at once; further
     groups wait for the first engine with room. None: twice what it decodes together (`max_num_seqs`)."""
