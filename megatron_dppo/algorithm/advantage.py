@@ -31,15 +31,14 @@ def group_advantages(
     *,
     baseline: Baseline | str = Baseline.MEAN,
     normalize_std: bool = False,
-    epsilon: float = 1e-6,
 ) -> Float[Tensor, " N"]:
-    """A_i = R_i - baseline of i's group, optionally divided by (std of the group + epsilon).
+    """A_i = R_i - baseline of i's group, optionally divided by (std of the group + 1e-6).
 
     The paper's estimate is the default: group mean, no division (Section 4.1, Appendix D.1). The standard deviation
     is the sample one (n - 1). Groups may be ragged, in any order, and are named by any integers.
 
     A group of one answer, and a group whose rewards are all equal, says nothing about its answers: its advantages
-    are exactly 0 under both group baselines, not rounding noise divided by epsilon. With `Baseline.NONE` the
+    are exactly 0 under both group baselines, not rounding noise divided by 1e-6. With `Baseline.NONE` the
     reward stays as it is, and a group without spread is divided by nothing.
 
     Returns the dtype of `rewards`, [N], without gradient. Raises ValueError for a reward that is not finite, naming
@@ -81,7 +80,7 @@ def group_advantages(
         advantage = reward
     if normalize_std:
         std = (total(centred**2) / (size - 1).clamp(min=1)).sqrt()
-        advantage = torch.where(spread, advantage / (std + epsilon), advantage)
+        advantage = torch.where(spread, advantage / (std + 1e-6), advantage)
     return advantage.to(rewards.dtype)
 
 
