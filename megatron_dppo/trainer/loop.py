@@ -11,10 +11,9 @@ engine that was started again.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from megatron_dppo.launch.stop import StopRequest
 from megatron_dppo.models.flops import peak_flops, training_flops
 from megatron_dppo.rollout.engine import RolloutFleet
 from megatron_dppo.trainer.checkpoints import Checkpoints
+from megatron_dppo.trainer.clock import Clock
 from megatron_dppo.trainer.coordinator import RankCoordinator, meanwhile
 from megatron_dppo.trainer.evaluation import Evaluator
 from megatron_dppo.trainer.last_state import LastState, Trained
@@ -53,25 +53,6 @@ class Controller:
     evaluator: Evaluator
     tracker: Tracker
     progress: Progress
-
-
-@dataclass
-class PhaseClock:
-    """Wall-clock seconds of each phase of a step."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def metrics(self) -> dict[str, float]:
-        """`time/{phase}_s`, and their sum as `time/step_s`."""
-        return {f"time/{name}_s": s for name, s in self.seconds.items()} | {"time/step_s": sum(self.seconds.values())}
 
 
 class Trainer:
@@ -177,8 +158,8 @@ class Trainer:
 
     def _step(self, step: int) -> bool:
         """Returns whether the state was saved."""
-        config, clock = self._config, PhaseClock()
-        with self._watch("rollout"), clock.phase("rollout"):
+        config, clock = self._config, Clock("time")
+        with self._watch("rollout"), clock("rollout"):
             experience = self._collector.collect(step - 1)
             self._begin_ahead(step)
         if experience.window is not None:
@@ -187,12 +168,12 @@ class Trainer:
                 step: experience.window,
             }
         metrics = dict(experience.metrics)
-        with self._watch("training"), clock.phase("hand_over"):
+        with self._watch("training"), clock("hand_over"):
             self._take_gpus()
         if step == 1 and config.trainer.parity_check:
             with self._watch("parity check"):
                 metrics |= self._parity(experience)
-        with self._watch("training"), clock.phase("train"):
+        with self._watch("training"), clock("train"):
             look = self._looks_at(step)
             report = self._update(step, experience, look=look)
             metrics |= report.metrics
@@ -201,10 +182,10 @@ class Trainer:
         if due and self._weights.takes_turns:  # the engines take the GPUs with the weights
             self._save(step)
         try:
-            with self._watch("weight sync"), clock.phase("sync"):
+            with self._watch("weight sync"), clock("sync"):
                 metrics |= self._coordinator.sync(step)
         finally:  # the step is trained, whatever comes
-            metrics |= clock.metrics()
+            metrics |= clock.metrics | {"time/step_s": sum(clock.metrics.values())}
             metrics["throughput/tokens_per_second"] = metrics["data/tokens"] / metrics["time/step_s"]
             metrics["throughput/trained_tokens_per_second"] = metrics["data/trained_tokens"] / metrics["time/train_s"]
             if self._controller:
@@ -286,13 +267,13 @@ class Trainer:
         }
 
     def _evaluate(self, step: int) -> None:
-        start = time.perf_counter()
+        clock = Clock("time")
         evaluator = self._controller.evaluator if self._controller else None
-        with self._watch("evaluation"):
+        with self._watch("evaluation"), clock("eval"):
             metrics = self._coordinator.wait_for(meanwhile(lambda: evaluator(step)) if evaluator else None)
         if self._controller:
             with self._coordinator.alone():
-                evaluated = metrics | {"time/eval_s": time.perf_counter() - start}
+                evaluated = metrics | clock.metrics
                 self._controller.tracker.log(step, evaluated)
                 self._tell(step, evaluated, self._controller)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -16,6 +14,7 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.rollout.engine import EngineClient, WorkerReport
 from megatron_dppo.rollout.start import weight_sender
 from megatron_dppo.rollout.weight_transfer.recipients import Recipients, WeightSender
+from megatron_dppo.trainer.clock import Clock
 
 _LOADING = 4 << 30
 """Bytes for layers that an engine loads, and for its allocator."""
@@ -69,7 +68,7 @@ class WeightSync:
         An engine that fails is reported and the others go on. Raises where the trainer's side fails; every engine's
         gate is then shut. Collective.
         """
-        clock = _Clock()
+        clock = Clock("sync")
         to = None
         if members is not None:
             to = Recipients(members, timeout_s=self._rollout.sync_timeout_s)
@@ -103,7 +102,7 @@ class WeightSync:
         if self._sender is not None:
             self._sender.close()
 
-    def _lend(self, to: Recipients | None, clock: _Clock) -> None:
+    def _lend(self, to: Recipients | None, clock: Clock) -> None:
         """Make room for the engines' weights, and let them have it: optimizer state goes to the host while they are
         sent, and behind it these weights, which stay here until they are."""
         lent, offloader = 0, self._actor.offloader
@@ -148,7 +147,7 @@ class WeightSync:
             self._sender = weight_sender(self._rollout, self._buckets, self._runtime.device, control)
         return self._sender, self._buckets
 
-    def _transfer(self, version: int, to: Recipients | None, clock: _Clock) -> None:
+    def _transfer(self, version: int, to: Recipients | None, clock: Clock) -> None:
         sender, buckets = self._planned()
         with clock("begin"):
             sender.begin(version, to)
@@ -159,34 +158,18 @@ class WeightSync:
                 return
             for workers in to.wait(to.ask(lambda engine: engine.end_update(version, packed))).values():
                 for worker in workers:
-                    clock.add_worker(worker)
+                    _add_worker(clock.metrics, worker)
         clock.metrics |= {"sync/bytes": float(buckets.nbytes), "sync/worker_bytes": float(buckets.worker_nbytes)}
         if clock.metrics["sync/transfer_s"] > 0:
             clock.metrics["sync/gb_per_s"] = buckets.nbytes / clock.metrics["sync/transfer_s"] / 1e9
 
 
-class _Clock:
-    """Metrics of one sync."""
-
-    def __init__(self) -> None:
-        self.metrics: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            key = f"sync/{name}_s"
-            self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
-
-    def add_worker(self, report: WorkerReport) -> None:
-        """The largest of the workers' times, and of the memory used on their GPUs."""
-        for name, value in asdict(report).items():
-            if value is None:
-                continue
+def _add_worker(metrics: dict[str, float], report: WorkerReport) -> None:
+    """The largest of the workers' times, and of the memory used on their GPUs."""
+    for name, value in asdict(report).items():
+        if value is not None:
             key = f"sync/worker_{name}"
-            self.metrics[key] = max(self.metrics.get(key, 0.0), value)
+            metrics[key] = max(metrics.get(key, 0.0), value)
 
 
 def _memory(device: torch.device) -> dict[str, float]:

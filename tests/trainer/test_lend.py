@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.actor.offload import PARTS
+from megatron_dppo.trainer.clock import Clock
 from tests.actor.matrix import Case, build_actor
 from tests.distributed import run_ranks
 from tests.tiny import tiny_qwen3_moe
@@ -14,7 +15,7 @@ from tests.trainer.ending_ranks import Run, config_of
 
 def held(rank: int, model: str, folder: str) -> list[dict[str, bool]]:
     """Which parts have memory when the sender prepares, and at the end of the change of owners."""
-    from megatron_dppo.trainer.weight_sync import WeightSync, _Clock
+    from megatron_dppo.trainer.weight_sync import WeightSync
 
     actor = build_actor(model, {}, Case(replay=False), dtype="bfloat16")
     config = config_of(model, Run(folder))
@@ -28,7 +29,7 @@ def held(rank: int, model: str, folder: str) -> list[dict[str, bool]]:
 
     sender: Any = weights._planned()[0]
     sender.prepare = look
-    weights._lend(None, _Clock())
+    weights._lend(None, Clock("sync"))
     actor.offload()
     look()
     return found
