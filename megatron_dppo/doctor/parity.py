@@ -32,11 +32,10 @@ from megatron_dppo.launch.nodes import environment, no_rank
 from megatron_dppo.models.family import text_fields
 from megatron_dppo.models.hf_config import load_hf_config
 from megatron_dppo.rollout.engine import RolloutEngine, update_weights
-from megatron_dppo.rollout.seeds import TRAINING
 from megatron_dppo.rollout.start import open_engine, transformers_opinion
 from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.mismatch import Mismatch
-from megatron_dppo.trainer.requests import requests_for
+from megatron_dppo.trainer.requests import Draws, requests_for
 from megatron_dppo.trainer.rollouts import training_sampling
 from megatron_dppo.trainer.task_suite import build_task_suite
 from megatron_dppo.trainer.train import build_actor
@@ -182,9 +181,7 @@ def _roll_out(config: Config, dtype: str) -> RolloutBatch:
         prompts = suite.task.prompts(0, config.trainer.prompts_per_step)
     finally:
         suite.close()
-    requests = requests_for(
-        prompts, config.trainer.samples_per_prompt, run_seed=config.run.seed, step=0, stream=TRAINING
-    )
+    requests = requests_for(prompts, config.trainer.samples_per_prompt, Draws(config.run.seed, 0))
     rollout = config.rollout.model_copy(update={"dtype": dtype})
     if config.model.random_weights:
         rollout = rollout.model_copy(update={"load_format": "dummy"})

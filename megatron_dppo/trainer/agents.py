@@ -17,8 +17,9 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -31,7 +32,7 @@ from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import Generates, GenerationRequest, SamplingConfig
-from megatron_dppo.rollout.seeds import TRAINING, request_seed
+from megatron_dppo.rollout.seeds import TRAINING
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.prompting import user_message, with_system_prompt
 from megatron_dppo.tasks.rewards.grader import Grader
@@ -39,7 +40,7 @@ from megatron_dppo.tasks.task import Prompt, Rewards
 from megatron_dppo.tasks.workers.calls import Call, Hosted, Outcome
 from megatron_dppo.tasks.workers.workers import Workers, printable
 from megatron_dppo.trainer.episodes import Episodes, TurnReturns
-from megatron_dppo.trainer.requests import numbered, sequence_name
+from megatron_dppo.trainer.requests import Draws, numbered
 
 logger = logging.getLogger(__name__)
 
@@ -113,10 +114,7 @@ class AgentPlayer:
         sampling: SamplingConfig,
         prompts: Sequence[Prompt],
         samples: int,
-        *,
-        run_seed: int,
-        step: int,
-        stream: int,
+        draws: Draws,
         grader: Grader | None = None,
     ) -> Episodes:
         """See `Player.play`."""
@@ -127,10 +125,10 @@ class AgentPlayer:
         try:
             for prompt, sample in asked:
                 session = self._server.open(
-                    sequence_name(prompt, sample, step=step, stream=stream),
+                    draws.name(prompt, sample),
                     sampling=sampling,
-                    training=stream == TRAINING,
-                    seed=_seeds(run_seed, step, stream, prompt, sample),
+                    training=draws.stream == TRAINING,
+                    seed=partial(draws.seed, prompt, sample),
                     limits=self._limits,
                 )
                 sessions.append(session)
@@ -289,10 +287,6 @@ class AgentPlayer:
 def _step_of(name: str) -> str:
     """What the sessions of a step have in common in their names."""
     return "/".join(name.split("/")[:2])
-
-
-def _seeds(run: int, step: int, stream: int, prompt: Prompt, sample: int) -> Callable[[int], int]:
-    return lambda turn: request_seed(run, step, prompt.index, sample, stream=stream, turn=turn)
 
 
 def _masked(record: SessionRecord, numbers: frozenset[int]) -> SessionRecord:

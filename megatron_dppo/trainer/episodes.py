@@ -15,6 +15,7 @@ from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.rollout.engine import Generates, SamplingConfig
 from megatron_dppo.tasks.rewards.grader import Grader
 from megatron_dppo.tasks.task import Prompt, Rewards
+from megatron_dppo.trainer.requests import Draws
 
 
 @dataclass(frozen=True)
@@ -95,16 +96,12 @@ class Player(Protocol):
         sampling: SamplingConfig,
         prompts: Sequence[Prompt],
         samples: int,
-        *,
-        run_seed: int,
-        step: int,
-        stream: int,
+        draws: Draws,
         grader: Grader | None = None,
     ) -> Episodes:
-        """`samples` episodes from each prompt; may be called from several threads. Seeds derive from (run, stream,
-        step, prompt, sample, turn). An episode that fails keeps the rewards that it has and is counted. `grader`
-        scores answers, where it is not the task's own. Raises UserError where all fail, and what the engine
-        raises."""
+        """`samples` episodes from each prompt; may be called from several threads. An episode that fails keeps the
+        rewards that it has and is counted. `grader` scores answers, where it is not the task's own. Raises UserError
+        where all fail, and what the engine raises."""
         ...
 
     def close(self) -> None:

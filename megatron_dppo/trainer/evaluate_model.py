@@ -40,7 +40,7 @@ from megatron_dppo.tasks.task import Prompt
 from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.answers import Answer, AnswerFile
 from megatron_dppo.trainer.evaluation import accuracy_metrics, evaluation_sampling
-from megatron_dppo.trainer.requests import requests_for
+from megatron_dppo.trainer.requests import Draws, requests_for
 from megatron_dppo.trainer.task_suite import EvaluationSet, build_sets, judge_responses
 
 _OF_ENGINE = {"engine", "dtype", "quantization", "kv_cache_dtype"}
@@ -159,7 +159,7 @@ def _answer_all(
     sampling = evaluation_sampling(config.evaluation, config.rollout)
 
     def sample(prompt: Prompt) -> tuple[Prompt, RolloutBatch]:
-        requests = requests_for([prompt], one.samples, run_seed=config.seed, step=0, stream=EVALUATION)
+        requests = requests_for([prompt], one.samples, Draws(config.seed, 0, EVALUATION))
         return prompt, engine.generate(requests, sampling, training=False)
 
     came: SimpleQueue[Future[tuple[Prompt, RolloutBatch]]] = SimpleQueue()

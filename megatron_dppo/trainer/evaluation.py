@@ -15,7 +15,7 @@ from megatron_dppo.rollout.engine import Generates, SamplingConfig
 from megatron_dppo.rollout.seeds import EVALUATION
 from megatron_dppo.tasks.rewards.grader import Grader
 from megatron_dppo.tasks.task import Prompt, Rewards
-from megatron_dppo.trainer.requests import requests_for
+from megatron_dppo.trainer.requests import Draws, requests_for
 from megatron_dppo.trainer.task_suite import TaskSuite, judge_responses
 
 
@@ -50,12 +50,12 @@ class Evaluator:
     ) -> tuple[RolloutBatch, np.ndarray, Rewards]:
         """What was sampled, which answers or episodes were cut off, and the verdicts."""
         sampling = evaluation_sampling(self.config, self.rollout)
-        player, named = self.suite.player, {"run_seed": self.run_seed, "step": step}
+        player, draws = self.suite.player, Draws(self.run_seed, step, EVALUATION)
         if player is not None and (grader is self.suite.task.grader or player.any_prompts):
-            played = player.play(self.engine, sampling, prompts, samples, stream=EVALUATION, grader=grader, **named)
+            played = player.play(self.engine, sampling, prompts, samples, draws, grader)
             return played.batch, played.cut, played.rewards
         assert grader is not None  # what has none is played
-        requests = requests_for(prompts, samples, stream=EVALUATION, **named)
+        requests = requests_for(prompts, samples, draws)
         batch = self.engine.generate(requests, sampling, training=False)
         responses = [batch.response_ids(i) for i in range(len(batch))]
         judged = judge_responses(grader, self.suite.tokenizer, prompts, samples, responses, batch.finish_reasons)

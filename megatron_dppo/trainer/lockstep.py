@@ -15,7 +15,7 @@ from megatron_dppo.agents.response_text import said_aloud
 from megatron_dppo.batch import RolloutBatch, join_turns
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.engine import Generates, GenerationRequest, SamplingConfig
-from megatron_dppo.rollout.seeds import TRAINING, request_seed
+from megatron_dppo.rollout.seeds import TRAINING
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.tasks.environments.episode import Begun, Turn
@@ -23,7 +23,7 @@ from megatron_dppo.tasks.prompting import encode_text, split_special
 from megatron_dppo.tasks.rewards.grader import Grader
 from megatron_dppo.tasks.task import Prompt, Rewards
 from megatron_dppo.trainer.episodes import Episodes
-from megatron_dppo.trainer.requests import numbered, sequence_name
+from megatron_dppo.trainer.requests import Draws, numbered
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +79,7 @@ class EnvironmentPlayer:
         sampling: SamplingConfig,
         prompts: Sequence[Prompt],
         samples: int,
-        *,
-        run_seed: int,
-        step: int,
-        stream: int,
+        draws: Draws,
         grader: Grader | None = None,
     ) -> Episodes:
         """See `Player.play`. Turn n of all unfinished episodes is one call of `generate`. An episode is cut off after
@@ -98,8 +95,8 @@ class EnvironmentPlayer:
             for turn in range(task.max_turns):
                 if not active:
                     break
-                requests = [_request(running, run_seed, step, stream, turn) for running in active]
-                batch = engine.generate(requests, sampling, training=stream == TRAINING)
+                requests = [_request(running, draws, turn) for running in active]
+                batch = engine.generate(requests, sampling, training=draws.stream == TRAINING)
                 parts = [batch.select([number]) for number in range(len(active))]
                 sampled = [part.response_ids(0) for part in parts]
                 actions = said_aloud(self._tokenizer, [running.ids for running in active], sampled)
@@ -116,7 +113,7 @@ class EnvironmentPlayer:
         finally:
             task.episodes.end(running.episode for running in episodes)
         _report(episodes)
-        return _joined(episodes, step, stream)
+        return _joined(episodes, draws)
 
     def close(self) -> None:
         """Its processes are the task's."""
@@ -139,12 +136,12 @@ class EnvironmentPlayer:
             ) from error
 
 
-def _joined(episodes: Sequence[_Running], step: int, stream: int) -> Episodes:
+def _joined(episodes: Sequence[_Running], draws: Draws) -> Episodes:
     batch = RolloutBatch.concatenate(
         [
             join_turns(
                 running.turns,
-                request_id=sequence_name(running.prompt, running.sample, step=step, stream=stream),
+                request_id=draws.name(running.prompt, running.sample),
                 finish_reason="stop" if running.ended else "length",
             )
             for running in episodes
@@ -185,10 +182,10 @@ def _report(episodes: Sequence[_Running]) -> None:
         logger.warning("the environment failed in %d of %d episodes: %s", len(failed), len(episodes), failed[0].error)
 
 
-def _request(running: _Running, run_seed: int, step: int, stream: int, turn: int) -> GenerationRequest:
+def _request(running: _Running, draws: Draws, turn: int) -> GenerationRequest:
     return GenerationRequest(
-        request_id=f"{sequence_name(running.prompt, running.sample, step=step, stream=stream)}/{turn}",
+        request_id=f"{draws.name(running.prompt, running.sample)}/{turn}",
         prompt_ids=running.ids,
-        seed=request_seed(run_seed, step, running.prompt.index, running.sample, stream=stream, turn=turn),
+        seed=draws.seed(running.prompt, running.sample, turn),
         known=running.known,
     )

@@ -4,30 +4,39 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from megatron_dppo.rollout.engine import GenerationRequest
 from megatron_dppo.rollout.seeds import TRAINING, request_seed
 from megatron_dppo.tasks.task import Prompt
 
 
-def requests_for(
-    prompts: Sequence[Prompt], samples: int, *, run_seed: int, step: int, stream: int
-) -> list[GenerationRequest]:
-    """`samples` requests per prompt, prompt by prompt. Seeds derive from (run, stream, step, prompt, sample); no two
-    requests of a step have one name."""
+@dataclass(frozen=True)
+class Draws:
+    """What the names and seeds of a step's answers derive from."""
+
+    run_seed: int
+    step: int
+    stream: int = TRAINING
+
+    def name(self, prompt: Prompt, sample: int) -> str:
+        """Unique within a run."""
+        return f"{'train' if self.stream == TRAINING else 'eval'}/{self.step}/{prompt.index}/{sample}"
+
+    def seed(self, prompt: Prompt, sample: int, turn: int = 0) -> int:
+        return request_seed(self.run_seed, self.step, prompt.index, sample, stream=self.stream, turn=turn)
+
+
+def requests_for(prompts: Sequence[Prompt], samples: int, draws: Draws) -> list[GenerationRequest]:
+    """`samples` requests per prompt, prompt by prompt. No two requests of a step have one name."""
     return [
         GenerationRequest(
-            request_id=sequence_name(prompt, sample, step=step, stream=stream),
+            request_id=draws.name(prompt, sample),
             prompt_ids=prompt.prompt_ids,
-            seed=request_seed(run_seed, step, prompt.index, sample, stream=stream),
+            seed=draws.seed(prompt, sample),
         )
         for prompt, sample in numbered(prompts, samples)
     ]
-
-
-def sequence_name(prompt: Prompt, sample: int, *, step: int, stream: int) -> str:
-    """Unique within a run."""
-    return f"{'train' if stream == TRAINING else 'eval'}/{step}/{prompt.index}/{sample}"
 
 
 def numbered(prompts: Sequence[Prompt], samples: int) -> Iterator[tuple[Prompt, int]]:

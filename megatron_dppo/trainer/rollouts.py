@@ -18,7 +18,6 @@ from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import GenerationRequest, RolloutFleet, SamplingConfig
-from megatron_dppo.rollout.seeds import TRAINING
 from megatron_dppo.rollout.start import open_rollout
 from megatron_dppo.rollout.stored import LayerGroups, RolloutHandle
 from megatron_dppo.tasks.rewards.grader import Judged
@@ -26,7 +25,7 @@ from megatron_dppo.tasks.task import Prompt, Rewards
 from megatron_dppo.trainer.coordinator import RankCoordinator, meanwhile
 from megatron_dppo.trainer.dynamic_sampling import Groups, draw, reserve
 from megatron_dppo.trainer.episodes import TurnReturns
-from megatron_dppo.trainer.requests import requests_for
+from megatron_dppo.trainer.requests import Draws, requests_for
 from megatron_dppo.trainer.samples import Sample, choose_samples
 from megatron_dppo.trainer.task_suite import TaskSuite, judge_responses
 from megatron_dppo.trainer.window import Window, WindowState
@@ -199,8 +198,8 @@ class RolloutCollector:
         played, window = None, None
         # Answers and their rewards: of episodes, of a window, of groups drawn until enough differ, or of all prompts.
         if suite.player is not None:
-            run = self._config.run.seed
-            played = suite.player.play(engine, sampling, prompts, samples, run_seed=run, step=step, stream=TRAINING)
+            draws = Draws(self._config.run.seed, step)
+            played = suite.player.play(engine, sampling, prompts, samples, draws)
             handle, rewards, extra = engine.keep(played.batch, self._layer_groups), played.rewards, played.metrics
             groups = Groups(prompts, handle, [played.batch.response_ids(i) for i in range(len(handle))], rewards)
         elif self._window is not None:
@@ -268,8 +267,8 @@ class RolloutCollector:
         self, step: int, prompts: Sequence[Prompt], before: Sequence[Prompt] = ()
     ) -> Sequence[GenerationRequest]:
         """`before` are the prompts of this step that were asked for already."""
-        run, samples = self._config.run.seed, self._config.trainer.samples_per_prompt
-        requests = requests_for([*before, *prompts], samples, run_seed=run, step=step, stream=TRAINING)
+        draws, samples = Draws(self._config.run.seed, step), self._config.trainer.samples_per_prompt
+        requests = requests_for([*before, *prompts], samples, draws)
         return requests[len(before) * samples :]
 
     def _ask(

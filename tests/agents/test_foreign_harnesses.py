@@ -23,10 +23,10 @@ from examples.agent.make_model import CALL, CALLED, agent_tokenizer
 from examples.tiny_moe_dppo.model import random_tiny_model, write_checkpoint
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import SamplingConfig
-from megatron_dppo.rollout.seeds import TRAINING
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.trainer.agents import AgentPlayer
+from megatron_dppo.trainer.requests import Draws
 from tests.rollout.reference import check_record
 from tests.trainer.test_agents import Policy
 
@@ -61,7 +61,7 @@ def taught(name: str, task: TaskConfig, folder: Path) -> None:
     try:
         sampling = SamplingConfig(max_tokens=ROLLOUT["max_response_tokens"])
         scripted = Scripted(tokenizer, HARNESSES[name])
-        played = player.play(scripted, sampling, questions.prompts(0, 6), 1, run_seed=0, step=0, stream=TRAINING)
+        played = player.play(scripted, sampling, questions.prompts(0, 6), 1, Draws(0, 0))
     finally:
         player.close()
         questions.close()

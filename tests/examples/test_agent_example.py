@@ -9,9 +9,9 @@ from examples.agent.make_model import CALL, CALLED, CONFIG, Demonstrator, agent_
 from megatron_dppo.agents.python_tool import run_python
 from megatron_dppo.config.load import load_config
 from megatron_dppo.rollout.engine import SamplingConfig
-from megatron_dppo.rollout.seeds import TRAINING
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.trainer.agents import AgentPlayer
+from megatron_dppo.trainer.requests import Draws
 from tests.trainer.test_agents import Policy
 
 
@@ -35,8 +35,7 @@ def test_a_demonstration_is_an_episode() -> None:
     prompts = task.prompts(0, 2)
     player = AgentPlayer(config.task, config.rollout, tokenizer, task.grader)
     try:
-        named = {"run_seed": 0, "step": 0, "stream": TRAINING}
-        episodes = player.play(Shown(tokenizer, prompts), SamplingConfig(max_tokens=24), prompts, 3, **named)
+        episodes = player.play(Shown(tokenizer, prompts), SamplingConfig(max_tokens=24), prompts, 3, Draws(0, 0))
     finally:
         player.close()
         task.close()

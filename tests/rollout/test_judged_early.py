@@ -19,8 +19,7 @@ from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import GenerationRequest, SamplingConfig
 from megatron_dppo.rollout.fleet.fleet import EngineFleet
 from megatron_dppo.rollout.ray_session import RaySession
-from megatron_dppo.rollout.seeds import TRAINING
-from megatron_dppo.trainer.requests import requests_for
+from megatron_dppo.trainer.requests import Draws, requests_for
 from megatron_dppo.trainer.rollouts import RolloutCollector
 from megatron_dppo.trainer.task_suite import build_task_suite
 from tests.rollout.uniform_engine import UniformEngine
@@ -101,7 +100,7 @@ def test_an_answer_is_judged_while_others_are_sampled(ray_session: RaySession, t
     collector = RolloutCollector(config, None, (fleet, suite), [])  # type: ignore[arg-type]
     try:
         prompts = suite.task.prompts(0, 4)
-        requests = requests_for(prompts, 2, run_seed=0, step=0, stream=TRAINING)
+        requests = requests_for(prompts, 2, Draws(0, 0))
         groups = collector._ask(fleet, suite, prompts, requests, enough=None)
         assert groups.handle.request_ids == tuple(request.request_id for request in requests)
         assert len(groups.handle.keys) == 4
@@ -123,7 +122,7 @@ def test_a_judge_that_fails_ends_a_step_before_all_is_sampled(
     collector = RolloutCollector(config, None, (fleet, suite), [])  # type: ignore[arg-type]
     try:
         prompts = suite.task.prompts(0, 40)
-        requests = requests_for(prompts, 2, run_seed=0, step=0, stream=TRAINING)
+        requests = requests_for(prompts, 2, Draws(0, 0))
         with pytest.raises(UserError, match=r"judge\.py"):
             collector._ask(fleet, suite, prompts, requests, enough=None)
     finally:

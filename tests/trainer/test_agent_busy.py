@@ -12,13 +12,13 @@ import pytest
 
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import SamplingConfig
-from megatron_dppo.rollout.seeds import TRAINING
 from megatron_dppo.rollout.start import open_engine
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.agents import AgentPlayer
 from megatron_dppo.trainer.lockstep import EnvironmentPlayer
+from megatron_dppo.trainer.requests import Draws
 from tests.tiny import tiny_qwen3_moe
 
 EPISODES, TURNS = 96, 3
@@ -56,7 +56,7 @@ def play(player, task, engine, sampling) -> tuple[float, float]:
     """Seconds, and the part of them in which the engine was busy; of a second time, with all processes warm."""
     for step in range(2):
         watched, started = Watched(engine), time.monotonic()
-        episodes = player.play(watched, sampling, task.prompts(0, EPISODES), 1, run_seed=0, step=step, stream=TRAINING)
+        episodes = player.play(watched, sampling, task.prompts(0, EPISODES), 1, Draws(0, step))
         seconds = time.monotonic() - started
     assert episodes.turns.tolist() == [TURNS] * EPISODES
     assert episodes.rewards.errors[next(iter(episodes.rewards.errors))] == 0

@@ -19,11 +19,12 @@ from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import EnginesFailed, SamplingConfig
-from megatron_dppo.rollout.seeds import TRAINING, request_seed
+from megatron_dppo.rollout.seeds import request_seed
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.trainer.agents import AgentPlayer
 from megatron_dppo.trainer.episodes import Episodes
+from megatron_dppo.trainer.requests import Draws
 
 HERE = "tests.trainer.agent_harnesses"
 ROLLOUT = RolloutConfig(max_prompt_tokens=400, max_response_tokens=16)
@@ -81,7 +82,7 @@ def play(policy, prompts: int = 2, samples: int = 2, metadata=None, **agent) -> 
         asked = [
             replace(prompt, metadata={**prompt.metadata, **(metadata or {})}) for prompt in task.prompts(0, prompts)
         ]
-        return player.play(policy, sampling, asked, samples, run_seed=5, step=3, stream=TRAINING)
+        return player.play(policy, sampling, asked, samples, Draws(5, 3))
     finally:
         player.close()
         task.close()
@@ -267,8 +268,7 @@ def test_an_environment_is_played_at_its_own_pace(tokenizer) -> None:
     task = build_task(config, tokenizer)
     player = AgentPlayer(config, ROLLOUT, tokenizer, None)
     try:
-        named = {"run_seed": 5, "step": 3, "stream": TRAINING}
-        episodes = player.play(policy, SamplingConfig(max_tokens=16), task.prompts(0, 2), 2, **named)
+        episodes = player.play(policy, SamplingConfig(max_tokens=16), task.prompts(0, 2), 2, Draws(5, 3))
     finally:
         player.close()
         task.close()
@@ -337,12 +337,11 @@ def test_the_end_of_a_run_does_not_wait_for_harnesses(tokenizer) -> None:
     config = task_config(function="sleeps", timeout_s=1000)
     task = build_task(config, tokenizer)
     player = AgentPlayer(config, ROLLOUT, tokenizer, task.grader)
-    named = {"run_seed": 5, "step": 3, "stream": TRAINING}
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
-            player.play(policy, SamplingConfig(max_tokens=16), task.prompts(0, 2), 2, **named)
+            player.play(policy, SamplingConfig(max_tokens=16), task.prompts(0, 2), 2, Draws(5, 3))
         except BaseException as error:
             failed.append(error)
 
@@ -363,8 +362,7 @@ def test_one_of_gems_environments_is_played_by_chat(tokenizer) -> None:
     task = build_task(config, tokenizer, max_prompt_tokens=8000)
     player = AgentPlayer(config, RolloutConfig(max_prompt_tokens=8000, max_response_tokens=16), tokenizer, None)
     try:
-        named = {"run_seed": 5, "step": 3, "stream": TRAINING}
-        episodes = player.play(Policy(tokenizer), SamplingConfig(max_tokens=16), task.prompts(0, 1), 2, **named)
+        episodes = player.play(Policy(tokenizer), SamplingConfig(max_tokens=16), task.prompts(0, 1), 2, Draws(5, 3))
     finally:
         player.close()
         task.close()

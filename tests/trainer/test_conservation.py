@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_dppo.rollout.seeds import TRAINING
 from megatron_dppo.tasks.prompt_set import PromptSet
 from megatron_dppo.tasks.task import Prompt
-from megatron_dppo.trainer.requests import requests_for
+from megatron_dppo.trainer.requests import Draws, requests_for
 from megatron_dppo.trainer.rollouts import _groups_that_came
 
 ASKED = [f"{group}/{sample}" for group in range(4) for sample in range(2)]
@@ -43,9 +42,9 @@ def test_a_step_over_the_end_of_an_epoch_asks_for_every_answer_under_a_name_and_
     ]
     prompts = PromptSet([], questions, seed=0).prompts(4, 6)
     assert len({prompt.index for prompt in prompts}) < len(prompts), "no prompt comes twice in this step"
-    requests = requests_for(prompts, 2, run_seed=0, step=1, stream=TRAINING)
+    requests = requests_for(prompts, 2, Draws(0, 1))
     names = [request.request_id for request in requests]
     assert len(set(names)) == len({request.seed for request in requests}) == len(requests) == 12
     assert _groups_that_came(names, names, 2, 6) == list(range(6))
-    once = requests_for(prompts[:1], 2, run_seed=0, step=1, stream=TRAINING)
+    once = requests_for(prompts[:1], 2, Draws(0, 1))
     assert [(r.request_id, r.seed) for r in requests[:2]] == [(r.request_id, r.seed) for r in once]

@@ -17,7 +17,7 @@ from megatron_dppo.rollout.stored import columns_of
 from megatron_dppo.tasks.prompt_set import PromptSet
 from megatron_dppo.tasks.task import Prompt, Rewards
 from megatron_dppo.trainer.dynamic_sampling import Drawn, Groups, draw, reserve
-from megatron_dppo.trainer.requests import requests_for
+from megatron_dppo.trainer.requests import Draws, requests_for
 from tests.batch.rollouts import random_batch
 from tests.trainer.test_end_to_end import ROOT, rows
 
@@ -116,9 +116,7 @@ def test_prompts_that_come_instead_depend_on_the_step_alone() -> None:
     task.prompts(0, 50)
     assert [one.index for one in reserve(task, 3, 4, 10)(5, 3)] == third[5:8]
     assert third != [one.index for one in task.prompts(120, 40)]
-    seeds = [
-        request.seed for request in requests_for([prompt(1), prompt(2), prompt(1)], 2, run_seed=0, step=3, stream=0)
-    ]
+    seeds = [request.seed for request in requests_for([prompt(1), prompt(2), prompt(1)], 2, Draws(0, 3))]
     assert len(set(seeds)) == 6  # a prompt that comes again in its step is sampled anew
 
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.engine import SamplingConfig
-from megatron_dppo.rollout.seeds import EVALUATION, TRAINING, request_seed
+from megatron_dppo.rollout.seeds import EVALUATION, request_seed
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
@@ -28,6 +28,7 @@ from megatron_dppo.tasks.task import Prompt
 from megatron_dppo.tasks.workers.calls import Outcome
 from megatron_dppo.trainer.episodes import Episodes
 from megatron_dppo.trainer.lockstep import EnvironmentPlayer
+from megatron_dppo.trainer.requests import Draws
 
 HERE = "tests.tasks.environments.test_environments"
 
@@ -78,7 +79,7 @@ class Scripted:
 
 def run(task, tokenizer, policy, prompts, samples: int = 1, max_prompt_tokens: int = 8192) -> Episodes:
     player = EnvironmentPlayer(task, TaskConfig(), tokenizer, max_prompt_tokens=max_prompt_tokens)
-    return player.play(policy, SamplingConfig(), prompts, samples, run_seed=5, step=3, stream=TRAINING)
+    return player.play(policy, SamplingConfig(), prompts, samples, Draws(5, 3))
 
 
 def here(task: EnvironmentTask, prompt: Prompt) -> Episode:

@@ -11,10 +11,10 @@ import pytest
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.engine import SamplingConfig
-from megatron_dppo.rollout.seeds import TRAINING
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.environments.environment_task import EnvironmentTask
 from megatron_dppo.trainer.lockstep import EnvironmentPlayer
+from megatron_dppo.trainer.requests import Draws
 from tests.agents.families import FAMILIES, stop_ids, tokenizer_of
 from tests.agents.test_rendering import EXPECTED
 from tests.tasks.environments.test_environments import Scripted
@@ -41,7 +41,7 @@ def second_prompt(tokenizer, policy_class: type[Scripted], said: str, stops: Seq
         (prompt,) = task.prompts(0, 1)
         policy = policy_class(tokenizer, {prompt.index: [said, said]})
         player = EnvironmentPlayer(task, config, tokenizer, max_prompt_tokens=8192, stop_token_ids=stops)
-        player.play(policy, SamplingConfig(), [prompt], 1, run_seed=1, step=1, stream=TRAINING)
+        player.play(policy, SamplingConfig(), [prompt], 1, Draws(1, 1))
     finally:
         task.close()
     first, second = policy.requests[0][0].prompt_ids, policy.requests[1][0].prompt_ids
