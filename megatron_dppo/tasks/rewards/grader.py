@@ -207,6 +207,12 @@ class Grader:
                     "its value in the `when` of one that is not overlong"
                 )
 
+    def prepare(self) -> None:
+        """Import the functions of the user's, so that one that is not there is found before engines are started (on
+        Ray's nodes with the first answer). Raises UserError where one cannot be had."""
+        if isinstance(self.pool, LocalVerifierPool):
+            self.pool.prepare()
+
     def close(self) -> None:
         """End the worker processes, if there are any."""
         if self.pool is not None:
