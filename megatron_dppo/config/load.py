@@ -74,7 +74,7 @@ def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides:
         except (yaml.YAMLError, ValueError, OmegaConfBaseException) as error:  # `!!int x` is a ValueError
             raise UserError(f"override {_short(override)} cannot be applied to {where}: {_reason(error)}") from error
     try:
-        plain = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        plain: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
         with _environment_as_written():
             written = OmegaConf.to_container(merged, resolve=True)
     except RecursionError:
@@ -95,6 +95,11 @@ def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides:
     for place, value in _leaves(plain):
         if isinstance(value, int) and value.bit_length() > 14_000:  # Python prints no more than 4300 digits
             raise UserError(f"config key {'.'.join(map(str, place))}: is a number beyond what 64 bits hold")
+    for name, (idle, instead) in REMOVED.items():  # a run's own config.yaml has every setting of its time
+        of, _, key = name.rpartition(".")
+        found = plain.get(of)
+        if isinstance(found, dict) and key in found and found.pop(key) != idle:
+            raise UserError(f"config key {name} is gone; {instead}")
     marked = dict(_holding(written, re.compile(_OPEN)))
     confide(name for place, text in marked.items() if place not in _SHOWN for name in _ENV.findall(text))
     try:
@@ -162,6 +167,13 @@ def recorded(config: ConfigModel) -> dict[str, Any]:
     return tree(config.model_dump(mode="json"), ())
 
 
+REMOVED = {
+    "trainer.engine_weight_noise": (
+        0.0,
+        "noise on an engine's weights is an engine now: rollout.engine=examples/noisy_engine.py:noise_10000_seed_3",
+    )
+}
+"""Settings that there were: the value that did nothing, and what takes the place of others."""
 _OPEN, _CLOSE = "\0", "\1"
 """Around what is to become `${...}`."""
 _ENV = re.compile(f"{_OPEN}oc\\.env:([^,{_CLOSE}]+)")
@@ -205,16 +217,6 @@ def _leaves(tree: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[tupl
         yield from _leaves(item, (*place, key))
 
 
-_PLAIN = {
-    "tuple_type": "must be a list, [...]",
-    "dict_type": "must be a mapping, {name: value}",
-    "model_attributes_type": "must be a section, {key: value}",
-    "path_type": "must be a file or folder",
-    "string_type": "must be text; put it in quotes (in a shell twice: 'a.b=\"...\"')",
-}
-"""What is said in place of pydantic's words, which are Python's."""
-
-
 def _explain(kind: type[BaseModel], error: Any) -> str:
     key, sections = _place(kind, error["loc"])
     given = _short(repr(error["input"]))
@@ -227,7 +229,7 @@ def _explain(kind: type[BaseModel], error: Any) -> str:
     if error["type"] == "union_tag_not_found":
         kinds = ", ".join(map(str, map(_tag, sections)))
         return f"config key {key}={given}: has no kind; set kind to one of {kinds}"
-    message = _PLAIN.get(error["type"], error["msg"].removeprefix("Value error, "))
+    message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error" and isinstance(error["input"], dict):  # a section's own check, which names keys
         return f"config section {key}: {message}" if key else message
     return f"config key {key}={given}: {message}" if key else message

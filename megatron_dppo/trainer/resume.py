@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_dppo.algorithm import KLEstimator
 from megatron_dppo.checkpoint.hf_files import HFFiles
-from megatron_dppo.config.load import recorded, sections_of
+from megatron_dppo.config.load import REMOVED, recorded, sections_of
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError, did_you_mean
 
@@ -93,8 +93,6 @@ _FOLLOWS = {
     ),
 }
 """Facts that change with settings, by the beginnings of these."""
-_REMOVED = {"trainer.engine_weight_noise": 0.0}
-"""Settings that there were, with the value that did nothing."""
 _LONGEST = 200
 _SAMPLED_TENSORS, _SAMPLED_VALUES = 1000, 2048
 
@@ -145,10 +143,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
     """The settings that are not what they were, each in words. Of a mapping (the preset's
     overrides) either side may have an entry that the other lacks. A setting that the schema did not know when the state
     was saved had its default's effect."""
-    gone = (  # FREE and _REMOVED: as of an older version
-        name
-        for name in sorted(before.keys() - now.keys())
-        if not _in(FREE, name) and before[name] != _REMOVED.get(name)
+    removed = {name: idle for name, (idle, _) in REMOVED.items()}
+    gone = (  # FREE and REMOVED: as of an older version
+        name for name in sorted(before.keys() - now.keys()) if not _in(FREE, name) and before[name] != removed.get(name)
     )
     found = {}
     for name in [*now, *gone]:
