@@ -10,4 +10,4 @@ import sys
 from megatron_dppo.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(["convert", *sys.argv[1:]]))
+    sys.exit(main(["convert", "--to", "hf", *sys.argv[1:]]))

@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -124,19 +125,33 @@ def test_numbers_that_are_none_are_refused_by_their_tensor(tmp_path: Path) -> No
         assert (said in found) is refused
 
 
-def test_the_command_runs_in_one_process(source: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "tools/convert_hf_to_megatron.py", str(source), str(tmp_path / "out")]
+def test_the_scripts_run_in_one_process_and_in_their_direction_alone(source: Path, tmp_path: Path) -> None:
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "parameters in 69 tensors" in done.stderr
-    assert f"done: {tmp_path / 'out' / 'step_00000000'}" in done.stderr.replace("\n", "")
+
+    def run(script: str, *arguments: Path) -> tuple[int, str]:
+        command = [sys.executable, f"tools/{script}.py", *map(str, arguments)]
+        done = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=300, check=False)
+        return done.returncode, done.stderr.replace("\n", "")
+
+    status, said = run("convert_hf_to_megatron", source, tmp_path / "out")
+    assert status == 0, said
+    assert "parameters in 69 tensors" in said
+    assert f"done: {tmp_path / 'out' / 'step_00000000'}" in said
+    status, said = run("convert_megatron_to_hf", tmp_path / "out", tmp_path / "back")
+    assert status == 0, said
+    assert (tmp_path / "back/config.json").is_file()
+    status, said = run("convert_megatron_to_hf", source, tmp_path / "none")
+    assert status == 2
+    assert "already; choose another format" in said
 
 
-def test_refusals_name_what_is_wrong(source: Path, tmp_path: Path) -> None:
+def test_refusals_name_what_is_wrong(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--tensor=0", "--shard-gb=0", "--shard-gb=-1", "--shard-gb=nan", "--shard-gb=inf"):
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as refused:
             parsed(source, tmp_path / "out", option)
+        assert refused.value.code == 2
+        name, _, value = option.partition("=")
+        assert re.search(rf"argument {name}: .*{value}", capsys.readouterr().err)
     (tmp_path / "empty").mkdir()
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     refusals = {
