@@ -101,13 +101,15 @@ def keep_ports() -> None:
     @wraps(stock)
     def get_open_port() -> int:
         while True:
-            held = socket.socket()
+            port, held = stock(), socket.socket()
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with suppress(OSError):  # taken since it was found
-                held.bind(("", port := stock()))
+            try:
+                held.bind(("", port))
+            except OSError:  # taken since it was found
+                held.close()
+            else:
                 _HELD.append(held)
                 return port
-            held.close()
 
     multiproc_executor.get_open_port = get_open_port
 
