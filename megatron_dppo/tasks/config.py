@@ -60,10 +60,10 @@ class TaskConfig(ConfigModel):
     """Draws the questions and their order; it also decides which questions are held out, so a model that was trained
     on this task under another seed may have seen them."""
     train_size: int | None = Field(default=None, ge=1)
-    """Distinct training questions; one epoch. When absent 2,048, or for `data` all that are not held out."""
-    repeat: dict[str, dict[Text, Annotated[int, Field(ge=1)]]] = Field(default_factory=dict)
+    """Distinct training questions. When absent 2,048, or for `data` all that are not held out."""
+    repeat: dict[str, dict[Text, Annotated[int, Field(ge=1, le=1000)]]] = Field(default_factory=dict)
     """How often a training question of `task.data` comes in an epoch, by a field of its row: `{data_source: {code: 3}}`
-    (into nested values by dots); once where it says nothing."""
+    (into nested values by dots); once where it says nothing, and of several fields the product."""
     held_out_size: int | None = Field(default=None, ge=0)
     """Distinct questions for evaluation; none of them is ever a training question. When absent 256, or for `data` none:
     `evaluation.sets` names files of their own."""

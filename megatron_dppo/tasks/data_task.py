@@ -43,7 +43,12 @@ def data_task(
     counts = f"  {len(chosen) - held_out:,} to train on, {held_out:,} held out (task.seed)"
     grader = build_grader(config, max_response_tokens=max_response_tokens)
     train, repeated = _as_often(chosen[held_out:], config.repeat)
-    return PromptSet(chosen[:held_out], train, config.seed, grader, [*report.lines(), counts, *repeated])
+    idle = [
+        f"  the reward {one.label} is for none of the training questions: {one.when} (task.rewards)"
+        for one in config.rewards
+        if not any(one.is_for(prompt.metadata) for prompt in train)
+    ]
+    return PromptSet(chosen[:held_out], train, config.seed, grader, [*report.lines(), counts, *repeated, *idle])
 
 
 def _as_often(prompts: Sequence[Prompt], repeat: Mapping[str, Mapping[str, int]]) -> tuple[list[Prompt], list[str]]:
@@ -58,7 +63,9 @@ def _as_often(prompts: Sequence[Prompt], repeat: Mapping[str, Mapping[str, int]]
                 has = listed(sorted({str(one) for one in values if one is not None}), 5) or "no row has it"
                 raise UserError(f"task.repeat.{field}.{value}: no training question has it; {field} is: {has}")
             times[fitting] *= count
-            lines.append(f"  {fitting.sum():,} with {field}={value} come {count} times in an epoch (task.repeat)")
+            lines.append(f"  {fitting.sum():,} with {field}={value} come {count} times as often (task.repeat)")
+    if lines:
+        lines.append(f"  {times.sum():,} in an epoch")
     return [prompt for prompt, count in zip(prompts, times, strict=True) for _ in range(count)], lines
 
 

@@ -47,7 +47,7 @@ class PromptSet:
 
     @property
     def epoch_size(self) -> int:
-        """Training questions."""
+        """Training questions, each as often as it comes."""
         return len(self._train)
 
     @property

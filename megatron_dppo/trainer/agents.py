@@ -247,7 +247,8 @@ class AgentPlayer:
             correct[answered] = verdicts.correct
             errors, timeouts = dict(verdicts.errors), dict(verdicts.timeouts)
             for name, values in verdicts.parts.items():
-                parts[name] = np.zeros(len(played), dtype=np.float32)
+                scored = [0.0 if grader.scores(name, one.prompt) else np.nan for one in played]
+                parts[name] = np.array(scored, dtype=np.float32)
                 parts[name][answered] = values
         for number, one in enumerate(played):
             if one.report.correct is not None:

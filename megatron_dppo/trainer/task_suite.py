@@ -86,20 +86,7 @@ def build_task_suite(config: Config, tokenizer: PreTrainedTokenizerBase) -> Task
             f"evaluation.prompts={evaluation.prompts}, but task.held_out_size={task.held_out_size}; raise the latter, "
             "or lower the former"
         )
-    asked = config.trainer.prompts_per_step
-    repeats = [
-        f"  trainer.prompts_per_step={asked} is more than the {task.epoch_size} questions to train on: "
-        "a step asks some of them again"
-    ] * (asked > task.epoch_size)
-    suite = TaskSuite(task, tokenizer, _player(config, task, tokenizer), sets, [*task.report, *repeats, *report])
-    try:
-        for one in (task.grader, *(one.grader for one in sets)):
-            if one is not None:
-                one.prepare()
-    except BaseException:
-        suite.close()
-        raise
-    return suite
+    return TaskSuite(task, tokenizer, _player(config, task, tokenizer), sets, [*task.report, *report])
 
 
 def _player(config: Config, task: PromptSet, tokenizer: PreTrainedTokenizerBase) -> Player | None:
@@ -140,6 +127,6 @@ def build_sets(
         put = task if one.prompt is None else task.model_copy(update={"prompt": one.prompt})
         prompts, report = load_prompts(put, one.data, tokenizer, max_prompt_tokens)
         lines += [f"evaluation set {one.name}: {line}" for line in report.lines()]
-        grader.check(prompts)
+        grader.check(prompts, of=f"evaluation set {one.name}: ")
         sets.append(EvaluationSet(one.name, prompts, one.samples or evaluation.samples, grader))
     return sets, lines

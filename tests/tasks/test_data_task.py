@@ -58,7 +58,7 @@ def test_questions_come_as_often_as_their_field_says(tmp_path, tokenizer):
         asked = [p.question for p in task.prompts(epoch * task.epoch_size, task.epoch_size)]
         assert sorted(asked) == sorted([f"{i}" for i in range(12) for _ in range(1 if i % 3 else 3)])
     assert asked != sorted(asked)
-    assert task.report[-1] == "  4 with of.source=code come 3 times in an epoch (task.repeat)"
+    assert task.report[-2:] == ["  4 with of.source=code come 3 times as often (task.repeat)", "  20 in an epoch"]
     assert task.fingerprint != build_task(plain, tokenizer).fingerprint
     for repeat, message in (
         (
@@ -78,7 +78,11 @@ def test_a_question_that_no_reward_is_for_is_refused_when_it_is_read(tmp_path, t
     with pytest.raises(UserError, match=r"none decides what is a correct answer to '1' \(source='words'\)"):
         build_task(config(tmp_path / "two.jsonl", held_out_size=0, rewards=[sums]), tokenizer)
     words = {"kind": "exact-match", "when": {"source": "words"}}
-    task = build_task(config(tmp_path / "two.jsonl", held_out_size=0, rewards=[sums, words]), tokenizer)
+    bonus = {"kind": "format", "pattern": "a", "name": "bonus", "when": {"source": ["wrods", 3]}}
+    task = build_task(config(tmp_path / "two.jsonl", held_out_size=0, rewards=[sums, words, bonus]), tokenizer)
+    assert task.report[-1] == (
+        "  the reward bonus is for none of the training questions: {'source': ('wrods', '3')} (task.rewards)"
+    )
     assert "no answer can meet" not in "\n".join(task.report)  # the first is not compared by mathematics
     task.close()
 
@@ -179,6 +183,10 @@ def test_more_questions_wanted_than_there_are(path, tokenizer):
          "set layout or fields, not both"),
         ({"kind": "data", "data": {"path": "x", "fields": {"answer": "a"}}}, "set one of question and messages"),
         ({"kind": "data", "data": {"path": "x", "fields": {"question": "a"}}}, "set answer, or solution"),
+        ({"repeat": {"source": {"code": 2}}}, "task.repeat looks at rows of task.data, which is not set"),
+        ({"rewards": [{"kind": "exact-match", "when": {"source": []}}]}, "at least 1 item"),
+        ({"rewards": [{"kind": "exact-match", "when": {"source": None}}]}, "valid string"),
+        ({"rewards": [{"kind": "exact-match", "when": {"source": {"a": "b"}}}]}, "valid string"),
     ],
 )  # fmt: skip
 def test_config_refuses(settings, message):

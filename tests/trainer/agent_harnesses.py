@@ -51,6 +51,11 @@ async def answers(client, row):
     return row["answer"] if row["sample"] % 2 else "999"
 
 
+async def sometimes_answers(client, row):
+    await _ask(client, list(row["messages"]))
+    return row["answer"] if row["sample"] % 2 else 0.0
+
+
 async def misbehaves(client, row):
     """Sample n has fault n; sample 0 has none."""
     await _ask(client, list(row["messages"]))

@@ -22,6 +22,8 @@ from megatron_dppo.rollout.engine import EnginesFailed, SamplingConfig
 from megatron_dppo.rollout.seeds import request_seed
 from megatron_dppo.tasks.build import build_task
 from megatron_dppo.tasks.config import TaskConfig
+from megatron_dppo.tasks.rewards.config import ExactMatchReward
+from megatron_dppo.tasks.rewards.grader import build_grader
 from megatron_dppo.trainer.agents import AgentPlayer
 from megatron_dppo.trainer.episodes import Episodes
 from megatron_dppo.trainer.requests import Draws
@@ -149,6 +151,26 @@ def test_an_answer_is_scored_by_the_tasks_own_reward(tokenizer) -> None:
     assert episodes.rewards.reward.tolist() == [0, 1, 0, 1]
     assert episodes.rewards.correct.tolist() == [False, True, False, True]
     assert set(episodes.rewards.parts) == {"agent", "verifier"}
+
+
+def test_a_reward_for_some_questions_has_nothing_of_the_others(tokenizer) -> None:
+    """An episode without an answer earns 0 from those that are for its question."""
+    policy, config = Policy(tokenizer), task_config(function="sometimes_answers")
+    rewards = (ExactMatchReward(name="a", when={"kind": "a"}), ExactMatchReward(name="b", when={"kind": "b"}))
+    task = build_task(config, tokenizer)
+    grader = build_grader(TaskConfig(rewards=rewards), max_response_tokens=16)
+    player = AgentPlayer(config, ROLLOUT, tokenizer, grader)
+    try:
+        asked = [
+            replace(p, metadata={**p.metadata, "kind": kind}) for p, kind in zip(task.prompts(0, 2), "ab", strict=True)
+        ]
+        parts = player.play(policy, SamplingConfig(max_tokens=16), asked, 2, Draws(5, 3)).rewards.parts
+    finally:
+        player.close()
+        task.close()
+        grader.close()
+    np.testing.assert_array_equal(parts["a"], np.float32([0, 1, np.nan, np.nan]))
+    np.testing.assert_array_equal(parts["b"], np.float32([np.nan, np.nan, 0, 1]))
 
 
 FAULTS = {

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from megatron_dppo.config_base import Bounds, CallablePath, ConfigModel, Text, VariableName
+from megatron_dppo.config_base import Bounds, ConfigModel, Text, VariableName
 from megatron_dppo.tasks.data.config import text_at
 from megatron_dppo.tasks.rewards.patterns import compile_pattern
 from megatron_dppo.tasks.workers.sandbox import Sandbox
@@ -17,12 +17,15 @@ def _several(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else (value,)
 
 
+_Values = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_several)]
+
+
 class _Reward(ConfigModel):
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]+$")
     """Under which it is logged (`reward/part/NAME`); the kind when absent. Names are distinct."""
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Factor in the sum that is trained on."""
-    when: dict[str, Annotated[tuple[Text, ...], BeforeValidator(_several)]] = Field(default_factory=dict)
+    when: dict[str, _Values] = Field(default_factory=dict)
     """Only for questions whose row has one of these values in each of these fields, `{data_source: [gsm8k, math]}`
     (into nested values by dots); for all when absent. Others get nothing from it, and are not part of its mean."""
 
@@ -100,7 +103,7 @@ class PythonReward(_Reward):
     """A callable of yours. Runs in worker processes."""
 
     kind: Literal["python"] = "python"
-    path: CallablePath
+    path: str = Field(pattern=r"^.+:[A-Za-z_][A-Za-z0-9_]*$")
     """`package.module:callable` or `path/to/file.py:callable`. It is called as `f(question=..., reference=...,
     response=..., answer=..., metadata=...)`, `answer` being what `task.answer_pattern` found (None where it did not
     match), and returns a finite number. One that takes them is also given `tokens`, the length of the response (None

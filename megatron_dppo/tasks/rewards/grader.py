@@ -33,6 +33,9 @@ from megatron_dppo.tasks.task import Prompt, Rewards
 
 logger = logging.getLogger(__name__)
 
+_ENOUGH_TO_STOP = 64
+"""Responses on all of which a function of the user's fails: it would fail on the others too."""
+
 Reward = Callable[[Sequence[Answered]], list[Verdict]]
 """Scores responses one by one; the verdicts have the order of the items."""
 
@@ -111,7 +114,7 @@ class Grader:
     A response that was cut off by the length, or that ends inside its thinking, has no answer. One that a reward could
     not score (an exception, no number inside its bounds, out of time, a dead worker) has 0 from it and is counted;
     the first reason of each call is logged as a warning. Where a function of the user's fails on every response of a
-    call there is nothing to learn from, and UserError says why.
+    call, or on all of 64 that it is for, there is nothing to learn from, and UserError says why.
     """
 
     parts: Sequence[_Part]
@@ -168,7 +171,9 @@ class Grader:
             verdicts = [verdict for verdict in of_all if verdict is not None]
             failed = [verdict for verdict in verdicts if verdict.error]
             if failed:
-                if isinstance(part.config, PythonReward) and len(failed) == len(verdicts):
+                # Of a rare kind all answers of a call may be one question's, which may be at fault.
+                enough = min(count, _ENOUGH_TO_STOP)
+                if isinstance(part.config, PythonReward) and len(failed) == len(verdicts) >= enough:
                     raise UserError(f"the reward {name} failed on all {len(failed)} responses: {failed[0].error}")
                 logger.warning("reward %s could not score %d of %d: %s", name, len(failed), len(verdicts),
                                failed[0].error)  # fmt: skip
@@ -195,23 +200,21 @@ class Grader:
             timeouts=timeouts,
         )
 
-    def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise UserError with the first question for which no reward decides what is correct."""
+    def check(self, prompts: Sequence[Prompt], of: str = "") -> None:
+        """Raise UserError with the first question, `of` which set, for which no reward decides what is correct."""
         rewards = [part.config for part in self.parts]
         for prompt in prompts:
             if deciding(rewards, prompt.metadata) is None:
                 read = sorted({path for one in rewards for path in one.when})
                 has = ", ".join(f"{path}={text_at(prompt.metadata, path)!r:.40}" for path in read)
                 raise UserError(
-                    f"task.rewards: none decides what is a correct answer to {prompt.question[:60]!r} ({has}); name "
-                    "its value in the `when` of one that is not overlong"
+                    f"{of}task.rewards: none decides what is a correct answer to {prompt.question[:60]!r} ({has}); "
+                    "name its value in the `when` of one that is not overlong, or end the list with one for all"
                 )
 
-    def prepare(self) -> None:
-        """Import the functions of the user's, so that one that is not there is found before engines are started (on
-        Ray's nodes with the first answer). Raises UserError where one cannot be had."""
-        if isinstance(self.pool, LocalVerifierPool):
-            self.pool.prepare()
+    def scores(self, name: str, prompt: Prompt) -> bool:
+        """Whether the reward of this name is for a question."""
+        return any(part.config.label == name and part.config.is_for(prompt.metadata) for part in self.parts)
 
     def close(self) -> None:
         """End the worker processes, if there are any."""
