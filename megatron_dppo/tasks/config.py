@@ -86,8 +86,8 @@ class TaskConfig(ConfigModel):
     verifier; a response that does not match is malformed and earns 0. By default any non-blank response is an answer;
     `.*<answer>(?P<answer>.*?)</answer>\\s*` wants tags."""
     rewards: tuple[RewardConfig, ...] = ()
-    """What an answer is worth: the weighted sum is trained on, and each is logged apart. The first decides what counts
-    as correct. When absent the task's own verifier, or for `data` math-verify. Not for `environment`, which gives
+    """What an answer is worth: the weighted sum is trained on, and each is logged apart. The first that is for a
+    question decides what counts as correct. When absent the task's own verifier, or for `data` math-verify. Not for `environment`, which gives
     its own rewards."""
     reward_workers: int = Field(default=2, ge=1)
     """Workers that score answers for `verifier`, `math-verify` and `python` rewards, or hold the episodes of an
