@@ -87,8 +87,8 @@ class TaskConfig(ConfigModel):
     `.*<answer>(?P<answer>.*?)</answer>\\s*` wants tags."""
     rewards: tuple[RewardConfig, ...] = ()
     """What an answer is worth: the weighted sum is trained on, and each is logged apart. The first that is for a
-    question decides what counts as correct. When absent the task's own verifier, or for `data` math-verify. Not for `environment`, which gives
-    its own rewards."""
+    question decides what counts as correct. When absent the task's own verifier, or for `data` math-verify. Not for
+    `environment`, which gives its own rewards."""
     reward_workers: int = Field(default=2, ge=1)
     """Workers that score answers for `verifier`, `math-verify` and `python` rewards, or hold the episodes of an
     environment or an agent."""
