@@ -86,7 +86,7 @@ def group_advantages(
 
 def own_advantages(path: str, rewards: Float[Tensor, " N"], group_ids: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
     """What the function of a user's own makes of rewards, `[N]` in their dtype, without gradient. Every rank calls it,
-    so it must give all the same.
+    and the controller for the samples that it writes down, so it must give all the same.
 
     Raises UserError, naming the path, where it raises, or returns anything but `[N]` finite numbers.
     """
@@ -107,7 +107,18 @@ def own_advantages(path: str, rewards: Float[Tensor, " N"], group_ids: Int[Tenso
     return found.detach().to(rewards.dtype)
 
 
-def try_advantages(path: str) -> None:
+def try_advantages(path: str) -> bool:
     """Call a function of a user's own on made-up rewards, before anything is sampled: groups that differ, that are all
-    alike, and of one. Raises as `own_advantages`."""
-    own_advantages(path, torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 0, 1, 1, 2]))
+    alike, and of one. Whether answers of equal rewards get an advantage from it.
+
+    Raises as `own_advantages`, and where it gives the same rewards something else after it has seen others.
+    """
+    rewards, groups = torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 0, 1, 1, 2])
+    first, others, again = (own_advantages(path, seen, groups) for seen in (rewards, 1 - rewards, rewards))
+    if not torch.equal(first, again):
+        raise UserError(
+            f"algorithm.advantage={path}: gave the same rewards other advantages when called again, and ranks call it "
+            "independently; let it keep no state and draw no random numbers"
+        )
+    alike = torch.stack([first, others])[:, groups == 1]
+    return bool(alike.abs().max() > 1e-4)  # rounding is less

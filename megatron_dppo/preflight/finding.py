@@ -38,6 +38,11 @@ def warning(check: str, problem: str, fix: str) -> Finding:
     return Finding(check, "warning", problem, fix)
 
 
+def idle(check: str, problem: str) -> Finding:
+    """A setting that does nothing. A state may go on, and the setting that it was saved with must stay."""
+    return warning(check, problem, "a run that does not go on from another's state can leave it out")
+
+
 def ok(check: str, figure: str) -> Finding:
     return Finding(check, "ok", figure, "")
 

@@ -10,7 +10,7 @@ import torch
 from megatron_dppo.config.schema import Config
 from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.lora.size import check_targets
-from megatron_dppo.preflight.finding import Finding, attempt, error, warning
+from megatron_dppo.preflight.finding import Finding, attempt, error, idle, warning
 from megatron_dppo.rollout.config import ENGINES
 from megatron_dppo.rollout.model_facts import ModelFacts, check_end, check_expert_parallel
 
@@ -53,11 +53,8 @@ def _reduction(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]
     experts = ranks // (parallel.expert_tensor * parallel.expert * parallel.pipeline)
     if config.optimizer.grad_reduce_dtype == "float32" or dense > 1 or (model.moe is not None and experts > 1):
         return
-    yield warning(  # a state may go on with the ranks that are there, and its setting must stay
-        "optimizer",
-        f"optimizer.grad_reduce_dtype=bfloat16 does nothing: no two of {ranks} ranks have the same parameters",
-        "a run that does not go on from another's state can leave it out",
-    )
+    problem = f"optimizer.grad_reduce_dtype=bfloat16 does nothing: no two of {ranks} ranks have the same parameters"
+    yield idle("optimizer", problem)
 
 
 def _padded_experts(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
@@ -143,7 +140,7 @@ def _routers(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
     else:
         return
     if given := [f"actor.{name}={value:g}" for name in names if (value := getattr(config.actor, name))]:
-        yield error("algorithm", f"{' and '.join(given)}: {what}", "leave it out")
+        yield idle("algorithm", f"{' and '.join(given)}: {what}")
 
 
 def _vocabulary(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:

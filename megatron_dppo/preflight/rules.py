@@ -12,7 +12,7 @@ from megatron_dppo.algorithm import Anchor, Baseline, KLEstimator, KLPlace, Pres
 from megatron_dppo.config.schema import Config
 from megatron_dppo.launch.imports import load_callable
 from megatron_dppo.models.hf_config import HFConfig
-from megatron_dppo.preflight.finding import Finding, attempt, error, warning
+from megatron_dppo.preflight.finding import Finding, attempt, error, idle, warning
 from megatron_dppo.preflight.model_rules import MODEL
 from megatron_dppo.rollout.config import ENGINES
 
@@ -111,20 +111,25 @@ def _baseline(config: Config) -> Iterator[Finding]:
 def _spread(config: Config) -> Iterator[Finding]:
     if config.algorithm.divide_by_std and config.trainer.samples_per_prompt == 1:
         problem = "algorithm.divide_by_std=true with trainer.samples_per_prompt=1: an answer alone has no spread"
-        yield error("algorithm", f"{problem} to divide by", "sample several, or set it to false")
+        yield idle("algorithm", f"{problem} to divide by")
 
 
 def _one_gradient_step(config: Config) -> Iterator[Finding]:
     """The policy is the recomputed one until the first step is taken."""
     preset, trainer = config.algorithm.resolve(), config.trainer
     steps = trainer.prompts_per_step // trainer.prompts_per_mini_batch * trainer.ppo_epochs
+    blocks, remedy = "its trust region blocks no token", "take several gradient steps"
+    if preset.has_band:  # of a ratio to mu
+        blocks += ", its band alone does"
+    else:
+        remedy += ", or a preset with the anchor rollout"
     if preset.anchor is Anchor.RECOMPUTED and steps <= 1:
         yield warning(
             "algorithm",
             f"algorithm.preset={config.algorithm.preset} masks what has moved away from the policy before the update, "
             f"and trainer.prompts_per_mini_batch={trainer.prompts_per_mini_batch} makes one gradient step of a "
-            "rollout, before which nothing has: its trust region blocks no token",
-            "take several gradient steps, or a preset with the anchor rollout",
+            f"rollout, before which nothing has: {blocks}",
+            remedy,
         )
 
 
@@ -195,8 +200,13 @@ def _expert_exchange(config: Config) -> Iterator[Finding]:
 
 def _own_code(config: Config) -> Iterator[Finding]:
     """A divergence, a loss and advantages of the user's own do what is asked of them."""
-    if (own := config.algorithm.advantage) is not None:
-        yield from attempt("algorithm", "correct it", lambda: try_advantages(own))[1]
+    own, rounds = config.algorithm.advantage, config.rollout.dynamic_sampling
+    if own is not None:
+        equal_train, refused = attempt("algorithm", "correct it", lambda: try_advantages(own))
+        yield from refused
+        if equal_train and rounds:
+            problem = f"rollout.dynamic_sampling={rounds} drops groups of equal rewards, and algorithm.advantage={own}"
+            yield warning("algorithm", f"{problem} lets such groups train", "set rollout.dynamic_sampling to 0")
     try:
         try_own_code(config.algorithm.resolve())
     except PresetError as problem:

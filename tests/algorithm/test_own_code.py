@@ -57,6 +57,10 @@ def divided(rewards, groups): return rewards / rewards
 def listed(rewards, groups): return rewards.tolist()
 def changed(rewards, groups): return rewards.zero_()
 def broken(rewards, groups): return rewards[groups + 6]
+def drawn(rewards, groups): return rewards + torch.rand(len(rewards))
+def running(rewards, groups, seen=[]):
+    seen.append(rewards.mean())
+    return rewards - sum(seen) / len(seen)
 """
 
 
@@ -229,7 +233,7 @@ def test_advantages_of_ones_own(package: str) -> None:
     assert (got.dtype, got.tolist()) == (torch.float32, [1.0, -1.0])
     own_advantages(f"{package}:changed", rewards, torch.tensor([0, 1]))
     assert rewards.tolist() == [3.0, 1.0]
-    try_advantages(f"{package}:centred")
+    assert try_advantages(f"{package}:centred"), "answers of equal rewards train"
 
 
 @pytest.mark.parametrize(
@@ -240,6 +244,8 @@ def test_advantages_of_ones_own(package: str) -> None:
         ("listed", "and returned list"),
         ("divided", "returned nan"),
         ("broken", "raised IndexError: "),
+        ("drawn", "gave the same rewards other advantages when called again"),
+        ("running", "gave the same rewards other advantages when called again"),
         ("absent", "has no callable absent"),
     ],
 )
@@ -253,6 +259,7 @@ def test_the_documents_example_of_advantages(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(def of_batch.*?)```", (ROOT / "docs/algorithms.md").read_text(), re.S)
     (tmp_path / "mine.py").write_text(f"import torch\n\n{code}")
     rewards, groups = torch.tensor([0.0, 1.0, 1.0, 3.0]), torch.tensor([4, 4, 7, 7])
+    assert not try_advantages(f"{tmp_path}/mine.py:of_batch"), "a group of equal rewards teaches nothing"
     got = own_advantages(f"{tmp_path}/mine.py:of_batch", rewards, groups)
     centred = [-0.5, 0.5, -1.0, 1.0]
     spread = math.sqrt(sum(x**2 for x in centred) / 3)

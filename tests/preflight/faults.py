@@ -69,17 +69,6 @@ FAULTS: dict[str, tuple[list[str], str, str]] = {
         "trainer.samples_per_prompt=1 with algorithm.baseline=mean: an answer has no others to compare with, so every "
         "advantage would be 0; sample several, or set algorithm.baseline=none",
     ),
-    "a spread of one": (
-        ["trainer.samples_per_prompt=1", "algorithm.baseline=none", "algorithm.divide_by_std=true"],
-        "algorithm",
-        "algorithm.divide_by_std=true with trainer.samples_per_prompt=1: an answer alone has no spread to divide by; "
-        "sample several, or set it to false",
-    ),
-    "a correction bias that routers do not have": (
-        ["actor.router_bias_update_rate=0.001"],
-        "algorithm",
-        "actor.router_bias_update_rate=0.001: the routers of qwen3_moe have no correction bias; leave it out",
-    ),
     "a correction bias that adapters do not have": (
         ["actor.router_bias_update_rate=0.001", "lora={rank: 4}"],
         "lora",

@@ -7,15 +7,19 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from megatron_dppo.algorithm import policy_loss
 from megatron_dppo.cli import main
 from megatron_dppo.config.load import load_config
 from megatron_dppo.models.hf_config import HFConfig, load_hf_config, resolve_hf_config
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.planner.run import engine_gpus
+from megatron_dppo.preflight.finding import raise_first
 from megatron_dppo.preflight.model_rules import MODEL
 from megatron_dppo.preflight.rules import SECTIONS, check_model, check_sections
+from megatron_dppo.trainer.resume import differences, facts
 from tests.models.public_configs import CONFIGS
 from tests.preflight.faults import FAULTS
 from tests.tiny import tiny_qwen3_moe
@@ -109,7 +113,9 @@ def test_every_rule_is_broken_or_is_a_warning(config: Path, model: Path) -> None
         "_padded_experts",
         "_bucket_store",
         "_reduction",
+        "_routers",
         "_served",
+        "_spread",
     }
 
 
@@ -234,16 +240,101 @@ def test_an_anchor_that_has_not_moved_is_warned_of(config: Path) -> None:
     assert list(check_sections(load_config(config, ["algorithm.preset=grpo-clip-higher", one]))) == []
 
 
-def test_settings_of_routers_that_a_model_lacks(config: Path) -> None:
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.preset=icepop-decoupled"],
+        ["algorithm.preset=minirl", "algorithm.overrides={band_low: 0.5, band_high: 5.0}"],
+    ],
+)
+def test_a_band_blocks_tokens_beside_an_anchor_that_has_not_moved(overrides: list[str], config: Path) -> None:
+    """It is of a ratio to mu, which is not pi' before the first gradient step either."""
+    run = load_config(config, [*overrides, "trainer.prompts_per_mini_batch=8"])
+    (found,) = check_sections(run)
+    assert (found.level, found.fix) == ("warning", "take several gradient steps")
+    assert found.problem.endswith("has: its trust region blocks no token, its band alone does")
+    # By the objective itself: pi is pi', and pi' / mu is 6, 1 and 0.4.
+    pi = torch.tensor([0.6, 0.5, 0.2]).log()
+    mu = torch.tensor([0.1, 0.5, 0.5]).log()
+    every = torch.ones(3)
+    loss = policy_loss(run.algorithm.resolve(), pi, mu, every, loss_mask=every.bool(), recomputed_logp=pi)
+    assert (loss.per_token != 0).tolist() == [False, True, False]
+
+
+NO_ROUTERS = "the model has no experts, so no routers"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "problem"),
+    [
+        (
+            ["actor.load_balancing_loss=0.01", "actor.router_z_loss=0.001"],
+            "Qwen3-8B",
+            f"actor.load_balancing_loss=0.01 and actor.router_z_loss=0.001: {NO_ROUTERS}",
+        ),
+        (
+            ["actor.router_bias_update_rate=0.001"],
+            "Qwen3-8B",
+            f"actor.router_bias_update_rate=0.001: {NO_ROUTERS}",
+        ),
+        (
+            ["actor.router_bias_update_rate=0.001"],
+            "Qwen3-30B-A3B",
+            "actor.router_bias_update_rate=0.001: the routers of qwen3_moe have no correction bias",
+        ),
+        (
+            ["trainer.samples_per_prompt=1", "algorithm.baseline=none", "algorithm.divide_by_std=true"],
+            "Qwen3-8B",
+            "algorithm.divide_by_std=true with trainer.samples_per_prompt=1: an answer alone has no spread to divide "
+            "by",
+        ),
+    ],
+)
+def test_what_does_nothing_is_said_and_kept(overrides: list[str], name: str, problem: str, config: Path) -> None:
+    """A state that was saved with it goes on with it alone."""
+    run = load_config(config, overrides)
+    findings = [*check_sections(run), *check_model(run, resolve_hf_config(CONFIGS[name]), RANKS)]
+    assert [str(one) for one in findings] == [
+        f"warning: algorithm: {problem}; a run that does not go on from another's state can leave it out"
+    ]
+    raise_first(findings)
+    before = json.loads(json.dumps(facts(run, task="t", weights="w")))
+    assert differences(before, facts(run, task="t", weights="w")) == {}
+    assert differences(before, facts(load_config(config, overrides[:-1]), task="t", weights="w"))
+
+
+def test_settings_of_routers_that_a_model_has(config: Path) -> None:
     run = load_config(config, ["actor.load_balancing_loss=0.01", "actor.router_z_loss=0.001"])
-    (found,) = check_model(run, resolve_hf_config(CONFIGS["Qwen3-8B"]), RANKS)
-    assert str(found) == (
-        "error: algorithm: actor.load_balancing_loss=0.01 and actor.router_z_loss=0.001: the model has no experts, so "
-        "no routers; leave it out"
-    )
     assert list(check_model(run, resolve_hf_config(CONFIGS["Qwen3-30B-A3B"]), 8)) == []
     moved = load_config(config, ["actor.router_bias_update_rate=0.001"])
     assert list(check_model(moved, resolve_hf_config(CONFIGS["GLM-4.5-Air"]), 8)) == []
+
+
+def test_equal_groups_that_would_train_and_are_dropped(config: Path, tmp_path: Path) -> None:
+    """By what a function of one's own makes of them."""
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import torch\n"
+        "def of_step(rewards, groups): return rewards - rewards.mean()\n"
+        "def best(rewards, groups): return rewards - rewards.max()\n"
+        "def of_group(rewards, groups):\n"
+        "    mean = torch.bincount(groups, rewards) / torch.bincount(groups).clamp(min=1)\n"
+        "    centred = rewards - mean[groups]\n"
+        "    return (centred - centred.mean()) / centred.std()\n"
+    )
+
+    def said(name: str, *others: str) -> list[str]:
+        return [
+            str(one) for one in check_sections(load_config(config, [f"algorithm.advantage={file}:{name}", *others]))
+        ]
+
+    for name in ("of_step", "best"):
+        assert said(name, "rollout.dynamic_sampling=3") == [
+            "warning: algorithm: rollout.dynamic_sampling=3 drops groups of equal rewards, and "
+            f"algorithm.advantage={file}:{name} lets such groups train; set rollout.dynamic_sampling to 0"
+        ]
+        assert said(name) == []
+    assert said("of_group", "rollout.dynamic_sampling=3") == []
 
 
 def test_adapters_that_fit_no_layer(config: Path, model: Path, tmp_path: Path) -> None:
