@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_train_arguments(train: argparse.ArgumentParser) -> None:
     train.add_argument("config", type=Path, help="YAML file")
-    train.add_argument("overrides", nargs="*", metavar="a.b=c", help="config keys to change")
+    train.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="config keys to change")
     train.add_argument(
         "--check", action="store_true", help="only check CONFIG and the overrides, in seconds; `doctor` finds more"
     )
@@ -136,7 +136,11 @@ def _add_train_arguments(train: argparse.ArgumentParser) -> None:
 def _add_evaluate_arguments(evaluate: argparse.ArgumentParser) -> None:
     evaluate.add_argument("model", type=Path, help="folder of a Hugging Face checkpoint")
     evaluate.add_argument(
-        "data", nargs="*", metavar="DATA", help="file, folder or hub dataset, as task.data.path; and a.b=c overrides"
+        "data",
+        nargs="*",
+        default=[],
+        metavar="DATA",
+        help="file, folder or hub dataset, as task.data.path; and a.b=c overrides",
     )
     evaluate.add_argument("--config", type=Path, help="YAML file of a run: its rollout, task and evaluation sections")
     evaluate.add_argument(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
@@ -104,6 +105,16 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 Text = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, bool | int | float) else value)]
 """Of a value in data: YAML reads `3` and `true` as what they look like."""
+
+
+def _names_a_callable(path: str) -> str:
+    if not re.fullmatch(r".+:[A-Za-z_]\w*", path):
+        raise ValueError("must be package.module:name or path/to/file.py:name")
+    return path
+
+
+CallablePath = Annotated[str, AfterValidator(_names_a_callable)]
+"""Of a function or class of the user's."""
 
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 """Of the environment; its value is read where the run is started."""

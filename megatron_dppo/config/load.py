@@ -217,6 +217,16 @@ def _leaves(tree: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[tupl
         yield from _leaves(item, (*place, key))
 
 
+_PLAIN = {
+    "tuple_type": "must be a list, [...]",
+    "dict_type": "must be a mapping, {name: value}",
+    "model_attributes_type": "must be a section, {key: value}",
+    "path_type": "must be a file or folder",
+    "string_type": "must be text; put it in quotes (in a shell twice: 'a.b=\"...\"')",
+}
+"""What is said in place of pydantic's words, which are Python's."""
+
+
 def _explain(kind: type[BaseModel], error: Any) -> str:
     key, sections = _place(kind, error["loc"])
     given = _short(repr(error["input"]))
@@ -229,7 +239,7 @@ def _explain(kind: type[BaseModel], error: Any) -> str:
     if error["type"] == "union_tag_not_found":
         kinds = ", ".join(map(str, map(_tag, sections)))
         return f"config key {key}={given}: has no kind; set kind to one of {kinds}"
-    message = error["msg"].removeprefix("Value error, ")
+    message = _PLAIN.get(error["type"], error["msg"].removeprefix("Value error, "))
     if error["type"] == "value_error" and isinstance(error["input"], dict):  # a section's own check, which names keys
         return f"config section {key}: {message}" if key else message
     return f"config key {key}={given}: {message}" if key else message

@@ -127,7 +127,7 @@ def _task(config: Config) -> Iterator[Finding]:
         return
     try:
         build_task_suite(config, tokenizer).close()
-    except (UserError, ValueError, OSError) as problem:
+    except (UserError, ValueError, OSError, RuntimeError) as problem:  # the last of workers that do not start
         yield error("task", first_line(problem), "correct the task and evaluation sections")
 
 

@@ -168,7 +168,10 @@ def load_hf_config(path: str | Path) -> HFConfig:
     folder = Path(path)
     file = folder / "config.json"
     if not folder.is_dir():
-        raise UserError(f"model folder {folder} does not exist")
+        raise UserError(
+            f"model folder {folder} does not exist; point model.path to a Hugging Face folder (`hf download NAME "
+            "--local-dir FOLDER` makes one of a model of the hub)"
+        )
     if not file.is_file():
         raise UserError(f"{folder} is no Hugging Face model: it has no config.json")
     if (quantized := folder / "hf_quant_config.json").exists():

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_dppo.config_base import Bounds, ConfigModel, VariableName
+from megatron_dppo.config_base import Bounds, CallablePath, ConfigModel, VariableName
 
 
 class AgentConfig(ConfigModel):
@@ -19,7 +19,7 @@ class AgentConfig(ConfigModel):
     `rollout.max_prompt_tokens` + `rollout.max_response_tokens` tokens, each turn `rollout.max_response_tokens`.
     """
 
-    function: str | None = Field(default=None, pattern=r"^[^:]+:[A-Za-z_]\w*$")
+    function: CallablePath | None = None
     """`package.module:name` or `file.py:name` of an `async def episode(client, row)`: `client` is an
     `openai.AsyncOpenAI`, `row` the question. It returns the reward, or the answer that the task's rewards are to score
     (a string), or a report (a dictionary)."""

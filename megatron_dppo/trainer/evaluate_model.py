@@ -129,6 +129,8 @@ def evaluate_model(model: Path, config: EvaluateConfig, out: Path, *, keep: tupl
             stack.callback(one.grader.close)
         if any(missing):
             require_unchanged(model, which=lambda name: name.endswith(WEIGHTS))
+            for one in sets:
+                one.grader.prepare()
             console.print("starting the engine")
             engine = open_engine(model, config.rollout)
             stack.callback(engine.close)

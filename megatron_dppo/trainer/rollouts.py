@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,8 @@ from megatron_dppo.trainer.requests import Draws, requests_for
 from megatron_dppo.trainer.samples import Sample, choose_samples
 from megatron_dppo.trainer.task_suite import TaskSuite, judge_responses
 from megatron_dppo.trainer.window import Window, WindowState
+
+logger = logging.getLogger(__name__)
 
 _JUDGES = 64
 """Objects of answers that are judged at the same time, at most; each has a thread that waits for verdicts."""
@@ -222,12 +225,15 @@ class RolloutCollector:
             groups = self._ask(engine, suite, prompts, self._requests(step, prompts), enough=enough)
             rewards = groups.rewards
         handle = groups.handle
+        advantages = _advantages(self._config, groups.rewards.reward)
+        if not advantages.any() and (played is None or played.turn_returns is None):
+            logger.warning("step %d teaches nothing: all answers to each prompt have the same reward", step + 1)
         # Answers that are written down for people, and what is measured of all.
         looked_at = choose_samples(
             self._config.tracking.samples,
             suite.tokenizer,
             groups,
-            _advantages(self._config, groups.rewards.reward),
+            advantages,
             played,
             None if played is None or played.turn_returns is None else _spans(self._config, played.turn_returns),
         )

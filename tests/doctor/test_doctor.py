@@ -186,6 +186,15 @@ def no_evaluation_file(folder: Path, tree: Tree) -> None:
     tree["evaluation"]["sets"] = [{"name": "aime24", "data": {"path": str(folder / "aime24.jsonl")}}]
 
 
+def no_reward_file(folder: Path, tree: Tree) -> None:
+    tree["task"]["rewards"] = [{"kind": "python", "path": str(folder / "absent.py:score")}]
+
+
+def no_reward_function(folder: Path, tree: Tree) -> None:
+    (folder / "own.py").write_text("def score(**_):\n    return 1.0\n")
+    tree["task"]["rewards"] = [{"kind": "python", "path": str(folder / "own.py:scor")}]
+
+
 FAULTS: list[tuple[Callable[[Path, Tree], None], str]] = [
     (unknown_key, "error: config: unknown config key trainer.stepz; did you mean trainer.steps?"),
     (no_model_config, "has no config.json"),
@@ -210,6 +219,8 @@ FAULTS: list[tuple[Callable[[Path, Tree], None], str]] = [
     (prompts_too_long, "of 80 prompts are longer than rollout.max_prompt_tokens=32"),
     (too_few_held_out, "evaluation.prompts=17, but task.held_out_size=16"),
     (no_tracking_service, "error: tracking: tracking.trackio=true, but trackio cannot be imported"),
+    (no_reward_file, "absent.py:score cannot be imported: FileNotFoundError"),
+    (no_reward_function, "own.py has no callable scor"),
     (no_evaluation_file, "aime24.jsonl: no such file or folder"),
 ]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_moe_dppo.model import byte_tokenizer
+from megatron_dppo.algorithm.advantage import Baseline
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.config.load import build_config
 from megatron_dppo.config.schema import Config
@@ -117,6 +118,7 @@ def test_a_judge_that_fails_ends_a_step_before_all_is_sampled(
     ray_session: RaySession, tmp_path: Path, config: Config
 ) -> None:
     suite = build_task_suite(config, byte_tokenizer())
+    suite.task.close()  # the worker that has imported it
     (tmp_path / "judge.py").write_text("def judge(:")
     fleet = EngineFleet(partial(OneByOne, config.rollout, tmp_path / "end"), config.rollout, name="failing-judge")
     collector = RolloutCollector(config, None, (fleet, suite), [])  # type: ignore[arg-type]
@@ -130,3 +132,36 @@ def test_a_judge_that_fails_ends_a_step_before_all_is_sampled(
         collector.close()
         suite.close()
         fleet.close()
+
+
+@pytest.mark.parametrize("baseline", ["mean", "none"])
+def test_a_step_that_teaches_nothing_says_so(
+    ray_session: RaySession,
+    tmp_path: Path,
+    config: Config,
+    baseline: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The judge gives all answers to a question the same: nothing is left of it above their mean."""
+    algorithm = config.algorithm.model_copy(update={"baseline": Baseline(baseline)})
+    config = config.model_copy(update={"algorithm": algorithm})
+    suite = build_task_suite(config, byte_tokenizer())
+    fleet = EngineFleet(partial(UniformEngine, config.rollout), config.rollout, name=f"alike-{baseline}")
+    collector = RolloutCollector(config, None, (fleet, suite), [])  # type: ignore[arg-type]
+    try:
+        assert collector._collect(fleet, suite, 0).experience.metrics["reward/equal_groups_fraction"] == 1.0
+    finally:
+        collector.close()
+        suite.close()
+        fleet.close()
+    said = "step 1 teaches nothing: all answers to each prompt have the same reward"
+    assert (said in caplog.messages) == (baseline == "mean")
+
+
+def test_more_prompts_in_a_step_than_there_are_questions_are_said(config: Config) -> None:
+    said = "  trainer.prompts_per_step=5 is more than the 4 questions to train on: a step asks some of them again"
+    for asked, report in ((4, []), (5, [said])):
+        trainer = config.trainer.model_copy(update={"prompts_per_step": asked})
+        suite = build_task_suite(config.model_copy(update={"trainer": trainer}), byte_tokenizer())
+        suite.close()
+        assert [line for line in suite.report if "prompts_per_step" in line] == report

@@ -67,6 +67,7 @@ def one_line(capsys, arguments: list[str]) -> str:
         ("task.dataset=chain_summ", "chain_sum"),
         ("actor.max_tokens_per_microbatch=17407", "set it to 17408, or actor.long_sequences=alone"),
         ("trainer.samples_per_prompt=1", "algorithm.baseline=mean: an answer has no others to compare with"),
+        ("task.rewards=[{kind: python, path: 'absent.py:score'}]", "absent.py:score cannot be imported: FileNotFound"),
         ("task.held_out_size=63", "evaluation.prompts=64, but task.held_out_size=63"),
     ],
 )

@@ -19,9 +19,9 @@ LAYOUTS: dict[str, FieldMap] = {
     "dapo-math": FieldMap(messages="prompt", answer="reward_model.ground_truth"),
     # Hendrycks et al. (2021), one JSON file per problem or one row; MATH-500 adds the answer by itself.
     "math": FieldMap(question="problem", answer="answer", solution="solution"),
+    "question-answer": FieldMap(question="question|prompt", answer="answer|target"),
     # HuggingFaceH4/aime_2024, Maxwell-Jia/AIME_2024, math-ai/aime25, yentinglin/aime_2025, opencompass/AIME2025.
     "aime": FieldMap(question="problem|Problem|question", answer="answer|Answer"),
-    "question-answer": FieldMap(question="question|prompt", answer="answer|target"),
 }
 
 
@@ -143,8 +143,8 @@ def examples_of(rows: Iterable[Row], config: DataConfig) -> tuple[list[Example],
             if name is None:
                 raise UserError(
                     f"{row.where}: has the fields {', '.join(row.values)}, which no known layout fits "
-                    f"({', '.join(LAYOUTS)}); set question and answer in task.data.fields, or of an evaluation in "
-                    "data.fields of its entry in evaluation.sets"
+                    f"({', '.join(LAYOUTS)}); set question (a list of messages: messages) and "
+                    "answer in task.data.fields, or of an evaluation in data.fields of its entry in evaluation.sets"
                 )
             fields, report.layout = LAYOUTS[name], name
         example = _example(row.where, row.values, fields)
@@ -171,7 +171,12 @@ def _example(where: str, row: Mapping[str, Any], fields: FieldMap) -> Example:
         messages = _messages(_required(row, fields.messages, where), f"{where}: {fields.messages}")
     else:
         assert fields.question is not None
-        question = _text(_required(row, fields.question, where, blank=""), f"{where}: {fields.question}")
+        value = _required(row, fields.question, where, blank="")
+        if isinstance(value, list) and value and isinstance(value[0], Mapping) and "role" in value[0]:
+            raise UserError(
+                f"{where}: {fields.question}: holds messages; name it in fields.messages, not fields.question"
+            )
+        question = _text(value, f"{where}: {fields.question}")
         messages = ({"role": "user", "content": question},)
     answer, *others = _answers(where, row, fields)
     return Example(where, messages, answer, tuple(others), row)

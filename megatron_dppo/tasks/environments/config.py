@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from megatron_dppo.config_base import Bounds, ConfigModel, VariableName
+from megatron_dppo.config_base import Bounds, CallablePath, ConfigModel, VariableName
 from megatron_dppo.tasks.workers.sandbox import Sandbox
 
 
@@ -20,7 +20,7 @@ class EnvironmentConfig(ConfigModel):
     name: str = Field(min_length=1)
     """An id of GEM's registry, for example `game:Sudoku-v0-easy`; with `factory` a name for messages, and that when
     absent."""
-    factory: str | None = Field(default=None, pattern=r"^[^:]+:[A-Za-z_]\w*$")
+    factory: CallablePath | None = None
     """`package.module:callable` or `file.py:callable` that makes an environment which is not GEM's."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of its constructor."""

@@ -21,6 +21,7 @@ from megatron_dppo.tasks.workers.sandbox import require
 from megatron_dppo.tasks.workers.workers import Workers, printable
 
 SERVICE = "environment"
+_STEP = ("observation", "reward", "terminated", "truncated", "info")
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,23 @@ class Episode:
         self._environment, self._name = environment, name
 
     def reset(self, seed: int) -> str:
-        """Start from the initial state of `seed`; returns the first observation."""
-        with own_random_state():
-            observation, info = self._environment.reset(seed=seed)
+        """Start from the initial state of `seed`; returns the first observation. Raises UserError for any failure."""
+        named = f"{self._name}.reset(seed={seed})"
+        try:
+            with own_random_state():
+                given = self._environment.reset(seed=seed)
+        except Exception as error:
+            raise UserError(f"{named} raised {type(error).__name__}: {error}") from error
+        observation, info = _parts(named, given, "observation", "info")
         return self._text(observation, info)
 
     def step(self, action: str) -> Turn:
-        """Raises UserError for a reward that is no finite number, and for text in place of one or of yes and no."""
+        """Raises UserError for what is no step, a reward that is no finite number, and text in place of it or of yes
+        and no."""
         with own_random_state():
-            observation, reward, terminated, truncated, info = self._environment.step(action)
+            given = self._environment.step(action)
+        parts = _parts(f"{self._name}.step({action!r:.60})", given, *_STEP)
+        observation, reward, terminated, truncated, info = parts
         for what, given in (("reward", reward), ("terminated", terminated), ("truncated", truncated)):
             if isinstance(given, str | bytes):  # float("1") is a number, and bool("no") is True
                 raise UserError(f"{self._name}.step({action!r:.60}) gave the {what} {given!r:.60}; it must not be text")
@@ -74,6 +83,13 @@ class Episode:
         if not isinstance(observation, str):
             raise UserError(f"{self._name} gave the observation {observation!r:.60}; it must be text")
         return observation_text(observation, info or {})
+
+
+def _parts(named: str, given: Any, *names: str) -> Sequence[Any]:
+    """What a method gave, as many as there are `names`: Gym's older interface has others."""
+    if not isinstance(given, tuple | list) or len(given) != len(names):
+        raise UserError(f"{named} gave {given!r:.60}; it must give ({', '.join(names)})")
+    return given
 
 
 def start_episode(config: EnvironmentConfig, seed: int, folder: str) -> Episode:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from megatron_dppo.config_base import Bounds, ConfigModel, Text, VariableName
+from megatron_dppo.config_base import Bounds, CallablePath, ConfigModel, Text, VariableName
 from megatron_dppo.tasks.data.config import text_at
 from megatron_dppo.tasks.rewards.patterns import compile_pattern
 from megatron_dppo.tasks.workers.sandbox import Sandbox
@@ -103,7 +103,7 @@ class PythonReward(_Reward):
     """A callable of yours. Runs in worker processes."""
 
     kind: Literal["python"] = "python"
-    path: str = Field(pattern=r"^.+:[A-Za-z_][A-Za-z0-9_]*$")
+    path: CallablePath
     """`package.module:callable` or `path/to/file.py:callable`. It is called as `f(question=..., reference=...,
     response=..., answer=..., metadata=...)`, `answer` being what `task.answer_pattern` found (None where it did not
     match), and returns a finite number. One that takes them is also given `tokens`, the length of the response (None

@@ -216,6 +216,12 @@ class Grader:
         """Whether the reward of this name is for a question."""
         return any(part.config.label == name and part.config.is_for(prompt.metadata) for part in self.parts)
 
+    def prepare(self) -> None:
+        """Import the functions of the user's, so that one that is not there is found before engines are started (on
+        Ray's nodes with the first answer). Raises UserError where one cannot be had."""
+        if isinstance(self.pool, LocalVerifierPool):
+            self.pool.prepare()
+
     def close(self) -> None:
         """End the worker processes, if there are any."""
         if self.pool is not None:

@@ -76,7 +76,8 @@ class _VerifierService:
 class LocalVerifierPool:
     """Runs verifiers in `workers` workers. What takes too long for one answer is killed; the others go on meanwhile, so
     `verify` takes at most the time limits divided among the workers. Verifiers in the sandbox and those outside it, and
-    those that see different variables, have workers of their own, which start with the first answer for them.
+    those that see different variables, have workers of their own, which start with the first answer for them or, where
+    they run a function of the user's, with `prepare`.
     """
 
     def __init__(self, verifiers: Mapping[str, TimedVerifier], *, workers: int, memory_mib: int) -> None:
@@ -96,6 +97,12 @@ class LocalVerifierPool:
             for made in [Workers(services, size=workers, memory_mib=memory_mib, environment=environment)]
             for name in services
         }
+
+    def prepare(self) -> None:
+        """Import the functions of the user's, in a worker that is kept. Raises as `verify` does."""
+        for name, timed in self._verifiers.items():
+            if isinstance(timed.verifier, CustomVerifier):
+                self._workers[name].prepare()
 
     def verify(self, tasks: Sequence[tuple[str, Answered]]) -> list[Verdict]:
         """The verdicts on `(name of the verifier, item)`, in order.

@@ -43,8 +43,9 @@ GRACE_S = 10.0
 class Workers:
     """Runs calls of `services` in `size` workers, each of which keeps warm processes ready for work.
 
-    Workers start with the first call and end with `close`, when this is garbage, and with this process. Calls of `run`
-    may come from several threads (groups of a step, steps that are sampled ahead, an evaluation meanwhile).
+    Workers start with the first call (by `prepare` one before it) and end with `close`, when this is garbage, and with
+    this process. Calls of `run` may come from several threads (groups of a step, steps that are sampled ahead, an
+    evaluation meanwhile).
     """
 
     def __init__(
@@ -79,6 +80,23 @@ class Workers:
         self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._news)
         self._finalizer = weakref.finalize(self, _close_all, self._workers)
+
+    def prepare(self) -> None:
+        """Start a worker, unless there is one, and wait until its services are prepared. Raises as `run` does."""
+        with self._lock:
+            if self._workers:
+                return
+            worker = self._start()
+        try:
+            while not worker.ready:
+                poll, patience_ms = _poll_of([worker], None)
+                poll.poll(patience_ms)
+                worker.answers()
+        except BaseException:
+            worker.close()
+            raise
+        with self._lock:
+            self._workers.append(worker)
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
         """What became of `calls`, in order. Those of one process go to the worker that has it.
@@ -340,10 +358,11 @@ def printable(text: str, most: int = 500) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def _poll_of(workers: Sequence[_Worker], news: int) -> tuple[select.poll, float]:
+def _poll_of(workers: Sequence[_Worker], news: int | None) -> tuple[select.poll, float]:
     """What ends when one of them has something to say, or there is news; and the milliseconds until a time is up."""
     poll = select.poll()
-    poll.register(news, select.POLLIN)
+    if news is not None:
+        poll.register(news, select.POLLIN)
     for worker in workers:
         poll.register(worker.channel, select.POLLIN | (select.POLLOUT if worker.channel.unsent else 0))
     first = min(worker.deadline for worker in workers)

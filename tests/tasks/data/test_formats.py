@@ -145,6 +145,25 @@ def test_aime_files(tmp_path, row):
     assert [(e.question, e.answer) for e in examples] == [("Find x.", "204")]
 
 
+def test_plain_rows_are_called_so(tmp_path):
+    _, report = read(write_jsonl(tmp_path / "own.jsonl", [{"question": "2 + 2", "answer": "4"}]))
+    assert report.layout == "question-answer"
+
+
+def test_messages_are_sent_to_their_field(tmp_path):
+    file = write_jsonl(tmp_path / "own.jsonl", [{"prompt": [{"role": "user", "content": "2 + 2"}], "label": "4"}])
+    with pytest.raises(
+        UserError, match=r"set question \(a list of messages: messages\) and answer in task\.data\.fields"
+    ):
+        read(file)
+    with pytest.raises(
+        UserError, match=r"line 1: prompt: holds messages; name it in fields\.messages, not fields\.que"
+    ):
+        read(file, fields=FieldMap(question="prompt", answer="label"))
+    examples, _ = read(file, fields=FieldMap(messages="prompt", answer="label"))
+    assert [(e.question, e.answer) for e in examples] == [("2 + 2", "4")]
+
+
 def test_a_field_map_reaches_into_rows(tmp_path):
     rows = [{"turns": [{"text": f"Q{i}"}], "meta": {"gold": i + 0.5}} for i in range(2)]
     fields = FieldMap(question="absent|turns.0.text", answer="meta.gold")

@@ -192,7 +192,11 @@ class Odd:
     def __init__(self, how: str = "", states: int = 1000) -> None:
         self.how, self.states = how, states
 
-    def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, seed: int | None = None) -> Any:
+        if self.how == "raise":
+            raise KeyError("no file")
+        if self.how == "old":  # Gym's before it had infos; of two letters, it could be taken for two values
+            return "no"
         return (3 if self.how == "number" else f"state {(seed or 0) % self.states}"), {}
 
     def step(self, action: str) -> tuple[Any, Any, Any, Any, Any]:
@@ -212,6 +216,14 @@ odd = 3
         ({"factory": "builtins:dict"}, r"without reset\(\)"),
         ({"factory": f"{HERE}:Odd", "parameters": {"colour": 1}}, "parameters are refused by .*colour"),
         ({"factory": f"{HERE}:Odd", "parameters": {"how": "number"}}, "gave the observation 3; it must be text"),
+        (
+            {"factory": f"{HERE}:Odd", "parameters": {"how": "old"}},
+            r"reset\(seed=\d+\) gave 'no'; it must give \(observation, info\)",
+        ),
+        (
+            {"factory": f"{HERE}:Odd", "parameters": {"how": "raise"}},
+            r"reset\(seed=\d+\) raised KeyError: 'no file'",
+        ),
         ({"factory": f"{HERE}:Odd", "parameters": {"states": 3}}, "only 3 distinct initial states"),
     ],
 )
@@ -278,7 +290,7 @@ MISBEHAVIOUR = {
     "closed": "its worker process ended with",
     "flood": "ValueError: after 64 MiB of output",
     "huge": r"the reward 1e\+39 is outside of its bounds \[-100, 100\]",
-    "none": "TypeError",
+    "none": r"gave None; it must give \(observation, reward, terminated, truncated, info\)",
     "long": "a reply of .* bytes; at most 1,048,576 are read",
     "network": "PermissionError",
     "program": "PermissionError",

@@ -244,8 +244,24 @@ def test_a_function_that_returns_text_is_named():
 )
 def test_a_function_that_is_not_there(path, reason):
     made = grader(PythonReward(path=path), workers=1)
-    with pytest.raises(UserError, match=f"the reward .*{reason}"):
-        made.score([prompt()], ["x"])
+    before = set(psutil.Process().children())
+    for ask in (made.prepare, lambda: made.score([prompt()], ["x"])):
+        with pytest.raises(UserError, match=f"the reward .*{reason}"):
+            ask()
+    assert set(psutil.Process().children()) <= before
+
+
+def test_the_worker_that_imported_a_function_is_kept():
+    made = grader(MathVerifyReward(), PythonReward(path=f"{HERE}:length"), workers=1)
+    before = set(psutil.Process().children())
+    made.prepare()
+    made.prepare()
+    started = set(psutil.Process().children()) - before
+    assert len(started) == 1
+    made.score([prompt()], ["a"])
+    assert set(psutil.Process().children()) - before == started
+    made.close()
+    assert not [child for child in started if child.is_running()]
 
 
 def test_workers_end_with_the_grader():
