@@ -119,6 +119,7 @@ def start_engine(
         "max_logprobs": -1,
         "generation_config": "vllm",
         "disable_log_stats": True,
+        "hf_overrides": {"head_dtype": "float32"},  # as `common_options`; in both, so that records alone differ
     }
     if quick:
         sizes = [load.sequences]
@@ -134,7 +135,6 @@ def start_engine(
         options |= {
             "enable_return_routed_experts": True,
             "scheduler_cls": "megatron_dppo.rollout.vllm.record_scheduler.record_scheduler",
-            "hf_overrides": {"head_dtype": "float32"},  # as `common_options`
         }
     if tiny:
         config = RolloutConfig(max_num_seqs=load.sequences, max_prompt_tokens=64, max_response_tokens=64)

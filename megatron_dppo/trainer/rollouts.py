@@ -227,7 +227,9 @@ class RolloutCollector:
         handle = groups.handle
         advantages = _advantages(self._config, groups.rewards.reward)
         if not advantages.any() and (played is None or played.turn_returns is None):
-            logger.warning("step %d teaches nothing: all answers to each prompt have the same reward", step + 1)
+            logger.warning(
+                "step %d: all answers to each prompt have the same reward, so no advantage teaches anything", step + 1
+            )
         # Answers that are written down for people, and what is measured of all.
         looked_at = choose_samples(
             self._config.tracking.samples,

@@ -154,7 +154,7 @@ def test_a_step_that_teaches_nothing_says_so(
         collector.close()
         suite.close()
         fleet.close()
-    said = "step 1 teaches nothing: all answers to each prompt have the same reward"
+    said = "step 1: all answers to each prompt have the same reward, so no advantage teaches anything"
     assert (said in caplog.messages) == (baseline == "mean")
 
 
