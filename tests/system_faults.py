@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
 
 
 def failing(number: int) -> Callable[..., NoReturn]:
@@ -14,3 +17,13 @@ def failing(number: int) -> Callable[..., NoReturn]:
         raise OSError(number, os.strerror(number))
 
     return fails
+
+
+def fail_to_open(monkeypatch: pytest.MonkeyPatch, part: str, number: int) -> None:
+    """`Path.open` of a file with `part` in its name raises the OSError of that `errno`."""
+    opened = Path.open
+
+    def fails(self: Path, *words: Any, **options: Any) -> Any:
+        return (failing(number) if part in self.name else opened)(self, *words, **options)
+
+    monkeypatch.setattr(Path, "open", fails)

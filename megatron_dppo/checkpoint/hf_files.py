@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -110,26 +111,19 @@ class HFFiles:
         require_unchanged(self.folder, which=lambda name: name.endswith(WEIGHTS), share=share)
 
     def _add(self, file: Path, indexed: set[str] | None) -> None:
-        with file_errors(f"{file} cannot be read"):
-            file.open("rb").close()  # of a file that may not be read safetensors says that it is not there
-        try:
-            with safe_open(file, "pt") as handle:
-                names = set(handle.keys())
-                for name in names:
-                    if _RECOMPUTED.fullmatch(name):
-                        continue
-                    described = handle.get_slice(name)
-                    stored = described.get_dtype()
-                    if stored not in self.dtypes:
-                        known = ", ".join(self.dtypes)
-                        raise UserError(f"{file}: {name} is stored as {stored}; only {known} are supported")
-                    if name in self.tensors:
-                        raise UserError(f"{file}: {name} is also stored in {self.tensors[name].file}")
-                    self.tensors[name] = StoredTensor(file, tuple(described.get_shape()), self.dtypes[stored])
-        except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"{file} is no intact safetensors file ({error}); it was cut off or overwritten: fetch it again"
-            ) from None
+        with refuse_damaged(file), safe_open(file, "pt") as handle:
+            names = set(handle.keys())
+            for name in names:
+                if _RECOMPUTED.fullmatch(name):
+                    continue
+                described = handle.get_slice(name)
+                stored = described.get_dtype()
+                if stored not in self.dtypes:
+                    known = ", ".join(self.dtypes)
+                    raise UserError(f"{file}: {name} is stored as {stored}; only {known} are supported")
+                if name in self.tensors:
+                    raise UserError(f"{file}: {name} is also stored in {self.tensors[name].file}")
+                self.tensors[name] = StoredTensor(file, tuple(described.get_shape()), self.dtypes[stored])
         if indexed is not None:
             absent = sorted(indexed - names)
             if absent:
@@ -174,6 +168,20 @@ def require_unchanged(
     except UserError as damage:
         raise UserError(
             f"{damage}; fetch the folder again, or remove {CHECKSUMS} if you changed a file on purpose"
+        ) from None
+
+
+@contextmanager
+def refuse_damaged(file: Path) -> Iterator[None]:
+    """Around what opens a safetensors file and reads its header: `UserError` where it is damaged, and what
+    `errors.of_file` makes of one that cannot be opened, which safetensors would call missing."""
+    with file_errors(f"{file} cannot be read"):
+        file.open("rb").close()
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{file} is no intact safetensors file ({error}); it was cut off or overwritten: write or fetch it again"
         ) from None
 
 

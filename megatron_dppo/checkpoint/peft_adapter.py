@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from megatron_dppo.checkpoint.atomic import check_target, write_synced
 from megatron_dppo.checkpoint.checksums import write_checksums
 from megatron_dppo.checkpoint.first_rank import on_first_rank, write_on_first_rank
 from megatron_dppo.checkpoint.hf_export import ShardExporter
-from megatron_dppo.checkpoint.hf_files import refuse_tensors, require_unchanged
+from megatron_dppo.checkpoint.hf_files import refuse_damaged, refuse_tensors, require_unchanged
 from megatron_dppo.checkpoint.peft_stacked import StackedExperts
 from megatron_dppo.checkpoint.safetensors_stream import SafetensorsStream
 from megatron_dppo.errors import UserError
@@ -131,11 +131,9 @@ class _AdapterFile:
         _check_config(folder / CONFIG, config)
         if not self._file.is_file():
             raise UserError(f"{folder} has no {WEIGHTS}; export the adapter as safetensors")
-        try:
+        with refuse_damaged(self._file):
             self._handle = safe_open(self._file, "pt")
             shapes = {name: tuple(self._handle.get_slice(name).get_shape()) for name in self._handle.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{self._file} is no intact safetensors file ({error}); fetch it again") from None
         expected = adapter_tensors(model, config)
         self._stacked = None
         if StackedExperts.stored(model, config, shapes):

@@ -16,10 +16,11 @@ from megatron_dppo.checkpoint.hf_files import INDEX, HFFiles
 from megatron_dppo.checkpoint.hf_import import check_tensors, check_tokenizer, stores_stacked_experts
 from megatron_dppo.checkpoint.hf_side_files import check_side_files, copy_side_files
 from megatron_dppo.cli import main
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import SystemFault, UserError
 from megatron_dppo.models.hf_config import load_hf_config
 from megatron_dppo.rollout.model_facts import ModelFacts
 from megatron_dppo.rollout.weight_transfer.manifest import read_shapes
+from tests.system_faults import fail_to_open
 from tests.tiny import tiny_model
 
 
@@ -222,20 +223,14 @@ def test_faults_are_named_in_one_line(fault: Callable[[Path], None], folder: Pat
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(("number", "kind"), [(errno.EACCES, UserError), (errno.ESTALE, OSError)])
+@pytest.mark.parametrize("read", [check, read_shapes])
+@pytest.mark.parametrize(("number", "kind"), [(errno.EACCES, UserError), (errno.ESTALE, SystemFault)])
 def test_a_file_that_may_not_be_read_is_not_called_damaged(
-    number: int, kind: type[Exception], folder: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, kind: type[Exception], read: Callable[[Path], Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = Path.open
-
-    def refused(self: Path, *words: Any, **options: Any) -> Any:
-        if "00002-of" in self.name:
-            raise OSError(number, os.strerror(number))
-        return opened(self, *words, **options)
-
-    monkeypatch.setattr(Path, "open", refused)
+    fail_to_open(monkeypatch, "00002-of", number)
     with pytest.raises(kind, match=rf"model-00002-of-\d+\.safetensors cannot be read: {os.strerror(number)}$"):
-        check(folder)
+        read(folder)
 
 
 ONE_LINE = [
@@ -360,5 +355,5 @@ def test_an_evaluation_may_serve_a_model_of_no_family(folder: Path) -> None:
 @pytest.mark.parametrize("described", [[], {"a": 5}, {"a": {}}, {"a": {"shape": 3}}])
 def test_headers_that_an_engine_reads_are_refused_by_file(folder: Path, described: object) -> None:
     header(described)(folder)
-    with pytest.raises(UserError, match=r"model-00002-of-\d+\.safetensors: not a readable safetensors file"):
+    with pytest.raises(UserError, match=r"model-00002-of-\d+\.safetensors is no intact safetensors file"):
         read_shapes(folder)

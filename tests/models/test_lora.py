@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from megatron_dppo.checkpoint.peft_adapter import check_peft_adapter
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import SystemFault, UserError
 from megatron_dppo.models.experts.grouped import GroupedLinear
 from megatron_dppo.models.experts.module import _line_up, _one_launch
 from megatron_dppo.models.hf_config import load_hf_config
@@ -32,6 +34,7 @@ from tests.distributed import run_ranks
 from tests.models.lora_ranks import CONFIG, PACKS, attach_and_look, first_adapters, logits_and_folder
 from tests.models.test_experts import Grouped
 from tests.peft_adapters import LORA, by_projection, with_peft, write_adapter
+from tests.system_faults import fail_to_open
 from tests.tiny import SEEING, tiny_model, tiny_qwen3_moe
 
 TP2_EP2 = {"tensor": 2, "expert": 2, "sequence_parallel": True}
@@ -183,6 +186,15 @@ def test_broken_folders(tmp_path: Path, spoil: Callable[[Path], Any], says: str)
     check_peft_adapter(tmp_path / "adapter", model, CONFIG)
     spoil(tmp_path / "adapter")
     with pytest.raises(UserError, match=says):
+        check_peft_adapter(tmp_path / "adapter", model, CONFIG)
+
+
+def test_an_adapter_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = tiny_qwen3_moe(tmp_path / "model", num_hidden_layers=2)
+    write_adapter(tmp_path / "adapter", tiny)
+    model = load_hf_config(tmp_path / "model")
+    fail_to_open(monkeypatch, "adapter_model", errno.ESTALE)
+    with pytest.raises(SystemFault, match=rf"adapter_model\.safetensors cannot be read: {os.strerror(errno.ESTALE)}$"):
         check_peft_adapter(tmp_path / "adapter", model, CONFIG)
 
 

@@ -125,7 +125,7 @@ def test_shapes_come_from_the_headers_alone(tmp_path: Path) -> None:
 )
 def test_a_corrupt_checkpoint_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(UserError, match=r"model.safetensors: not a readable safetensors file"):
+    with pytest.raises(UserError, match=r"model\.safetensors is no intact safetensors file"):
         read_shapes(tmp_path)
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
+from megatron_dppo.checkpoint.hf_files import refuse_damaged
 from megatron_dppo.checkpoint.weight_layout import BucketLayout, Segment
 from megatron_dppo.errors import UserError
 
@@ -78,11 +79,8 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         raise UserError(f"{folder}: no .safetensors file; the engine needs a Hugging Face checkpoint in that format")
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
-        try:
-            with safe_open(file, "pt") as stored:
-                shapes |= {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{file}: not a readable safetensors file ({error}); write it again") from error
+        with refuse_damaged(file), safe_open(file, "pt") as stored:
+            shapes |= {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
     return shapes
 
 
