@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -213,9 +214,10 @@ def sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
 def test_every_field_is_placed_once_and_nothing_else_is() -> None:
     fields = set(leaves(Config))
     assert {placed(name) for name in fields} == {"result", "free"}  # KeyError names what is not
-    of = {name: {field for field in fields if _in((name,), field)} for name in (*RESULT, *FREE)}
-    assert all(of.values())
-    assert sum(map(len, of.values())) == len(fields)
+    of = [(name, {field for field in fields if _in((name,), field)}) for name in (*RESULT, *FREE)]
+    assert [name for name, its in of if not its] == []
+    times = Counter(field for _, its in of for field in its)
+    assert {field: count for field, count in times.items() if count != 1} == {}
     with pytest.raises(KeyError, match=r"task\.rewards\.3\.new: place it in RESULT or FREE"):
         placed("task.rewards.3.new")
 
