@@ -3,6 +3,9 @@
     rollout.engine=examples/noisy_engine.py:noise_10000_seed_3 rollout.weight_transfer=object_store
 
 Every weight gets Gaussian noise of 10,000 millionths of the root mean square of its tensor, drawn from seed 3.
+
+To the configuration it is an engine of one's own: `rollout.vllm` is refused, what vLLM refuses of the model is said
+when it starts and not by `doctor`, and `plan` warns that it takes it for vLLM, which here is right.
 """
 
 from __future__ import annotations

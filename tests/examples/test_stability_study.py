@@ -7,22 +7,30 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from examples.noisy_engine import perturbed
 from examples.stability_study.study import BAD, LABELS, MISMATCH, PEERS, REWARD, Outcome, _main, options, report, table
-from megatron_dppo.checkpoint.weight_layout import Bucket, pack, unpack
+from megatron_dppo.checkpoint.weight_buckets import Source, WeightBuckets, by_matrix
+from megatron_dppo.checkpoint.weight_layout import Bucket
 from megatron_dppo.config.load import load_config
 from megatron_dppo.errors import UserError
-from megatron_dppo.launch.imports import load_callable
 from megatron_dppo.rollout.config import RolloutConfig
+from megatron_dppo.rollout.start import open_engine
 from megatron_dppo.trainer.history import History, Series
+from tests.rollout.conftest import CONFIG as ENGINE
+from tests.rollout.conftest import SAMPLING, requests
+from tests.rollout.reference import compare_law, model_with, reference
+from tests.tiny import tiny_qwen3_moe
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "examples/stability_study/stability_study.yaml"
@@ -204,19 +212,45 @@ def test_noise_is_relative_repeatable_and_leans_one_way() -> None:
     assert (first["b"].float() - 1).std().item() == pytest.approx(0.1, rel=0.4)
 
 
-def test_the_noisy_engine_gives_vllm_every_weight_with_its_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    got: list[tuple[int, Bucket]] = []
-    plain = SimpleNamespace(receive_bucket=lambda version, bucket: got.append((version, bucket)))
-    monkeypatch.setattr("megatron_dppo.rollout.vllm.start.open_engine", lambda model, config: plain)
-    make = load_callable(f"{ROOT}/examples/noisy_engine.py:noise_100000_seed_3", named="")
+NOISY = f"{ROOT}/examples/noisy_engine.py:noise_100000_seed_3"
+
+
+def test_the_noisy_engine_needs_bytes_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"needs rollout\.weight_transfer=object_store; set it"):
-        make(Path(), RolloutConfig())
-    engine = make(Path(), RolloutConfig(engine="noisy.py:noise_100000_seed_3", weight_transfer="object_store"))
-    weights = {"a": torch.randn(20, 5), "b": torch.ones(40, dtype=torch.bfloat16)}
-    (bucket,) = pack(weights.items(), 1 << 20)
-    bucket.payload.flags.writeable = False  # as Ray's are
-    engine.receive_bucket(7, bucket)
-    ((version, noisy),) = got
-    found = {slot.name: tensor for slot, tensor in unpack(noisy.slots, torch.from_numpy(noisy.payload))}
-    assert version == 7
-    assert all(torch.equal(found[n], perturbed(n, weights[n], noise=0.1, seed=3)) for n in weights)
+        open_engine(tmp_path, RolloutConfig(engine=NOISY))
+
+
+def test_the_noisy_engine_has_every_weight_of_a_sync_with_its_noise(tmp_path: Path) -> None:
+    """vLLM, given a trainer's buckets: it samples from transformers' law of weights with the noise on them."""
+    start, trained = tmp_path / "start", tmp_path / "trained"
+    for seed, folder in enumerate((start, trained)):
+        tiny_qwen3_moe(folder, seed=seed)
+    weights = {name: tensor for file in trained.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    with closing(
+        open_engine(start, ENGINE.model_copy(update={"engine": NOISY, "weight_transfer": "object_store"}))
+    ) as engine:
+        engine.begin_update(7)
+        for bucket in trainers_buckets(weights):
+            engine.receive_bucket(7, bucket)
+        engine.end_update(7, {})
+        batch = engine.generate(requests(16, "noisy"), SAMPLING, training=True)
+    noisy = {name: perturbed(name, tensor, noise=0.1, seed=3) for name, tensor in weights.items()}
+    assert compare_law(batch, reference(model_with(trained, noisy, tmp_path / "noisy"), batch)) <= 1e-4
+
+
+def trainers_buckets(weights: dict[str, torch.Tensor]) -> Iterator[Bucket]:
+    """As one rank packs them, experts of a layer stacked; from Ray's object store their bytes cannot be written."""
+    whole = {name: tuple((0, size) for size in tensor.shape) for name, tensor in weights.items()}
+    buckets = WeightBuckets(
+        [(name, tuple(weights[name].shape), weights[name].dtype) for name in by_matrix(weights)],
+        {name: [Source(0, block)] for name, block in whole.items()},
+        {(name, block): partial(torch.Tensor.view, weights[name], -1) for name, block in whole.items()},
+        rank=0,
+        bucket_bytes=100_000,
+    )
+    assert any(slot.experts for layout in buckets.layouts for slot in layout.slots)
+    for index, layout in enumerate(buckets.layouts):
+        payload = np.empty(layout.size, dtype=np.uint8)
+        buckets.write(index, torch.from_numpy(payload))
+        payload.flags.writeable = False
+        yield Bucket(layout.slots, payload)
