@@ -106,8 +106,8 @@ class PythonReward(_Reward):
     path: CallablePath
     """`package.module:callable` or `path/to/file.py:callable`. It is called as `f(question=..., reference=...,
     response=..., answer=..., metadata=...)`, `answer` being what `task.answer_pattern` found (None where it did not
-    match), and returns a finite number. One that takes them is also given `tokens`, the length of the response (None
-    where a harness reported an answer), and `truncated`, whether it was cut off at its longest."""
+    match), and returns a finite number. One with parameters of these names is also given `tokens`, the length of the
+    response (None where a harness reported an answer), and `truncated`, whether it was cut off at its longest."""
     timeout_s: float = Field(default=10.0, gt=0)
     """After this the call is killed, and the answer earns 0."""
     bounds: Bounds = (-100.0, 100.0)

@@ -188,7 +188,17 @@ class CustomVerifier:
 
 
 def _asked_for(function: Callable[..., Any], **more: Any) -> dict[str, Any]:
-    """Of `more` what a function takes, by its name or by `**`."""
-    taken = inspect.signature(function).parameters
-    every = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())
-    return {name: value for name, value in more.items() if every or name in taken}
+    """Of `more` what a function takes by its name. What `**` takes may go on to one that knows the others alone."""
+    return {name: value for name, value in more.items() if _takes(function, name)}
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    try:
+        taken = inspect.signature(function, follow_wrapped=False).parameters
+    except (TypeError, ValueError):  # compiled code need not say what it takes
+        return False
+    if name in taken:
+        return taken[name].kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    hands_on = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())
+    inner = getattr(function, "__wrapped__", None)  # of a decorator's function, what it calls
+    return hands_on and inner is not None and _takes(inner, name)

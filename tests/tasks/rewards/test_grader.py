@@ -165,22 +165,40 @@ def test_a_function_from_a_file_and_one_that_returns_numpy(tmp_path):
 
 
 def test_a_function_is_given_lengths_where_it_takes_them(tmp_path):
-    """By their names or by `**`; one that does not is called as ever."""
+    """By their names, through a decorator too; one that does not is called as ever, whatever it hands its `**` on to,
+    and whether or not it says what it takes."""
     file = tmp_path / "mine.py"
     file.write_text(
         "def long(*, tokens, truncated, question, reference, response, answer, metadata):\n"
         "    return -1.0 if truncated else tokens / 10\n"
-        "def any(**given): return given['tokens'] + 50 * given['truncated']\n"
         "def plain(question, reference, response, answer, metadata): return 7\n"
+        "def hands_on(**given): return plain(**given)\n"
+        "import functools\n"
+        "def decorated(function):\n"
+        "    @functools.wraps(function)\n"
+        "    def wrapper(*args, **given): return function(*args, **given) + 1\n"
+        "    return wrapper\n"
+        "long_too, plain_too = decorated(long), decorated(plain)\n"
+        "def adapted(function):\n"
+        "    @functools.wraps(function)\n"
+        "    def wrapper(*, question, reference, response, answer, metadata): return function(response)\n"
+        "    return wrapper\n"
+        "@adapted\n"
+        "def other(response, tokens=3): return tokens\n"
+        "class Unsaid:\n"
+        "    __signature__ = 'none'\n"
+        "    def __call__(self, **given): return len(given)\n"
+        "unsaid = Unsaid()\n"
     )
-    names = ("long", "any", "plain")
-    made = grader(*(PythonReward(path=f"{file}:{name}", name=name) for name in names), workers=1)
+    worth = {"long": [0.3, -1], "plain": [7, 7], "hands_on": [7, 7], "long_too": [1.3, 0], "plain_too": [8, 8]}
+    worth |= {"other": [3, 3], "unsaid": [5, 5]}
+    made = grader(*(PythonReward(path=f"{file}:{name}", name=name) for name in worth), workers=1)
     try:
         rewards = made.score([prompt()] * 2, ["14", "15"], lengths=[3, 8], finish_reasons=["stop", "length"])
     finally:
         made.close()
     assert rewards.verifier_errors == 0
-    for name, expected in zip(names, ([0.3, -1], [3, 58], [7, 7]), strict=True):
+    for name, expected in worth.items():
         np.testing.assert_allclose(rewards.parts[name], expected, err_msg=name)
 
 
