@@ -273,7 +273,11 @@ def _settings(model: Path, config: EvaluateConfig, one: EvaluationSet) -> dict[s
         "stop_token_ids": list(sampling.stop_token_ids),
         "seed": config.seed,
         "answer_pattern": config.task.answer_pattern,
-        "rewards": [reward.model_dump(mode="json") for reward in config.task.rewards],
+        "rewards": [
+            # A setting that nobody gave is as absent as in files of before it was there.
+            reward.model_dump(mode="json", exclude=None if reward.when else {"when"})
+            for reward in config.task.rewards
+        ],
         **config.rollout.model_dump(include=_OF_ENGINE, exclude_defaults=True),
     }
 

@@ -29,7 +29,7 @@ from megatron_dppo.tasks.data_task import load_prompts
 from megatron_dppo.tasks.rewards.grader import build_grader
 from megatron_dppo.tasks.task import Prompt
 from megatron_dppo.trainer.answers import Answer, AnswerFile
-from megatron_dppo.trainer.evaluate_model import _answer_all, _keep, evaluate_config, evaluate_model
+from megatron_dppo.trainer.evaluate_model import _answer_all, _keep, _settings, evaluate_config, evaluate_model
 from megatron_dppo.trainer.evaluation import pass_at_k
 from megatron_dppo.trainer.task_suite import EvaluationSet
 from tests.rollout.uniform_engine import UniformEngine
@@ -241,6 +241,34 @@ def test_a_torn_line_is_dropped_and_written_again(tmp_path):
     with closing(AnswerFile(path, {"seed": 0})) as file:
         assert file.has(1, 2)
     assert path.read_bytes() == whole
+
+
+REWARDS_OF_BEFORE = [
+    {"name": None, "weight": 1.0, "kind": "verifier", "sandbox": "full", "timeout_s": 10.0},
+    {"name": None, "weight": 1.0, "kind": "math-verify", "boxed_only": False, "precision": 6, "timeout_s": 5},
+    {"name": None, "weight": 1.0, "kind": "exact-match", "ignore_case": False},
+    {"name": None, "weight": 1.0, "kind": "format", "pattern": "x"},
+    {"name": None, "weight": 1.0, "kind": "overlong", "buffer_tokens": 1, "max_response_tokens": None},
+    {"name": None, "weight": 1.0, "kind": "python", "path": "m:f", "timeout_s": 10.0, "bounds": [-100.0, 100.0],
+     "sandbox": "full", "environment": []},
+]  # fmt: skip
+"""As files of answers have them that were begun when no reward had a `when`."""
+
+
+def test_an_evaluation_that_was_begun_before_a_setting_was_there_goes_on(tmp_path):
+    def settings(**changed):
+        rewards = [{**REWARDS_OF_BEFORE[0], **changed}, *REWARDS_OF_BEFORE[1:]]
+        config = evaluate_config(["x.jsonl"], None, [f"task.rewards={json.dumps(rewards)}"])
+        return _settings(tmp_path, config, EvaluationSet("set", [], 1, grader=None))
+
+    path = tmp_path / "set.jsonl"
+    with closing(AnswerFile(path, settings() | {"rewards": REWARDS_OF_BEFORE})) as file:
+        file.add([answer(0, 0)])
+    with closing(AnswerFile(path, settings())) as file:
+        assert file.has(0, 1)
+    for changed in ({"when": {"source": "sums"}}, {"weight": 2.0}):
+        with pytest.raises(UserError, match=r"another evaluation \(rewards changed\)"):
+            AnswerFile(path, settings(**changed))
 
 
 def test_a_model_that_changed_since_its_export_is_not_evaluated(tmp_path):
