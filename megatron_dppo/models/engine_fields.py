@@ -24,7 +24,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "decoder": (None,),
     "dual_chunk_attention_config": (None,),
     "generator": (None,),
-    "head_dtype": (None, "model"),
     "is_mm_prefix_lm": (None, False),
     "llm_config": (None,),
     "rotary_emb_fraction": (1.0,),

@@ -42,6 +42,7 @@ HARMLESS = {
     "refused or resolved by models/hf_config.py, whatever the class": """
         head_dim is_causal layer_types quantization_config text_config rope_scaling rope_theta partial_rotary_factor
         sliding_window original_max_position_embeddings""",
+    "float32 by rollout/vllm/start.py, whatever the file says": "head_dtype",
     "of the layer of Qwen2, which Qwen3 replaces": "qk_norm",
     "a method": "get_text_config",
 }

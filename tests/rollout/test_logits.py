@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,10 @@ from tests.tiny import tiny_qwen3_moe
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_likeliest_tokens_of_a_bfloat16_engine_are_told_apart(kind: str, tied: bool, tmp_path: Path) -> None:
     """bfloat16 has 128 numbers between 1 and 2: of logits that were rounded to it many are equal, and which tokens are
-    the K likeliest is then chance. Before a weight sync and after one."""
+    the K likeliest is then chance. Before a weight sync and after one, and whatever config.json says of the head."""
     tiny_qwen3_moe(tmp_path, seed=1, tie_word_embeddings=tied)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"head_dtype": "bfloat16"}))
     engine = open_engine(tmp_path, CONFIG.model_copy(update={"engine": kind, "dtype": "bfloat16"}))
     try:
         for version in (0, 1):
