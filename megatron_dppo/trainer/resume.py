@@ -128,7 +128,7 @@ def check_changed(config: Config) -> None:
             raise UserError(f"{named} is what a state is of; start a new run with model.path=RUN/hf")
         if name == "trainer.prompts_per_step" and config.rollout.schedule == "window":
             raise UserError(f"{named}: the groups that a window had begun are numbered by it; set it back")
-        if not _in((*RESULT, "task.data", "rollout.top_k_logprobs"), name):
+        if not _in((*RESULT, *REMOVED, "task.data", "rollout.top_k_logprobs"), name):
             hint = did_you_mean(name, RESULT) or ": others may change without"
             raise UserError(f"{named} is no setting that a resumed run must have as it was{hint}")
 

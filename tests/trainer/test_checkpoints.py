@@ -178,6 +178,16 @@ def test_a_state_from_before_a_setting_goes_on_with_its_default() -> None:
     assert difference(settings(), settings(lora={})).startswith("lora.")
 
 
+def test_a_state_of_a_setting_that_is_gone_goes_on_where_it_is_named() -> None:
+    name = "trainer.engine_weight_noise"
+    assert difference(settings() | {name: 0.0}, settings()) == ""
+    changed = differences(settings() | {name: 0.01}, settings())
+    assert changed == {name: f"{name} was 0.01 and is absent now"}
+    assert allowed(name, [name])
+    tree = {"run": {"dir": "r"}, "model": {"path": "m"}, "trainer": {"resume_changed": [name]}}
+    check_changed(Config.model_validate(tree))
+
+
 def test_a_state_that_has_an_adapters_path_as_it_was_given_goes_on() -> None:
     now = settings(lora={"adapter": "a"})
     assert difference(now | {"lora.adapter": "a"}, now) == ""
