@@ -23,7 +23,7 @@ from megatron_dppo.algorithm import (
 from megatron_dppo.algorithm.aggregation import Aggregation
 from megatron_dppo.algorithm.preset import Preset
 from megatron_dppo.config.trainer import EvaluationConfig, TrackingConfig, TrainerConfig
-from megatron_dppo.config_base import ConfigModel, Folder, Seed, where_it_is
+from megatron_dppo.config_base import CallablePath, ConfigModel, Folder, Seed, where_it_is
 from megatron_dppo.models.lora.config import LoraConfig
 from megatron_dppo.models.parallel import ParallelConfig
 from megatron_dppo.rollout.config import PAPERS_TOPK, RolloutConfig
@@ -66,7 +66,7 @@ class AlgorithmConfig(ConfigModel):
     """What is subtracted from a reward: the mean of its group, of the others of its group, or nothing."""
     divide_by_std: bool = False
     """Divide advantages by the group's standard deviation (the paper does not)."""
-    advantage: str | None = Field(default=None, pattern=r"^.+:[A-Za-z_]\w*$")
+    advantage: CallablePath | None = None
     """Import path of a function of one's own from the rewards of a step's answers, and the group of each, to their
     advantages, in place of a baseline."""
     overlong_filter: bool = False

@@ -325,7 +325,7 @@ def _beside(*overrides: str) -> tuple[str, ...]:
             "--tp goes with MODEL_CONFIG; with --config the configuration decides: set ",
         ),
         (["--gpus", "32", "--topk", "0"], "set rollout.top_k_logprobs=VALUE"),
-        (["--gpus", "0"], "--gpus 0: must be 1 or more"),
+        (["--gpus", "0"], "argument --gpus: 0 must be 1 or more"),
         (["--gpus", "12"], "world size 12 is not a multiple"),
         (["--gpus", "32", "rollout.tensor_parallel=64"], "32 ranks are not a multiple of rollout.tensor_parallel=64"),
         (["--gpus", "64", "rollout.tensor_parallel=64"], "has to fit on a node of 8"),
