@@ -28,8 +28,10 @@ END
 
 say "doctor"
 megatron-dppo doctor
-megatron-dppo convert --help >/dev/null
-say "megatron-dppo convert"
+for tool in convert_hf_to_megatron convert_megatron_to_hf; do
+  "$PYTHON" "tools/$tool.py" --help >/dev/null
+  say "tools/$tool.py"
+done
 for folder in runs models "$HOME" ${HF_HOME:+"$HF_HOME"}; do
   mkdir -p "$folder"
   touch "$folder/.check" && rm "$folder/.check"
