@@ -61,6 +61,11 @@ class RolloutHandle:
     topk_bytes: np.ndarray
     """int64 `[objects]`, size of the top-K in each."""
 
+    @property
+    def cut(self) -> np.ndarray:
+        """See `RolloutBatch.cut`."""
+        return np.array(self.finish_reasons) == "length"
+
     @staticmethod
     def concatenate(handles: Sequence[RolloutHandle]) -> RolloutHandle:
         """All objects of all handles, in order. Raises ValueError where they are not of one store and one model."""

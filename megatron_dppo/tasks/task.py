@@ -52,6 +52,11 @@ class Rewards:
     def __len__(self) -> int:
         return len(self.reward)
 
+    def differ(self, samples: int) -> np.ndarray:
+        """bool `[prompts]`: whether the `samples` answers to a prompt have different rewards."""
+        reward = self.reward.reshape(-1, samples)
+        return np.asarray(reward.max(axis=1) > reward.min(axis=1))
+
     def select(self, rows: Sequence[int]) -> Rewards:
         """Of these responses, in this order. The counts of what failed stay those of all."""
         return replace(

@@ -39,11 +39,6 @@ class Groups:
     def samples(self) -> int:
         return len(self.responses) // len(self.prompts)
 
-    def differ(self) -> np.ndarray:
-        """bool `[prompts]`: whether the answers to a prompt have different rewards."""
-        reward = self.rewards.reward.reshape(len(self.prompts), -1)
-        return np.asarray(reward.max(axis=1) > reward.min(axis=1))
-
     def select(self, numbers: Sequence[int]) -> Groups:
         """The groups of these numbers, in this order."""
         rows = [number * self.samples + sample for number in numbers for sample in range(self.samples)]
@@ -98,14 +93,14 @@ def draw(
     """
     wanted = len(prompts)
     drawn, asked_for = [ask(prompts, ())], list(prompts)
-    differ = drawn[0].differ()
+    differ = drawn[0].rewards.differ(drawn[0].samples)
     made = 0
     while differ.sum() < wanted and made < rounds:
         count = min(wanted, math.ceil((wanted - differ.sum()) / max(differ.mean(), 1 / wanted)))
         more = others(len(asked_for) - wanted, count)
         drawn.append(ask(more, asked_for))
         asked_for += more
-        differ = np.concatenate([differ, drawn[-1].differ()])
+        differ = np.concatenate([differ, drawn[-1].rewards.differ(drawn[-1].samples)])
         made += 1
     everything = Groups.concatenate(drawn)
     kept = [int(n) for n in np.flatnonzero(differ)[:wanted]]

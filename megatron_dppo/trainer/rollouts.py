@@ -68,8 +68,7 @@ class Experience:
             rewards = (rewards - of_episode).astype(np.float32)
         kept = np.ones(len(rewards), dtype=bool)
         if algorithm.overlong_filter:
-            cut = [reason == "length" for reason in self.handle.finish_reasons]
-            kept[episode[cut]] = False
+            kept[episode[self.handle.cut]] = False
             if not kept[episode].any():
                 raise UserError(
                     "algorithm.overlong_filter=true leaves nothing to train on: every answer was cut at "
@@ -239,13 +238,12 @@ class RolloutCollector:
             played,
             None if played is None or played.turn_returns is None else _spans(self._config, played.turn_returns),
         )
-        cut = np.array(handle.finish_reasons) == "length"
         metrics = {
             "reward/mean": float(rewards.reward.mean()),
             "reward/accuracy": float(rewards.correct.mean()),
             "reward/well_formed": float(rewards.well_formed.mean()),
             "response/length_mean": float(handle.trained.sum() / len(groups.rewards)),
-            "response/truncated_fraction": float(np.mean(cut if played is None else played.cut)),
+            "response/truncated_fraction": float(np.mean(handle.cut if played is None else played.cut)),
             "reward/verifier_errors": float(rewards.verifier_errors),
             "data/route_bytes": float(handle.route_bytes.sum()),
             "data/topk_bytes": float(handle.topk_bytes.sum()),
@@ -375,11 +373,11 @@ def training_sampling(rollout: RolloutConfig) -> SamplingConfig:
 
 
 def group_metrics(rewards: Rewards, samples: int) -> dict[str, float]:
-    """Fractions of the groups, `samples` answers each: all earned the same, so that a baseline leaves nothing to learn;
-    all are right; none is."""
-    reward, correct = rewards.reward.reshape(-1, samples), rewards.correct.reshape(-1, samples)
+    """Fractions of the groups, `samples` answers each: all earned the same, which a group's baseline leaves without an
+    advantage; all are right; none is."""
+    correct = rewards.correct.reshape(-1, samples)
     found = {
-        "equal": reward.max(axis=1) == reward.min(axis=1),
+        "equal": ~rewards.differ(samples),
         "solved": correct.all(axis=1),
         "unsolved": ~correct.any(axis=1),
     }

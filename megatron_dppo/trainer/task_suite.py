@@ -86,12 +86,13 @@ def build_task_suite(config: Config, tokenizer: PreTrainedTokenizerBase) -> Task
             f"evaluation.prompts={evaluation.prompts}, but task.held_out_size={task.held_out_size}; raise the latter, "
             "or lower the former"
         )
-    asked = config.trainer.prompts_per_step
-    repeats = [
-        f"  trainer.prompts_per_step={asked} is more than the {task.epoch_size} questions to train on: "
-        "a step asks some of them again"
-    ] * (asked > task.epoch_size)
-    suite = TaskSuite(task, tokenizer, _player(config, task, tokenizer), sets, [*task.report, *repeats, *report])
+    lines, asked = [*task.report], config.trainer.prompts_per_step
+    if asked > task.epoch_size:
+        lines.append(
+            f"  trainer.prompts_per_step={asked} is more than the {task.epoch_size} questions to train on: "
+            "a step asks some of them again"
+        )
+    suite = TaskSuite(task, tokenizer, _player(config, task, tokenizer), sets, [*lines, *report])
     try:
         for one in (task.grader, *(one.grader for one in sets)):
             if one is not None:
