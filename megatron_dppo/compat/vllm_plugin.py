@@ -28,6 +28,7 @@ BACKEND = "megatron_dppo"
 _RECEIVER = "megatron_dppo.rollout.vllm.receiver", "BucketReceiver"
 """Imported when vLLM asks for it."""
 _HELD: list[socket.socket] = []
+"""Bound to the ports that are kept, for as long as this process lives."""
 _WATCH = "ends with its parent"
 _OTHERS_S = 30.0
 """For the answers of all of an engine's other workers when one has failed."""

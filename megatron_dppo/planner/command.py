@@ -99,7 +99,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _with_default(parser: argparse.ArgumentParser, name: str, what: str) -> None:
     """An option whose default is filled in later, so that one that was given is told from one that was not."""
-    default = _DEFAULTS[name]
+    default = _DEFAULTS[name]  # where that is 0, 0 may be given
     parser.add_argument(_option(name), type=whole(min(1, default)), help=f"{what} ({default})")
 
 

@@ -200,8 +200,8 @@ def common_options(facts: ModelFacts, config: RolloutConfig) -> dict[str, Any]:
         "dtype": config.dtype,
         "config_format": "hf",  # whatever lies beside config.json
         # Rounded to bfloat16, logits of 16 to 32 are off by up to 1/16, and the trainer's are float32. Heads of
-        # quantized checkpoints and of models of no family, which are evaluated alone, do without.
-        # Whatever config.json says in `head_dtype`.
+        # quantized checkpoints and of models of no family, which are evaluated alone, do without. What config.json says
+        # of it does not count.
         "hf_overrides": {"head_dtype": "float32"} if facts.model else {},
         "load_format": config.load_format,
         "max_model_len": config.max_model_len,
