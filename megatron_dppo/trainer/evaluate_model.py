@@ -156,7 +156,8 @@ def _answer_all(
     console: Console,
 ) -> None:
     """Sample the answers to `prompts`, and score and write a question's as they come. The engine has as many again
-    to go on with as it decodes together: no question waits for another's longest answer."""
+    to go on with as it decodes together: no question waits for another's longest answer. Where a reward of the user's
+    fails on all of a question, its answers are written when another was scored: what is on the disk stays as it is."""
     at_once = max(1, config.rollout.max_num_seqs // one.samples)
     sampling = evaluation_sampling(config.evaluation, config.rollout)
 
@@ -167,6 +168,7 @@ def _answer_all(
     came: SimpleQueue[Future[tuple[Prompt, RolloutBatch]]] = SimpleQueue()
     threads = ThreadPoolExecutor(2 * at_once, thread_name_prefix="question")
     written = told = 0
+    held: list[Answer] = []
     try:
         for prompt in prompts:
             threads.submit(sample, prompt).add_done_callback(came.put)
@@ -174,10 +176,13 @@ def _answer_all(
             done = [came.get(), *(came.get() for _ in range(came.qsize()))]
             if answered := [future.result() for future in done if future.exception() is None]:
                 part, batches = zip(*answered, strict=True)
-                _write(RolloutBatch.concatenate(list(batches)), tokenizer, one, file, part)
+                held += _scored(RolloutBatch.concatenate(list(batches)), tokenizer, one, part)
+            written += len(done)
+            if not one.grader.doubtful or written == len(prompts):
+                file.add(held)
+                held.clear()
             for future in done:
                 future.result()  # raises what one failed with, now that the others are on the disk
-            written += len(done)
             if written - told >= at_once or written == len(prompts):
                 console.print(f"{one.name}: {written} of {len(prompts)} questions", markup=False)
                 told = written
@@ -185,18 +190,14 @@ def _answer_all(
         threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _write(
-    batch: RolloutBatch,
-    tokenizer: PreTrainedTokenizerBase,
-    one: EvaluationSet,
-    file: AnswerFile,
-    part: Sequence[Prompt],
-) -> None:
-    """Score the answers to each prompt of `part`, and add them to the file."""
+def _scored(
+    batch: RolloutBatch, tokenizer: PreTrainedTokenizerBase, one: EvaluationSet, part: Sequence[Prompt]
+) -> list[Answer]:
+    """The answers to each prompt of `part`, scored."""
     responses = [batch.response_ids(i) for i in range(len(batch))]
     judged = judge_responses(one.grader, tokenizer, part, one.samples, responses, batch.finish_reasons)
     rewards = one.grader.rewards(judged)
-    file.add(
+    return [
         Answer(
             prompt=part[i // one.samples].index,
             sample=i % one.samples,
@@ -207,7 +208,7 @@ def _write(
             response=text,
         )
         for i, text in enumerate(response_texts(tokenizer, responses))
-    )
+    ]
 
 
 def _metrics(one: EvaluationSet, file: AnswerFile) -> dict[str, float]:

@@ -71,8 +71,8 @@ def test_what_hangs_crashes_and_leaks_stalls_nobody(ray_session: RaySession) -> 
             made.score([prompt(worth=1)], ["fine"])
         again = made.score([prompt(worth=1)] * 2, ["14", "raise"])
         np.testing.assert_array_equal(again.parts["picky"], [1, 0])
-        with pytest.raises(UserError, match=r"the reward picky failed on all 2 responses: .*KeyError: 'no such thing'"):
-            made.score([prompt(worth=1)] * 2, ["raise"] * 2)
+        with pytest.raises(UserError, match=r"the reward picky failed on all 8 responses .*KeyError: 'no such thing'"):
+            made.score([prompt(worth=1, index=n) for n in range(8)], ["raise"] * 8)
     finally:
         made.close()
     _, alive = psutil.wait_procs(workers(), timeout=20)

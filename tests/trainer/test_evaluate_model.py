@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from megatron_dppo.tasks.data_task import load_prompts
 from megatron_dppo.tasks.rewards.grader import build_grader
 from megatron_dppo.tasks.task import Prompt
 from megatron_dppo.trainer.answers import Answer, AnswerFile
-from megatron_dppo.trainer.evaluate_model import _answer_all, _keep, _settings, evaluate_config, evaluate_model
+from megatron_dppo.trainer.evaluate_model import _answer_all, _keep, _scored, _settings, evaluate_config, evaluate_model
 from megatron_dppo.trainer.evaluation import pass_at_k
 from megatron_dppo.trainer.task_suite import EvaluationSet
 from tests.rollout.uniform_engine import UniformEngine
@@ -216,6 +216,52 @@ def test_no_question_waits_for_another_s_longest_answer(tmp_path):
     assert numbers[-2:] == [(0, 0), (0, 1)]
     assert len({row["response"] for row in rows}) > 1
     assert engine.most <= 8, "no more than it decodes and as many again: a request has its time"
+
+
+REWARD = """
+def worth(*, metadata, **_):
+    if not metadata["fine"]:
+        raise KeyError(metadata["problem"])
+    return 1
+"""
+
+
+@pytest.mark.parametrize("fine", [(False, True, True), (True, True, False), (False, False, True)])
+def test_a_question_that_a_reward_fails_on_ends_no_evaluation(tmp_path, monkeypatch, fine):
+    """Two that it fails on do, where it scored none, and their answers are not kept: they are no zeros."""
+    (tmp_path / "mine.py").write_text(REWARD)
+    rows = [{"problem": f"{i}?", "answer": "1", "fine": one} for i, one in enumerate(fine)]
+    (tmp_path / "set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = evaluate_config([str(tmp_path / "set.jsonl")], None, [
+        "rollout.max_num_seqs=2", "rollout.max_response_tokens=5", "evaluation.samples=2",
+        f"task.rewards=[{{kind: python, path: '{tmp_path}/mine.py:worth'}}]", "task.reward_workers=1",
+    ])  # fmt: skip
+    scored: list[int] = []
+
+    def counted(*given):
+        answers = _scored(*given)
+        scored.append(len(answers))
+        return answers
+
+    class OneByOne(UniformEngine):
+        """Each question comes when those before it are scored."""
+
+        def generate(self, requests, sampling, *, training, call=""):
+            while len(scored) < int(requests[0].request_id.split("/")[2]):
+                time.sleep(0.01)
+            return super().generate(requests, sampling, training=training)
+
+    monkeypatch.setattr("megatron_dppo.trainer.evaluate_model._scored", counted)
+    prompts = load_prompts(config.task, config.evaluation.sets[0].data, byte_tokenizer(), 512)[0]
+    one = EvaluationSet("set", prompts, 2, build_grader(config.task, max_response_tokens=5))
+    ends, path = not any(fine[:2]), tmp_path / "answers.jsonl"
+    so = pytest.raises(UserError, match="failed on all 4 responses to 2 questions") if ends else nullcontext()
+    with closing(one.grader), closing(AnswerFile(path, {})) as file, so:
+        _answer_all(OneByOne(config.rollout), byte_tokenizer(), config, one, file, prompts, Console(quiet=True))
+    scored.extend([0] * 3)  # nobody waits any more
+    answers = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    expected = [] if ends else [one for one in fine for _ in range(2)]
+    assert [row["correct"] for row in answers] == expected
 
 
 def answer(prompt: int, sample: int) -> Answer:

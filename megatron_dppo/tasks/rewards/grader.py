@@ -24,6 +24,7 @@ from megatron_dppo.tasks.rewards.config import (
     VerifierReward,
     deciding,
 )
+from megatron_dppo.tasks.rewards.failures import Failures
 from megatron_dppo.tasks.rewards.final_answer import end_of_thinking, is_thinking
 from megatron_dppo.tasks.rewards.math import MathVerifier
 from megatron_dppo.tasks.rewards.patterns import compile_pattern, match_all
@@ -32,9 +33,6 @@ from megatron_dppo.tasks.rewards.verdict import Answered, Verdict
 from megatron_dppo.tasks.task import Prompt, Rewards
 
 logger = logging.getLogger(__name__)
-
-_ENOUGH_TO_STOP = 64
-"""Responses on all of which a function of the user's fails: it would fail on the others too."""
 
 Reward = Callable[[Sequence[Answered]], list[Verdict]]
 """Scores responses one by one; the verdicts have the order of the items."""
@@ -87,12 +85,15 @@ def overlong(items: Sequence[Answered], *, longest: int, buffer: int) -> list[Ve
 class _Part:
     config: RewardConfig
     reward: Reward
+    failures: Failures = field(default_factory=Failures)
 
 
 @dataclass(frozen=True)
 class Judged:
     """What each reward says of some responses, before anything is made of it."""
 
+    questions: Sequence[int]
+    """Number of the question of each."""
     verdicts: Sequence[Sequence[Verdict | None]]
     """Of each reward, in the order of the responses; None where it is not for the question."""
     undecided: int
@@ -102,7 +103,8 @@ class Judged:
     def concatenate(several: Sequence[Judged]) -> Judged:
         """Of all responses, in order."""
         verdicts = [list(chain(*of_one)) for of_one in zip(*(one.verdicts for one in several), strict=True)]
-        return Judged(verdicts, sum(one.undecided for one in several))
+        questions = [number for one in several for number in one.questions]
+        return Judged(questions, verdicts, sum(one.undecided for one in several))
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,8 @@ class Grader:
 
     A response that was cut off by the length, or that ends inside its thinking, has no answer. One that a reward could
     not score (an exception, no number inside its bounds, out of time, a dead worker) has 0 from it and is counted;
-    the first reason of each call is logged as a warning. Where a function of the user's fails on every response of a
-    call, or on all of 64 that it is for, there is nothing to learn from, and UserError says why.
+    the first reason of each call is logged as a warning. Where a function of the user's fails on all responses to
+    several questions in a row, see `Failures`, there is nothing to learn from, and UserError says why.
     """
 
     parts: Sequence[_Part]
@@ -143,7 +145,9 @@ class Grader:
         response was cut off, and has no answer."""
         if len(prompts) != len(responses):
             raise ValueError(f"{len(prompts)} prompts but {len(responses)} responses")
-        answers, undecided = self._answers(prompts, responses, finish_reasons)
+        reasons = [""] * len(prompts) if finish_reasons is None else finish_reasons
+        cut = [reason == "length" for reason in reasons]
+        answers, undecided = self._answers(prompts, responses, cut)
         items = [
             Answered(
                 question=prompt.question,
@@ -152,12 +156,13 @@ class Grader:
                 response=response,
                 answer=answers[i],
                 tokens=None if lengths is None else int(lengths[i]),
-                truncated=finish_reasons is not None and finish_reasons[i] == "length",
+                truncated=cut[i],
                 metadata=prompt.metadata,
             )
             for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
         ]
-        return Judged([_of_those_it_is_for(part, items) for part in self.parts], undecided)
+        questions = [prompt.index for prompt in prompts]
+        return Judged(questions, [_of_those_it_is_for(part, items) for part in self.parts], undecided)
 
     def rewards(self, judged: Judged) -> Rewards:
         """What is trained on, of all responses of a call; they may have been judged apart."""
@@ -170,11 +175,9 @@ class Grader:
             name, asked = part.config.label, np.array([verdict is not None for verdict in of_all], dtype=bool)
             verdicts = [verdict for verdict in of_all if verdict is not None]
             failed = [verdict for verdict in verdicts if verdict.error]
+            if isinstance(part.config, PythonReward):
+                part.failures.count(name, np.asarray(judged.questions)[asked].tolist(), verdicts)
             if failed:
-                # Of a rare kind all answers of a call may be one question's, which may be at fault.
-                enough = min(count, _ENOUGH_TO_STOP)
-                if isinstance(part.config, PythonReward) and len(failed) == len(verdicts) >= enough:
-                    raise UserError(f"the reward {name} failed on all {len(failed)} responses: {failed[0].error}")
                 logger.warning("reward %s could not score %d of %d: %s", name, len(failed), len(verdicts),
                                failed[0].error)  # fmt: skip
             scores[name] = np.full(count, np.nan, dtype=np.float32)
@@ -199,6 +202,11 @@ class Grader:
             errors=errors,
             timeouts=timeouts,
         )
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether a function of the user's failed on every response of its last call."""
+        return any(part.failures.doubtful for part in self.parts)
 
     def check(self, prompts: Sequence[Prompt], of: str = "") -> None:
         """Raise UserError with the first question, `of` which set, for which no reward decides what is correct."""
@@ -228,16 +236,15 @@ class Grader:
             self.pool.close()
 
     def _answers(
-        self, prompts: Sequence[Prompt], responses: Sequence[str], finish_reasons: Sequence[str] | None
+        self, prompts: Sequence[Prompt], responses: Sequence[str], cut: Sequence[bool]
     ) -> tuple[list[str | None], int]:
-        """What `answer_pattern` finds in each response, and how many it could not decide. A chat template may open the
-        thinking, so the prompt counts as its begin."""
+        """What `answer_pattern` finds in each response that was not cut off, and how many it could not decide. A chat
+        template may open the thinking, so the prompt counts as its begin."""
         matches = match_all(self.answer_pattern, responses, field="task.answer_pattern")
         answers: list[str | None] = []
         for i, match in enumerate(matches):
             begun = prompts[i].text[-40:]
-            cut = finish_reasons is not None and finish_reasons[i] == "length"
-            if match is None or isinstance(match, TimeoutError) or cut or is_thinking(begun + responses[i]):
+            if match is None or isinstance(match, TimeoutError) or cut[i] or is_thinking(begun + responses[i]):
                 answers.append(None)
             else:  # an answer inside the thinking is none
                 answers.append(match["answer"] if match.end("answer") > end_of_thinking(responses[i]) else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,16 +23,16 @@ from megatron_dppo.tasks.rewards.config import (
     PythonReward,
     VerifierReward,
 )
-from megatron_dppo.tasks.rewards.grader import Grader, Judged, build_grader
+from megatron_dppo.tasks.rewards.grader import Grader, Judged, _Part, build_grader
 from megatron_dppo.tasks.task import Prompt
 from megatron_dppo.trainer.rollouts import _part_metrics
 
 HERE = "tests.tasks.rewards.functions"
 
 
-def prompt(answer: str = "14", **metadata) -> Prompt:
+def prompt(answer: str = "14", *, index: int = 0, **metadata) -> Prompt:
     return Prompt(
-        index=0, prompt_ids=np.zeros(1, np.int32), text="", question="7 + 7", answer=answer, metadata=metadata
+        index=index, prompt_ids=np.zeros(1, np.int32), text="", question="7 + 7", answer=answer, metadata=metadata
     )
 
 
@@ -116,16 +117,25 @@ def test_rewards_that_are_for_some_questions():
         only.check([code])
 
 
-def test_a_function_for_some_questions_that_fails_on_all_of_them_stops_the_run():
+def test_a_question_that_is_at_fault_never_stops_a_run():
+    """Asked alone, as a window or the last round of a dynamic sampling asks; again and again; or the only one of its
+    kind in a step. Two stop a run before any was scored, eight in a row later."""
     made = grader(ExactMatchReward(), PythonReward(path=f"{HERE}:picky", name="picky", when={"source": "code"}))
+    sums, code = prompt(source="sums"), [prompt(source="code", index=n, worth=1) for n in range(1, 9)]
     try:
-        sums, code = prompt(source="sums"), prompt(source="code")
         assert made.score([sums], ["raise"]).errors["picky"] == 0
-        assert made.score([sums, code], ["14", "raise"]).errors["picky"] == 1  # one question may be at fault
-        with pytest.raises(UserError, match="the reward picky failed on all 1 responses"):
-            made.score([code], ["raise"])
-        with pytest.raises(UserError, match="the reward picky failed on all 64 responses"):
-            made.score([sums] * 9 + [code] * 64, ["14"] * 9 + ["raise"] * 64)
+        for _ in range(3):
+            assert made.score([code[0]] * 40, ["raise"] * 40).errors["picky"] == 40
+        assert made.score([sums, code[0]], ["14", "raise"]).errors["picky"] == 1
+        assert made.doubtful
+        with pytest.raises(UserError, match=r"the reward picky failed on all 122 responses to 2 questions: .*KeyError"):
+            made.score([code[1]], ["raise"])
+        assert made.score([code[0], code[1]], ["raise", "14"]).errors["picky"] == 1
+        assert not made.doubtful
+        for one in code[:7]:
+            made.score([sums, one, one], ["14", "raise", "nan"])
+        with pytest.raises(UserError, match=r"the reward picky failed on all 15 responses to 8 questions: .*nan"):
+            made.score(code[7:], ["nan"])
     finally:
         made.close()
 
@@ -226,28 +236,27 @@ def test_what_a_function_cannot_score_is_counted_and_stalls_nobody(picky, caplog
     ],
 )
 def test_a_function_that_fails_on_every_response_stops_the_run(picky, response, reason):
-    with pytest.raises(UserError, match=f"the reward picky failed on all 2 responses: .*{reason}"):
-        picky.score([prompt(worth=1)] * 2, [response] * 2)
+    made = replace(picky, parts=[_Part(part.config, part.reward) for part in picky.parts])  # nothing was scored yet
+    with pytest.raises(UserError, match=f"the reward picky failed on all 2 responses to 2 questions: .*{reason}"):
+        made.score([prompt(worth=1, index=n) for n in range(2)], [response] * 2)
 
 
 def test_responses_that_are_judged_apart_are_scored_together(picky):
-    """A function may fail on all responses of one part: it is on all of a call that it may not."""
+    """A function may fail on all responses of one part."""
     responses = ["raise", "nan", "raise", "14", "15", "14"]
-    prompts = [prompt(worth=n) for n in range(6)]
+    prompts = [prompt(worth=n, index=n) for n in range(6)]
     whole = picky.score(prompts, responses)
     parts = [picky.judge(prompts[rows], responses[rows]) for rows in (slice(0, 3), slice(3, 4), slice(4, 6))]
     apart = picky.rewards(Judged.concatenate(parts))
     for name in ("reward", "correct", "well_formed"):
         np.testing.assert_array_equal(getattr(apart, name), getattr(whole, name), err_msg=name)
     assert (apart.errors, apart.timeouts, apart.verifier_errors) == (whole.errors, whole.timeouts, 3)
-    with pytest.raises(UserError, match="failed on all 3 responses"):
-        picky.rewards(parts[0])
 
 
 def test_a_function_that_returns_text_is_named():
     made = grader(PythonReward(path=f"{HERE}:text"), workers=1)
     with pytest.raises(UserError, match=r"functions:text returned 'good' \(str\).*must return a number"):
-        made.score([prompt()], ["x"])
+        made.score([prompt(), prompt(index=1)], ["x"] * 2)
     made.close()
 
 
@@ -335,7 +344,7 @@ def test_the_functions_file_is_where_the_tests_say():
 def found(response: str, reason: str = "stop", *, pattern: str = DEFAULT_PATTERN, asked: str = "") -> str | None:
     """The answer that is handed to rewards."""
     put = Prompt(index=0, prompt_ids=np.zeros(1, np.int32), text=asked, question="?", answer="")
-    return grader(ExactMatchReward(), pattern=pattern)._answers([put], [response], [reason])[0][0]
+    return grader(ExactMatchReward(), pattern=pattern)._answers([put], [response], [reason == "length"])[0][0]
 
 
 @pytest.mark.parametrize(
