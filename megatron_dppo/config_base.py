@@ -108,7 +108,7 @@ Text = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(val
 
 
 def _names_a_callable(path: str) -> str:
-    if not re.fullmatch(r".+:[A-Za-z_]\w*", path):
+    if not re.fullmatch(r"(.+\.py|[^:]+):[A-Za-z_]\w*", path):  # a folder's name may have a colon, a module's not
         raise ValueError("must be package.module:name or path/to/file.py:name")
     return path
 
