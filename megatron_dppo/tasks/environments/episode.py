@@ -172,7 +172,7 @@ def read_turn(outcome: Outcome, bounds: tuple[float, float]) -> Turn:
         if {name: type(value) for name, value in reply.items()} != kinds | {"timed_out": bool}:
             error = "what its process answered is no step"
         elif not math.isfinite(reply["reward"]) or not low <= reply["reward"] <= high:
-            error = f"the reward {reply['reward']:g} is outside of its bounds [{low:g}, {high:g}]"
+            error = f"the reward {reply['reward']:g} is outside of task.environment.bounds [{low:g}, {high:g}]"
         else:
             text = reply["observation"].encode(errors="replace").decode()  # half a character cannot be tokenized
             return Turn(text, reply["reward"], reply["terminated"], reply["truncated"])

@@ -136,7 +136,8 @@ def read_verdict(outcome: Outcome, bounds: tuple[float, float]) -> Verdict:
         return Verdict(score=0.0, well_formed=reply["well_formed"], error=error, timed_out=reply["timed_out"])
     score = reply["score"]
     if not math.isfinite(score) or not low <= score <= high:
-        return Verdict(score=0.0, error=f"the score {score:g} is outside of its bounds [{low:g}, {high:g}]")
+        error = f"the score {score:g} is outside of its bounds [{low:g}, {high:g}]; a python reward may set bounds"
+        return Verdict(score=0.0, error=error)
     return Verdict(score=score, well_formed=reply["well_formed"])
 
 

@@ -289,7 +289,7 @@ MISBEHAVIOUR = {
     "exit": "its worker process ended with status 1",
     "closed": "its worker process ended with",
     "flood": "ValueError: after 64 MiB of output",
-    "huge": r"the reward 1e\+39 is outside of its bounds \[-100, 100\]",
+    "huge": r"the reward 1e\+39 is outside of task.environment.bounds \[-100, 100\]",
     "none": r"gave None; it must give \(observation, reward, terminated, truncated, info\)",
     "long": "a reply of .* bytes; at most 1,048,576 are read",
     "network": "PermissionError",

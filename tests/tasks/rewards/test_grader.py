@@ -233,12 +233,13 @@ def test_what_a_function_cannot_score_is_counted_and_stalls_nobody(picky, caplog
         ("crash", "its worker process ended with status 3"),
         ("hang", "killed after 3 s"),
         ("eat", "MemoryError"),
+        ("fine", r"the score 300 is outside of its bounds \[-100, 100\]; a python reward may set bounds"),
     ],
 )
 def test_a_function_that_fails_on_every_response_stops_the_run(picky, response, reason):
     made = replace(picky, parts=[_Part(part.config, part.reward) for part in picky.parts])  # nothing was scored yet
     with pytest.raises(UserError, match=f"the reward picky failed on all 2 responses to 2 questions: .*{reason}"):
-        made.score([prompt(worth=1, index=n) for n in range(2)], [response] * 2)
+        made.score([prompt(worth=300, index=n) for n in range(2)], [response] * 2)
 
 
 def test_responses_that_are_judged_apart_are_scored_together(picky):
