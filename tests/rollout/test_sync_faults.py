@@ -297,6 +297,28 @@ def test_who_was_cut_waits_for_a_sync_that_is_repeated() -> None:
         loop.stop()
 
 
+def test_an_engine_that_cannot_join_names_the_sync_that_it_is_for() -> None:
+    class Alone(Summed):
+        async def agree(self, terms: TransferTerms) -> None:
+            raise RuntimeError("nobody there")
+
+    loop = EventLoop("join")
+    core: Any = Alone()
+    gate = Gate(None)
+    engine = WeightUpdates(core, loop, gate, Manifest(None), cut=False, timeout_s=PATIENCE_S)
+    try:
+        for begun in (True, False):  # in the sync to version 1, and before the one to version 2
+            engine.begin_update(1)
+            if not begun:
+                engine.end_update(1, {})
+            with pytest.raises(RuntimeError, match="nobody there"):
+                engine.agree(TransferTerms())
+            with pytest.raises(EngineClosed, match=f"the sync to weight version {1 if begun else 2} died"):
+                gate.check()
+    finally:
+        loop.stop()
+
+
 class Told(Engine):
     """Cannot learn the first layouts that it is told."""
 

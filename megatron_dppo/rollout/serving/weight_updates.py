@@ -90,7 +90,7 @@ class WeightUpdates[C: Core]:
         self._layouts: Sequence[BucketLayout] = ()
         """Those of `agree`."""
         self._coming = 0
-        """Version of the last sync that began."""
+        """Version of the sync that is under way or died, else of the next, as far as an engine can know it."""
         self._came = False
         """Whether they came in the sync under way."""
 
@@ -170,7 +170,7 @@ class WeightUpdates[C: Core]:
                     )
             if not self._gate.asleep:  # else it resumes when the last part wakes
                 self._loop.run(self._core.resume(), timeout=self._timeout)
-        self._gate.version = version
+        self._gate.version, self._coming = version, version + 1
         self._gate.shut = None
         self._gate.syncing = False
         return [one.report for one in synced]
