@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from pydantic import ValidationError
@@ -17,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from megatron_dppo.checkpoint import state_folder
-from megatron_dppo.checkpoint.first_rank import on_first_rank, raise_from_any
+from megatron_dppo.checkpoint.first_rank import on_first_rank
 from megatron_dppo.checkpoint.hf_files import HFFiles, StoredTensor
 from megatron_dppo.checkpoint.hf_import import (
     check_tensors,
@@ -102,7 +101,6 @@ def _hugging_face(source: Path, allow_inf: bool, console: Console) -> Source:
     )
 
     def load(models: list[GPTModel], groups: ProcessGroupCollection) -> None:
-        raise_from_any(lambda: files.check_weights((dist.get_rank(), dist.get_world_size())))
         with progress_bar(console, "reading") as progress:
             fill_parameters(models, model, groups, files, stacked=stacked, progress=progress, allow_inf=allow_inf)
 

@@ -32,8 +32,7 @@ def load_hf_weights(
     Each rank reads only the blocks it holds, so its memory grows by one block beside its shard. Files may hold one
     tensor per expert or transformers 5's stacked ones. What is stored is cast to the parameter's dtype; where a number
     is NaN or inf, or becomes inf there (float16), `UserError` names the tensor. Rows of the padded vocabulary become
-    zero. Every rank checks the headers of all files itself; where the folder has checksums the
-    ranks first read a share of the files each and agree that these hold. Collective over all ranks.
+    zero. Every rank checks the headers of all files itself. Collective over all ranks.
 
     `UserError` lists what is missing, unused or of the wrong shape before anything is read; afterwards every parameter
     of the model and every stored tensor has been used exactly once, but for those that are only carried
@@ -46,7 +45,6 @@ def load_hf_weights(
     stacked = stores_stacked_experts(files, model)
     check_tensors(files, model, stacked)
     check_tokenizer(folder, model)
-    raise_from_any(lambda: files.check_weights((dist.get_rank(), dist.get_world_size())))
     fill_parameters(models, model, groups, files, stacked=stacked)
 
 
@@ -60,8 +58,11 @@ def fill_parameters(
     progress: Callable[[int, int], None] | None = None,
     allow_inf: bool = False,
 ) -> None:
-    """`load_hf_weights` from files that are known to hold every tensor of the model and no other. `progress(done, of)`
-    counts parameters; with `allow_inf` numbers may be inf, or become it."""
+    """`load_hf_weights` from files that are known to hold every tensor of the model and no other. Where a folder of
+    Hugging Face's has checksums the ranks first read a share of its files each and agree that these hold.
+    `progress(done, of)` counts parameters; with `allow_inf` numbers may be inf, or become it."""
+    if isinstance(files, HFFiles):
+        raise_from_any(lambda: files.check_weights((dist.get_rank(), dist.get_world_size())))
     owned = list(owned_parameters(models, model, groups, stacked=stacked))
     order = sorted(owned, key=lambda o: o.pieces[0].hf_name if o.pieces else "")
 
