@@ -11,6 +11,7 @@ engine that was started again.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -80,6 +81,8 @@ class Trainer:
         self._last_state = LastState(runtime, actor, self._weights, self._coordinator, checkpoints, fleet)
         self._collector = RolloutCollector(config, self._coordinator, side, actor.moe_layer_groups)
         self._trained = Trained(0, 0)
+        self.began = 0.0
+        """`time.monotonic` when the engines had the weights."""
 
     def run(self, first_step: int, export: Callable[[], None] = lambda: None) -> bool:
         """Steps `first_step + 1 .. trainer.steps`; `first_step` steps are done already (0, or what a checkpoint holds).
@@ -112,6 +115,7 @@ class Trainer:
         self._step_now = first_step
         with self._watch("sync"):
             self._coordinator.sync(first_step)
+        self.began = time.monotonic()
         # A run that was stopped during an evaluation has the checkpoint of that step, but not its result.
         if self._is_due(first_step, self._config.evaluation.every) and not self._evaluated(first_step):
             self._evaluate(first_step)

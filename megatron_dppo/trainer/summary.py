@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -30,12 +31,20 @@ _PARITY = (
 )
 
 
-def summary_table(history: History, *, title: str, wall_seconds: float) -> Table:
-    """First and last value of every metric that was logged, then steps, time and throughput.
+@dataclass(frozen=True)
+class Took:
+    """Seconds of this process."""
 
-    `wall_seconds` is the time of this process, model loading included; the shares of the phases come from the steps'
-    own `time/*_s`.
-    """
+    wall: float
+    start: float
+    """Of these, until the model was loaded, and the engines were up with its weights."""
+    since: int = 0
+    """Its first step: a run that was resumed has the rows of others before."""
+
+
+def summary_table(history: History, *, title: str, took: Took) -> Table:
+    """First and last value of every metric that was logged, then steps, time and throughput. The parts of the time, as
+    the steps' own `time/*_s` have them, add up to the whole: "other" is what is left for checkpoints and the end."""
     table = Table(title=Text(title), title_justify="left")
     table.add_column("")
     for header in ("before", "after", "change"):
@@ -47,11 +56,14 @@ def summary_table(history: History, *, title: str, wall_seconds: float) -> Table
             table.add_row(label, format(values[0], spec), format(values[-1], spec), change)
     table.add_section()
     table.add_row("steps", "", f"{_last_step(history)}", "")
-    table.add_row("time (min:s)", "", clock(wall_seconds), "")
+    table.add_row("time (min:s)", "", clock(took.wall), "")
+    parts = {"start": took.start}
     for phase in _PHASES:
-        seconds = history[f"time/{phase}_s"].values
-        if len(seconds):
-            table.add_row(f"  of it {phase}", "", clock(float(np.nansum(seconds))), "")
+        series = history[f"time/{phase}_s"]
+        if len(series):
+            parts[phase] = float(np.nansum(series.values[series.steps >= took.since]))
+    for part, seconds in (parts | {"other": took.wall - sum(parts.values())}).items():
+        table.add_row(f"  of it {part}", "", clock(seconds), "")
     throughput = history["throughput/tokens_per_second"].values
     if len(throughput):
         table.add_row("tokens/s (median step)", "", f"{np.nanmedian(throughput):,.0f}", "")
@@ -73,14 +85,14 @@ def parity_table(history: History) -> Table | None:
 
 
 def print_summary(
-    history: History, *, title: str, wall_seconds: float, paths: Mapping[str, Path], console: Console | None = None
+    history: History, *, title: str, took: Took, paths: Mapping[str, Path], console: Console | None = None
 ) -> None:
     """The tables, then one line per path (label -> path), not wrapped, so that a path can be copied."""
     console = console or Console(highlight=False)
     parity = parity_table(history)
     if parity is not None:
         console.print(parity)
-    console.print(summary_table(history, title=title, wall_seconds=wall_seconds))
+    console.print(summary_table(history, title=title, took=took))
     width = max((len(label) for label in paths), default=0)
     for label, path in paths.items():
         console.print(f"{label:<{width}}  {path}", markup=False, highlight=False, soft_wrap=True)

@@ -48,7 +48,7 @@ from megatron_dppo.trainer.loop import Controller, Trainer
 from megatron_dppo.trainer.progress import Progress
 from megatron_dppo.trainer.resume import check_changed, facts, weights_fingerprint
 from megatron_dppo.trainer.sinks import open_sinks, require_services
-from megatron_dppo.trainer.summary import print_summary
+from megatron_dppo.trainer.summary import Took, print_summary
 from megatron_dppo.trainer.task_suite import build_task_suite
 from megatron_dppo.trainer.tracking import Tracker, require_unused
 
@@ -178,7 +178,8 @@ def train(
         )
         finished = trainer.run(first_step, lambda: _export(runtime, config, actor, hf_config))
     if finished and runtime.is_controller:
-        _report(config, time.monotonic() - started)
+        since = first_step + 1 if config.trainer.resume else 0
+        _report(config, Took(time.monotonic() - started, trainer.began - started, since))
     return 0
 
 
@@ -248,7 +249,7 @@ def _dated(config: Config) -> Config:
     return config.model_copy(update={"task": type(config.task).model_validate(task)})
 
 
-def _report(config: Config, wall_seconds: float) -> None:
+def _report(config: Config, took: Took) -> None:
     """The closing table and the curves."""
     from megatron_dppo.trainer.plots import plot_runs  # with matplotlib, for one rank at its end
 
@@ -261,4 +262,4 @@ def _report(config: Config, wall_seconds: float) -> None:
         paths["model"] = folder / MODEL_FOLDER
     if config.lora:
         paths["adapter"] = folder / ADAPTER_FOLDER
-    print_summary(history, title=config.run.name, wall_seconds=wall_seconds, paths=paths)
+    print_summary(history, title=config.run.name, took=took, paths=paths)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import History, Series
 from megatron_dppo.trainer.plots import MASKED_PANELS, PANELS, objective_and_mask, plot_runs, smooth, widest_ratio
 from megatron_dppo.trainer.progress import Progress
-from megatron_dppo.trainer.summary import parity_table, print_summary
+from megatron_dppo.trainer.summary import Took, parity_table, print_summary
 
 
 def history(seed: int = 0, steps: int = 30) -> History:
@@ -27,6 +28,7 @@ def history(seed: int = 0, steps: int = 30) -> History:
     series = {panel.metric: Series(numbers, random.random(steps)) for panel in PANELS}
     series["eval/accuracy"] = Series(np.array([0, 10, 30]), np.array([0.25, 0.5, 0.75]))
     series["eval/well_formed"] = Series(np.array([0, 10, 30]), np.array([0.95, 0.96, 1.0]))
+    series["time/eval_s"] = Series(np.array([0, 10, 30]), np.array([20.0, 15.0, 5.0]))
     series["time/rollout_s"] = Series(numbers, np.full(steps, 2.0))
     for prefix, gap, differing in (("parity", 5e-6, 0.0), ("parity_without_replay", 0.25, 17.0)):
         series[f"{prefix}/max_abs_logp_gap"] = Series(numbers[:1], np.array([gap]))
@@ -62,7 +64,7 @@ def test_a_name_is_text_and_no_markup_of_those_who_show_it(tmp_path: Path) -> No
         progress.phase(name)
         progress.look()
     paths = {"metrics": tmp_path / "m"}
-    print_summary(history(), title=name, wall_seconds=1.0, paths=paths, console=Console(file=shown, width=100))
+    print_summary(history(), title=name, took=Took(200.0, 1.0), paths=paths, console=Console(file=shown, width=100))
     assert shown.getvalue().count(name) >= 3
 
 
@@ -203,7 +205,7 @@ def test_smoothing_bridges_steps_that_were_not_finite() -> None:
 def test_the_table_says_what_was_gained_and_where_it_is(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=80)
     path = tmp_path / ("long" * 30) / "metrics.jsonl"
-    print_summary(history(), title="tiny", wall_seconds=341.0, paths={"metrics": path}, console=console)
+    print_summary(history(), title="tiny", took=Took(341.0, 95.0), paths={"metrics": path}, console=console)
     text = console.file.getvalue()
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
     assert ["held-out accuracy", "0.250", "0.750", "+0.500"] in rows
@@ -211,10 +213,22 @@ def test_the_table_says_what_was_gained_and_where_it_is(tmp_path: Path) -> None:
     assert ["steps", "", "30", ""] in rows
     assert ["max |log pi - log mu| (nats)", "5.0e-06", "2.5e-01"] in rows
     assert ["tokens routed differently", "0", "17"] in rows
-    assert ["time (min:s)", "", "5:41", ""] in rows
-    assert ["of it rollout", "", "1:00", ""] in rows
+    assert rows[-6:-1] == [
+        ["time (min:s)", "", "5:41", ""],
+        ["of it start", "", "1:35", ""],
+        ["of it rollout", "", "1:00", ""],
+        ["of it eval", "", "0:40", ""],
+        ["of it other", "", "2:26", ""],
+    ]
     assert ["tokens/s (median step)", "", "2,300", ""] in rows
     assert text.splitlines()[-1] == f"metrics  {path}"
+
+
+def test_the_time_of_a_resumed_run_is_that_of_its_own_steps() -> None:
+    shown = io.StringIO()
+    print_summary(history(), title="tiny", took=Took(100.0, 50.0, 21), paths={}, console=Console(file=shown, width=80))
+    for part, seconds in {"start": 50, "rollout": 20, "eval": 5, "other": 25}.items():
+        assert re.search(rf"of it {part} *│ *│ *0:{seconds:02}", shown.getvalue()), shown.getvalue()
 
 
 def test_a_run_without_the_parity_check_has_no_table_of_it() -> None:
