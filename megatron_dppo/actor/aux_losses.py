@@ -25,6 +25,10 @@ class AuxiliaryLosses:
     Transformer; the z-loss is ST-MoE's). The z-loss does not depend on how rows are divided into microbatches; the
     load-balancing loss, a product of two means, does.
 
+    Padding counts because Megatron-Core 0.19's `padding_mask` is not exact: what each tensor- and context-parallel rank
+    adds would weigh as its own rows, not all ranks' together, later pipeline stages do not cut the mask as their rows
+    are cut, a pack of padding alone would be divided by 0, and experts with biases do not take it.
+
     With `calculate_per_token_loss` Megatron-Core multiplies what it attaches to a router by the microbatch's rows and
     leaves the division to a reduction that is switched off here. So the coefficients are divided by `N` before every
     mini-batch. The schedule applies float16's loss scale to them.
