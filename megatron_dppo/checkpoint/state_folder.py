@@ -15,13 +15,14 @@ import shlex
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_dppo.checkpoint.atomic import INCOMPLETE, publish, replace_synced, sync, write_synced
+from megatron_dppo.checkpoint.atomic import INCOMPLETE, publish, replace_synced, set_aside, sync, write_synced
 from megatron_dppo.checkpoint.checksums import CHECKSUMS, check_folder, write_checksums
 from megatron_dppo.checkpoint.first_rank import on_first_rank
 from megatron_dppo.errors import SystemFault, UserError, file_errors, of_file
@@ -201,7 +202,8 @@ def finish_state(
     older = sorted(finished_states(root), key=lambda p: (p / DESCRIPTION).stat().st_mtime_ns)
     older.remove(folder)
     for obsolete in older[: max(0, len(older) + 1 - keep)]:
-        shutil.rmtree(obsolete, ignore_errors=True)
+        with suppress(OSError):  # of another name first: what is half removed when this process is killed is no state
+            shutil.rmtree(set_aside(obsolete) or obsolete, ignore_errors=True)
     return folder
 
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,13 @@ import pytest
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from megatron_dppo.checkpoint import checksums
-from megatron_dppo.checkpoint.state_folder import finished_states, go_back, latest_state
+from megatron_dppo.checkpoint.state_folder import (
+    finish_state,
+    finished_states,
+    go_back,
+    latest_state,
+    remove_leftovers,
+)
 from megatron_dppo.checkpoint.training_state import TrainingStates
 from megatron_dppo.errors import SystemFault, UserError
 from tests.checkpoint.save_ranks import fail_config_json
@@ -33,6 +40,24 @@ def test_a_kill_before_publishing_leaves_the_previous_state(model: Path, tmp_pat
     assert any(".incomplete-" in p.name for p in states.iterdir())
     assert latest_state(states).name == "step_00000001"
     assert run_ranks(load_only, 1, model, states, {}, {})[0][1] == 1
+
+
+def test_a_kill_while_an_old_state_is_removed_leaves_no_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(folder: Path, *_: Any, **__: Any) -> None:
+        (folder / checksums.CHECKSUMS).unlink()
+        raise KeyboardInterrupt
+
+    for step in (1, 2):
+        (partial := tmp_path / f"new{step}").mkdir()
+        with monkeypatch.context() as patch:
+            patch.setattr("shutil.rmtree", killed)
+            with pytest.raises(KeyboardInterrupt) if step == 2 else nullcontext():
+                finish_state(partial, tmp_path, step, {"step": step}, keep=1, digests={})
+    assert [state.name for state in finished_states(tmp_path)] == ["step_00000002"]
+    remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000002"]
 
 
 def test_a_disk_that_fills_up_fails_every_rank_and_keeps_what_was_there(model: Path, tmp_path: Path) -> None:
