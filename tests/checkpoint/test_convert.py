@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megatron_dppo.checkpoint.checksums import write_checksums
 from megatron_dppo.checkpoint.convert_arguments import add_convert_arguments, run_convert
 from megatron_dppo.errors import UserError
 from tests.distributed import run_ranks
@@ -84,6 +85,27 @@ def test_a_damaged_state_is_not_converted_and_an_older_one_is_named(source: Path
     assert f"{data} is damaged" in refusal
     assert f"name {megatron / 'step_00000000'} in its place" in refusal
     assert not out.exists()
+
+
+def load(rank: int, folder: Path) -> str:
+    try:
+        build_from(folder, {})
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_with_a_flipped_bit_is_neither_converted_nor_loaded(source: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(source, tmp_path / "copy")
+    write_checksums(copy, mark="config.json")
+    with (copy / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    for said in (*run_ranks(convert, 2, copy, tmp_path / "out"), *run_ranks(load, 2, copy)):
+        assert "model.safetensors is damaged" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_float16_cannot_hold_is_refused_unless_asked_for(tmp_path: Path) -> None:
