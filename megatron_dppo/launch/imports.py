@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,26 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+_NOBODYS = {
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
+    "torch.utils.cpp_extension": "No CUDA runtime is found",
+}
+"""What libraries log at every start that no user can do anything about, by logger: how it begins."""
+
+
 def ignore_warnings_of_libraries() -> None:
     """Megatron-Core and torch warn on every rank, at import and once per layer, of what they would rather have (Apex, a
     fused norm, an environment variable), and of their own calls that are to be replaced."""
     for category in (UserWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=r"(megatron|megatron_dppo\.compat|torch)\b")
+    warnings.filterwarnings("ignore", "Detected a Jax installation", RuntimeWarning, r"transformer_engine\b")
+    for name, start in _NOBODYS.items():
+        logging.getLogger(name).addFilter(partial(_begins_otherwise, start))
+
+
+def _begins_otherwise(start: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(start)
 
 
 def look_first_in(folder: str) -> None:

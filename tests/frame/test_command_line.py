@@ -56,3 +56,20 @@ def test_ctrl_c_while_it_is_loaded_is_one_line(program, late, tmp_path):
     command = [sys.executable, "-m", program, "--version"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "megatron-dppo: stopped by SIGINT\n")
+
+
+def test_a_start_says_nothing_that_no_user_can_act_on() -> None:
+    code = """
+import importlib, inspect, logging, sys
+from megatron_dppo.launch.imports import _NOBODYS, ignore_warnings_of_libraries
+ignore_warnings_of_libraries()
+for name, start in _NOBODYS.items():
+    assert start in inspect.getsource(importlib.import_module(name)), name
+    logger = logging.getLogger(name)
+    logger.addHandler(logging.StreamHandler(sys.stdout))
+    logger.warning(start + " and so on")
+    logger.warning("of use")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == ["of use"] * 3
+    assert "No CUDA runtime" not in result.stderr
