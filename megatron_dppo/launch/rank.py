@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -37,7 +38,8 @@ def exit_status(run: Callable[[], int | None]) -> int:
 
     0 (or what `run` returned), 1 unexpected exception, 2 `UserError`, 130 interrupted (Ctrl-C), 143 terminated.
 
-    Run alone, the process prints the reason as its last line on stderr (a `UserError` without traceback). Under
+    Run alone, the process prints the reason as its last line on stderr (without traceback that of a `UserError`, and
+    that its output is piped into what has ended, as `head` does). Under
     torchrun or `launch_local` it hands the reason to the launcher, through torch's error file: the launcher is the last
     to write to the terminal. torchrun writes a page; the reason is printed once more below it. Notes of the exception
     belong to its reason; secrets are left out.
@@ -74,6 +76,9 @@ def exit_status(run: Callable[[], int | None]) -> int:
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         said = f"{rank}{type(error).__name__}: {_with_notes(error)}"
         status, details, reason = 1, traceback.format_exc(), f"{PROGRAM}: failed: {said}"
+        if isinstance(error, BrokenPipeError) and not under_launcher and _output_unread():
+            details, reason = "", f"{PROGRAM}: failed: nobody reads its output any more: {_with_notes(error)}"
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is printed at the exit
     details, reason = redact(details), redact(reason)
     if not under_launcher:
         print(f"{details}{reason}", file=sys.stderr, flush=True)
@@ -125,6 +130,15 @@ def _signals_interrupt(received: list[signal.Signals], *, once: bool) -> Iterato
         if not once:
             for known, handler in before.items():
                 signal.signal(known, handler)
+
+
+def _output_unread() -> bool:
+    """Has the reader of standard output gone?"""
+    with suppress(OSError, ValueError):
+        output = select.poll()
+        output.register(sys.stdout.fileno(), 0)
+        return any(events & select.POLLERR for _, events in output.poll(0))
+    return False
 
 
 def lost_a_peer(error: BaseException) -> bool:

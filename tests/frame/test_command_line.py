@@ -73,3 +73,15 @@ for name, start in _NOBODYS.items():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines() == ["of use"] * 3
     assert "No CUDA runtime" not in result.stderr
+
+
+def test_output_that_nobody_reads_any_more_is_no_traceback():
+    """As by `| head`."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "megatron_dppo.cli", "doctor"]
+    ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    os.close(write)
+    said = ended.stderr.splitlines()[-1]
+    assert (ended.returncode, said[:56]) == (1, "megatron-dppo: failed: nobody reads its output any more:")
+    assert "Traceback" not in ended.stderr
