@@ -12,7 +12,7 @@ from megatron_dppo.models.hf_config import HFConfig
 from megatron_dppo.models.lora.size import check_targets
 from megatron_dppo.preflight.finding import Finding, attempt, error, idle, warning
 from megatron_dppo.rollout.config import ENGINES
-from megatron_dppo.rollout.model_facts import ModelFacts, check_end, check_expert_parallel
+from megatron_dppo.rollout.model_facts import ModelFacts, check_end, check_expert_parallel, check_lengths
 
 
 def _layout(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
@@ -89,14 +89,7 @@ def _bucket_store(config: Config, model: HFConfig, ranks: int) -> Iterator[Findi
 
 
 def _positions(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
-    longest = config.rollout.max_model_len
-    if longest > model.positions:
-        yield error(
-            "lengths",
-            f"prompts and responses reach {longest} tokens (rollout.max_prompt_tokens and "
-            f"rollout.max_response_tokens), the positions of the model {model.positions}",
-            "lower rollout.max_response_tokens",
-        )
+    yield from attempt("lengths", "", lambda: check_lengths(model, config.rollout))[1]
 
 
 def _pack(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:

@@ -66,6 +66,16 @@ def check_end(facts: ModelFacts, config: RolloutConfig) -> None:
         )
 
 
+def check_lengths(model: HFConfig, config: RolloutConfig) -> None:
+    """Raise `UserError` where sequences may become longer than the model's positions."""
+    if config.max_model_len > model.positions:
+        raise UserError(
+            f"prompts and responses reach {config.max_model_len} tokens (rollout.max_prompt_tokens and "
+            f"rollout.max_response_tokens), the positions of the model {model.positions}; lower "
+            "rollout.max_response_tokens"
+        )
+
+
 def check_expert_parallel(facts: ModelFacts, config: RolloutConfig) -> None:
     """Raise `UserError` where `rollout.expert_parallel` does not fit the model."""
     if not config.expert_parallel:

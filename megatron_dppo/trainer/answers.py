@@ -31,8 +31,9 @@ class Answer:
 class AnswerFile:
     """A JSONL file: the settings under which its answers were sampled, then an answer a line.
 
-    Opening it reads what is there, without an incomplete last line. `add` has its lines on disk when it returns. Raises
-    UserError where the file holds answers of other settings, or cannot be written.
+    Opening it reads what is there, without an incomplete last line; a file without an answer is begun anew. `add` has
+    its lines on disk when it returns. Raises UserError where the file holds answers of other settings, or cannot be
+    written.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
@@ -75,18 +76,21 @@ class AnswerFile:
         os.fsync(self._file.fileno())
 
     def _read(self, settings: dict[str, Any]) -> int:
-        """Take in what the file holds; returns the bytes of its complete lines."""
-        whole = 0
+        """Take in what the file holds; returns the bytes of its complete lines, 0 where none is an answer."""
+        whole, before = 0, settings
         for number, line in complete_lines(self.path):
             try:
                 row = json.loads(line)
                 if number == 1:
-                    self._check(row["settings"], settings)
+                    before = dict(row["settings"])
                 else:
                     self._remember(Answer(**row))
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise UserError(f"{self.path}, line {number}: not an answer of an evaluation: {error!r}") from error
             whole += len(line)
+        if not self._answers:
+            return 0
+        self._check(before, settings)
         return whole
 
     def _check(self, before: dict[str, Any], now: dict[str, Any]) -> None:

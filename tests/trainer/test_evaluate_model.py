@@ -289,6 +289,17 @@ def test_a_torn_line_is_dropped_and_written_again(tmp_path):
     assert path.read_bytes() == whole
 
 
+def test_a_file_without_an_answer_is_begun_anew(tmp_path):
+    """An evaluation that ended before its first answer leaves one, and starts again with settings that were mended."""
+    path = tmp_path / "set.jsonl"
+    AnswerFile(path, {"seed": 0}).close()
+    with closing(AnswerFile(path, {"seed": 1})) as file:
+        file.add([answer(0, 0)])
+    assert json.loads(path.read_text().splitlines()[0]) == {"settings": {"seed": 1}}
+    with pytest.raises(UserError, match=r"another evaluation \(seed changed\)"):
+        AnswerFile(path, {"seed": 0})
+
+
 REWARDS_OF_BEFORE = [
     {"name": None, "weight": 1.0, "kind": "verifier", "sandbox": "full", "timeout_s": 10.0},
     {"name": None, "weight": 1.0, "kind": "math-verify", "boxed_only": False, "precision": 6, "timeout_s": 5},
@@ -362,3 +373,10 @@ def test_the_papers_sampling_is_the_default(tmp_path):
 def test_a_model_that_is_not_there(tmp_path, capsys):
     assert main(["evaluate", str(tmp_path), "x.jsonl"]) == 2
     assert "holds no Hugging Face model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("engine", ["vllm", "reference"])
+def test_answers_longer_than_the_models_positions(folder, tmp_path, capsys, engine):
+    data = str(folder / "aime.jsonl")
+    assert main(["evaluate", str(folder / "model"), data, "-o", str(tmp_path), f"rollout.engine={engine}"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("lower rollout.max_response_tokens")

@@ -19,7 +19,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import GenerationRequest, Health, SamplingConfig, check_requests
 from megatron_dppo.rollout.event_loop import EventLoop
-from megatron_dppo.rollout.model_facts import ModelFacts, check_end
+from megatron_dppo.rollout.model_facts import ModelFacts, check_end, check_lengths
 from megatron_dppo.rollout.serving.core import Core
 from megatron_dppo.rollout.serving.sampler import Sampler, join_parts, to_batch
 from megatron_dppo.rollout.serving.weight_updates import Gate, WeightUpdates
@@ -39,6 +39,8 @@ class ServedEngine[C: Core](WeightUpdates[C]):
         """
         try:
             check_end(facts, config)
+            if facts.model:
+                check_lengths(facts.model, config)
             dummy = config.load_format == "dummy"
             stored = None if dummy else read_shapes(facts.folder)
             expected = facts.model.tensors if stored and facts.model else stored
