@@ -139,7 +139,7 @@ def _state(source: Path, base: Path | None, layout: ParallelConfig, console: Con
         folder = source if is_state else state_folder.latest_state(source)
     except UserError as error:
         hint = "its checkpoints/ may be meant" if (source / "checkpoints").is_dir() else "name another folder"
-        reason = str(error).removeprefix("cannot resume: ")
+        reason = str(error).removeprefix("cannot resume: ").removesuffix(state_folder.START_ANEW)
         raise UserError(
             f"{source} is no Hugging Face folder (no {CONFIG}), none of Megatron-LM's and no training state "
             f"({reason}); {hint}"

@@ -44,6 +44,8 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "lora": (dict, NoneType),
 }
 """What `state.json` says, by its JSON types."""
+START_ANEW = "; start a run with a run.dir of its own, without trainer.resume"
+"""What to do where nothing was saved that a run could go on from."""
 _NAME = re.compile(r"step_(\d{8})")
 
 
@@ -64,20 +66,20 @@ def latest_state(root: Path) -> Path:
     `UserError` says which of these is wrong: no such folder, nothing saved in it, `latest` naming what is not there.
     """
     if not root.is_dir():
-        raise UserError(f"cannot resume: {root} does not exist")
+        raise UserError(f"cannot resume: {root} does not exist{START_ANEW}")
     pointer, found_states = root / LATEST, finished_states(root)
     if pointer.is_file():
         name = pointer.read_bytes().decode(errors="replace").strip()
         fault = "is no name of a state" if not _NAME.fullmatch(name) else "is not complete there"
         if root / name not in found_states:
-            offer = f"; to go on from the newest, type: {go_on_from(found_states[-1])}" if found_states else ""
+            offer = f"; to go on from the newest, type: {go_on_from(found_states[-1])}" if found_states else START_ANEW
             complete = ", ".join(p.name for p in found_states) or "none"
             raise UserError(
                 f"cannot resume: {pointer} names {name[:40]!r}, which {fault} (complete: {complete}){offer}"
             )
         return root / name
     if not found_states:
-        raise UserError(f"cannot resume: {root} holds no checkpoint (no {LATEST} file, no step_... folder)")
+        raise UserError(f"cannot resume: {root} holds no checkpoint (no {LATEST} file, no step_... folder){START_ANEW}")
     return found_states[-1]
 
 

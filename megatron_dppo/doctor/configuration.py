@@ -96,9 +96,7 @@ def _folder(config: Config) -> Iterator[Finding]:
         return
     yield from attempt("resume", "", lambda: check_changed(config))[1]
     if config.trainer.resume:
-        yield from attempt(
-            "resume", "set trainer.resume=false to start anew", lambda: latest_state(checkpoint_root(config))
-        )[1]
+        yield from attempt("resume", "", lambda: latest_state(checkpoint_root(config)))[1]
     else:
         yield from attempt("run-folder", "each run has a folder of its own", lambda: require_unused(folder))[1]
 

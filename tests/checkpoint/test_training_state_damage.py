@@ -33,7 +33,7 @@ def test_ranks_that_see_different_latest_states_load_the_one_that_rank_0_sees(
 
 
 def test_nothing_to_resume_is_said_plainly(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match=r"does not exist; start a run with a run\.dir of its own"):
         latest_state(tmp_path / "absent")
     with pytest.raises(UserError, match="holds no checkpoint"):
         latest_state(tmp_path)

@@ -61,7 +61,10 @@ def one_line(capsys, arguments: list[str]) -> str:
         ("parallel.sequence_parallel=false", "with tensor > 1 needs sequence_parallel: true"),
         ("model.path=/nowhere/model", "/nowhere/model"),
         ("run.dir=/dev/null/run", "run.dir=/dev/null/run cannot be written: Not a directory"),
-        ("trainer.resume=true", "checkpoints does not exist"),
+        (
+            "trainer.resume=true",
+            "checkpoints does not exist; start a run with a run.dir of its own, without trainer.resume",
+        ),
         ("rollout.router_replay=false", "actor.router_replay=r3 needs the routes that rollout.router_replay=false"),
         ("actor.router_replay=r2", "replays the trainer's own routes of the pass before the update, which the preset"),
         ("task.dataset=chain_summ", "chain_sum"),
