@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config_base import ConfigModel
-from megatron_dppo.errors import UserError, did_you_mean, first_line, of_file
+from megatron_dppo.errors import UserError, did_you_mean, first_line, listed, of_file
 from megatron_dppo.launch.secrets import confide, redact, secret_variables
 
 
@@ -105,7 +105,8 @@ def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides:
     try:
         config = kind.model_validate(plain)
     except ValidationError as error:
-        raise UserError("; ".join(_explain(kind, item) for item in error.errors())) from error
+        wrong = [_explain(kind, item) for item in error.errors()]  # of a file that is another's all of it
+        raise UserError(listed(wrong, 6, between="; ")) from error
     config._from_environment.update(marked)
     return config
 

@@ -168,8 +168,9 @@ def load_hf_config(path: str | Path) -> HFConfig:
     folder = Path(path)
     file = folder / "config.json"
     if not folder.is_dir():
+        wrong = "is a file" if folder.is_file() else "does not exist"
         raise UserError(
-            f"model folder {folder} does not exist; point model.path to a Hugging Face folder (`hf download NAME "
+            f"model folder {folder} {wrong}; point model.path to a Hugging Face folder (`hf download NAME "
             "--local-dir FOLDER` makes one of a model of the hub)"
         )
     if not file.is_file():

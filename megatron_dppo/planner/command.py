@@ -219,9 +219,13 @@ def read_model(path: Path) -> HFConfig:
     """The model of a folder or of a config file by any name. Weights are not looked for."""
     from megatron_dppo.models.hf_config import load_hf_config, resolve_hf_config
 
+    if path.suffix in (".yaml", ".yml"):
+        raise UserError(f"{path}: is no config.json; a run's configuration is planned with --config {path}")
     if not path.is_file():
         return load_hf_config(path)
-    return resolve_hf_config(read_json_object(path), path=path.parent)
+    if "model_type" not in (raw := read_json_object(path)):
+        raise UserError(f"{path}: is no config.json of a model: it has no model_type; name the model's folder")
+    return resolve_hf_config(raw, path=path.parent)
 
 
 def _lora(arguments: argparse.Namespace, model: HFConfig) -> LoraConfig | None:

@@ -205,7 +205,7 @@ def _alternatives(plans: tuple[Plan, ...], title: str) -> Table:
 
 
 def _refused(plans: tuple[Plan, ...]) -> Table:
-    table = _table(f"Why {len(plans)} others do not fit (the nearest first)", "layout", "reason", words=2)
+    table = _table(f"Layouts that do not fit: {len(plans)} (the nearest first)", "layout", "reason", words=2)
     for plan in plans[:_SHOWN]:
         table.add_row(layout_name(plan.layout.parallel), plan.problem)
     left = Counter("memory" if plan.problem.startswith("needs") else "other" for plan in plans[_SHOWN:])

@@ -273,6 +273,12 @@ def test_broken_files(tmp_path, text, message):
         load_config(file)
 
 
+def test_of_a_file_that_is_no_configuration_the_first_faults_are_named(tmp_path):
+    (file := tmp_path / "config.json").write_text(json.dumps(dict.fromkeys("abcdefghijklmnop", 1)))
+    with pytest.raises(UserError, match=r"^config key run is required; .* and 12 more$"):
+        load_config(file)
+
+
 def test_a_file_that_is_no_text(tmp_path):
     (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"x\.yaml cannot be read: it is not UTF-8 text"):

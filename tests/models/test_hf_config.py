@@ -177,6 +177,9 @@ def test_unused_sliding_window_is_accepted() -> None:
 def test_folder_faults_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         load_hf_config(tmp_path / "absent")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file is a file; point"):
+        load_hf_config(tmp_path / "file")
     with pytest.raises(UserError, match=r"no config\.json"):
         load_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("{")

@@ -395,3 +395,8 @@ def test_a_missing_or_broken_config(tmp_path: Path, capsys: pytest.CaptureFixtur
     broken.write_text("[]")
     assert main(["plan", str(broken), "--gpus", "8"]) == 2
     assert "config.json must hold a JSON object, found a list" in capsys.readouterr().err
+    (other := tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    assert main(["plan", str(other), "--gpus", "8"]) == 2
+    assert "tokenizer.json: is no config.json of a model: it has no model_type" in capsys.readouterr().err
+    assert main(["plan", "run.yaml", "--gpus", "8"]) == 2
+    assert "a run's configuration is planned with --config run.yaml" in capsys.readouterr().err
