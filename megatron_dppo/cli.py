@@ -110,8 +110,8 @@ def _parser() -> argparse.ArgumentParser:
         add_doctor_arguments,
         run_doctor,
         "say what is wrong with this machine or a configuration",
-        "One line per finding, with the fix; where all is well nothing, but for the memory that CONFIG "
-        "needs. Exit status 1 after an error.",
+        "One line per finding, with the fix; where all is well only what begins with `ok`: the sandbox, a measured "
+        "bandwidth, the memory that CONFIG needs. Exit status 1 after an error.",
     )
     # Runs that were.
     command("plot", _add_plot_arguments, _plot, "draw the training curves of one or several runs, or objectives")
@@ -228,7 +228,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 def _labelled(runs: Sequence[Path]) -> dict[str, Path]:
     """Runs by the names of their folders, or by their paths where two are named alike."""
-    labels = [run.parent.name if run.is_file() else run.resolve().name for run in runs]
+    labels = [run.resolve().parent.name if run.is_file() else run.resolve().name for run in runs]
     if len(set(labels)) < len(labels):
         labels = [str(run) for run in runs]
     return dict(zip(labels, runs, strict=True))
@@ -260,6 +260,8 @@ def _plot(arguments: argparse.Namespace) -> int:
     from megatron_dppo.trainer.plots import MASKED_PANELS, plot_objectives, plot_runs
 
     runs, output, title = arguments.runs, arguments.output, arguments.title
+    if arguments.time and (arguments.objective or arguments.mismatch):
+        raise UserError("plot: --time is for curves and --masked; leave it out")
     if arguments.objective:
         if runs:
             raise UserError(f"plot: --objective draws presets, not runs ({runs[0]}); leave one of them out")

@@ -115,7 +115,7 @@ def draw_runs(
         axis.set_title(panel.title, fontsize=13)
         axis.set_xlabel("minutes of training steps" if by_time else "training step")
         axis.set_ylabel(panel.unit)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=not by_time))
+        axis.xaxis.set_major_locator(MaxNLocator("auto", integer=not by_time))
         axis.grid(alpha=0.3)
         if panel.fraction:
             axis.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,18 @@ from rich.console import Console
 from scipy.ndimage import gaussian_filter1d
 
 from megatron_dppo.algorithm import presets
-from megatron_dppo.cli import main
+from megatron_dppo.cli import _labelled, _parse, _plot, main
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.history import History, Series
-from megatron_dppo.trainer.plots import MASKED_PANELS, PANELS, objective_and_mask, plot_runs, smooth, widest_ratio
+from megatron_dppo.trainer.plots import (
+    MASKED_PANELS,
+    PANELS,
+    draw_runs,
+    objective_and_mask,
+    plot_runs,
+    smooth,
+    widest_ratio,
+)
 from megatron_dppo.trainer.progress import Progress
 from megatron_dppo.trainer.summary import Took, parity_table, print_summary
 
@@ -173,6 +182,17 @@ def test_curves_over_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert ink_per_panel(tmp_path / "time.png")[0] > 0.001
 
 
+def test_minutes_below_an_axis_stand_apart() -> None:
+    each, held_out = Series(np.arange(1, 7), np.full(6, 1.95)), Series(np.array([0, 6]), np.array([0.3, 0.5]))
+    steps = History({"time/step_s": each, "reward/accuracy": each, "eval/accuracy": held_out})
+    axis = draw_runs({"a": steps}, by_time=True).axes[1]
+    axis.figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in axis.get_xticklabels()]
+    shown = sorted((box.x0, box.x1) for box in boxes if axis.bbox.x0 <= (box.x0 + box.x1) / 2 <= axis.bbox.x1)
+    assert len(shown) > 2
+    assert all(left[1] + 5 < right[0] for left, right in pairwise(shown))
+
+
 def test_two_runs_have_two_colours(tmp_path: Path) -> None:
     plot_runs({"a": history(0), "b": history(1)}, tmp_path / "plot.png")
     pixels = np.asarray(Image.open(tmp_path / "plot.png").convert("RGB")).reshape(-1, 3).tolist()
@@ -180,9 +200,17 @@ def test_two_runs_have_two_colours(tmp_path: Path) -> None:
     assert {(31, 119, 180), (255, 127, 14)} <= colours
 
 
+def test_a_run_is_named_by_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    assert list(_labelled([Path("metrics.jsonl")])) == [tmp_path.name]
+
+
 def test_plot_errors_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="at least one run"):
         plot_runs({}, tmp_path / "plot.png")
+    with pytest.raises(UserError, match="--time is for curves and --masked"):
+        _plot(_parse(["plot", "--time", "--mismatch", str(tmp_path)]))
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file/plot\.png: cannot write the plot"):
         plot_runs({"a": history()}, tmp_path / "file" / "plot.png")
