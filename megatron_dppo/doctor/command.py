@@ -36,7 +36,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="MODEL",
         help="instead: compare the engine's log-probabilities with the trainer's for this Hugging Face folder, on the "
-        "first rollout of CONFIG's run or on 64 sums (under torchrun in CONFIG's layout, else on one rank)",
+        "first rollout of CONFIG's run or on 64 sums (in CONFIG's layout: under torchrun where it has several ranks)",
     )
     parser.add_argument(
         "--random-weights",

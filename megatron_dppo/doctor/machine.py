@@ -329,13 +329,16 @@ def check_bandwidth(least: float | None = None) -> Iterator[Finding]:
     nodes = max(1, world // here)
     if least is None:
         least = (LEAST_BETWEEN if nodes > 1 else LEAST_WITHIN) if on_gpu else 0.0
+    where = f"{world} ranks on {nodes} node{'s' if nodes > 1 else ''}"
+    found = f"an all-reduce over {where} runs at {speed / 1e9:.2f} GB/s"
     if rank == 0 and speed < least:
-        where = f"{world} ranks on {nodes} node{'s' if nodes > 1 else ''}"
         yield error(
             "bandwidth",
-            f"an all-reduce over {where} runs at {speed / 1e9:.2f} GB/s, less than {least / 1e9:.2f}",
+            f"{found}, less than {least / 1e9:.2f}",
             "run with NCCL_DEBUG=INFO: it must choose IB or NVLink; set NCCL_IB_HCA and NCCL_SOCKET_IFNAME",
         )
+    elif rank == 0:
+        yield ok("bandwidth", found)
 
 
 def all_reduce_speed(world: int, on_gpu: bool) -> float:

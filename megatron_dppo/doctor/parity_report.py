@@ -24,7 +24,7 @@ FLOAT32_LIMIT = {"cpu": 1e-2, "cuda": 0.2}
 """Nats. Two right float32 forwards of the same experts are 1e-5 to 1e-3 apart on a CPU; what is more is another model.
 On a GPU products of float32 are rounded more: 0.044 was the most of 19,366 tokens (docs/benchmarks.md)."""
 WORST = 8
-"""Tokens listed per precision."""
+"""Different tokens listed per precision."""
 STATISTICS = ("mean", "p50", "p99", "max")
 PRINTED = ("mean", "p99", "max")
 """Of them, in a table that has to fit a terminal."""
@@ -99,7 +99,8 @@ def _summary(model: str, numbers: dict[str, dict[str, dict[str, float]]]) -> Tab
 
 
 def _worst(config: Config, found: dict[str, Comparison], batches: dict[str, RolloutBatch]) -> Table:
-    """The tokens whose probability differs most, by the pass that the trainer uses (R3 on where there are experts)."""
+    """The tokens whose probability differs most, by the pass that the trainer uses (R3 on where there are experts).
+    What several answers have alike is one."""
     table = Table(title="largest |pi - mu|", title_justify="left")
     for header in ("precision", "mu", "pi"):
         table.add_column(header, justify="left" if header == "precision" else "right")
@@ -110,11 +111,16 @@ def _worst(config: Config, found: dict[str, Comparison], batches: dict[str, Roll
         table.add_column(header, overflow="fold")
     tokenizer = load_tokenizer(config.model.path)
     for name, one in found.items():
-        order = np.argsort(-_prob_gaps(one.mismatch.log_pi, one.mismatch.log_mu), kind="stable")[:WORST]
+        order = np.argsort(-_prob_gaps(one.mismatch.log_pi, one.mismatch.log_mu), kind="stable")
+        rows: dict[tuple[str, ...], None] = {}
         for i in order:
             before, token = spell(tokenizer, batches[name], int(one.sequence[i]), int(one.position[i]))
             logps = [one.mismatch.log_mu[i], one.mismatch.log_pi[i], *([one.mismatch.log_pi_live[i]] if live else [])]
-            table.add_row(name, *(f"{np.exp(float(logp)):.6f}" for logp in logps), _quoted(token), _quoted(before))
+            rows[name, *(f"{np.exp(float(logp)):.6f}" for logp in logps), _quoted(token), _quoted(before)] = None
+            if len(rows) == WORST:
+                break
+        for row in rows:
+            table.add_row(*row)
     return table
 
 

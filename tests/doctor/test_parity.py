@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from PIL import Image
 
 from megatron_dppo.cli import main
 from megatron_dppo.doctor.parity import Comparison, parity_config, with_layers
-from megatron_dppo.doctor.parity_report import summarise
+from megatron_dppo.doctor.parity_report import _worst, summarise
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.hf_config import load_hf_config
 from megatron_dppo.trainer.mismatch import Mismatch
@@ -106,6 +107,17 @@ def test_the_numbers_are_those_of_the_definition() -> None:
     assert of_experts["off"]["routed_otherwise"] == 4
     dense = summarise(Comparison(Mismatch(logs[0], logs[1], logs[1]), whole, whole, whole, differing_tokens=None))
     assert list(dense) == ["-"]
+
+
+def test_a_token_that_several_answers_have_is_listed_once(model: Path, tmp_path: Path) -> None:
+    log_mu = np.log(np.array([0.5, 0.5, 0.25], np.float32))
+    sequence, position = np.array([0, 1, 0]), np.array([3, 3, 4])
+    one = Comparison(
+        Mismatch(log_mu, log_mu + 0.1, log_mu), np.array([5, 5, 6]), sequence, position, differing_tokens=None
+    )
+    batch = SimpleNamespace(token_ids=np.tile([1, 2, 3, 5, 6], 2), offsets=np.array([0, 5, 10]))
+    table = _worst(parity_config(model, None, [], tmp_path), {"float32": one}, {"float32": batch})
+    assert list(table.columns[1].cells) == ["0.500000", "0.250000"]
 
 
 @pytest.mark.parametrize(
