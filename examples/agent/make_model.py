@@ -167,7 +167,7 @@ def make(out: Path, seed: int) -> None:
         report=lambda line: print(line, flush=True),
     )
     write_checkpoint(out, model, tokenizer)
-    print(f"{out}: made in {time.monotonic() - started:.0f} s ({time.process_time():.0f} s of CPU)")
+    print(f"model made in {time.monotonic() - started:.0f} s ({time.process_time():.0f} s of CPU)")
 
 
 def main(argv: list[str] | None = None) -> int:

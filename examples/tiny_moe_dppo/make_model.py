@@ -68,7 +68,7 @@ def make(out: Path, seed: int, family: str, config_file: Path | None, width: int
     write_checkpoint(out, model, tokenizer)
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     spent = f"{time.monotonic() - started:.0f} s ({time.process_time():.0f} s of CPU)"
-    print(f"{out}: {millions:.2f} M parameters, made in {spent}")
+    print(f"model of {millions:.2f} M parameters made in {spent}")
 
 
 if __name__ == "__main__":
