@@ -127,6 +127,8 @@ class _AdapterFile:
 
     def __init__(self, folder: Path, model: HFConfig, config: LoraConfig) -> None:
         self._file = folder / WEIGHTS
+        if not (folder / CONFIG).is_file():  # checksums of a model's folder would be called damaged
+            raise UserError(f"{folder} is no PEFT adapter: it has no {CONFIG}")
         require_unchanged(folder, mark=CONFIG)
         _check_config(folder / CONFIG, config)
         if not self._file.is_file():
@@ -154,8 +156,6 @@ class _AdapterFile:
 
 
 def _check_config(file: Path, config: LoraConfig) -> None:
-    if not file.is_file():
-        raise UserError(f"{file.parent} is no PEFT adapter: it has no {CONFIG}")
     described = read_json_object(file)
     if described.get("peft_type") != "LORA":
         raise UserError(f"{file}: peft_type is {described.get('peft_type')!r}, only 'LORA' is supported")

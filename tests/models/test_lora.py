@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from megatron_dppo.checkpoint.checksums import write_checksums
 from megatron_dppo.checkpoint.peft_adapter import check_peft_adapter
 from megatron_dppo.errors import SystemFault, UserError
 from megatron_dppo.models.experts.grouped import GroupedLinear
@@ -187,6 +188,14 @@ def test_broken_folders(tmp_path: Path, spoil: Callable[[Path], Any], says: str)
     spoil(tmp_path / "adapter")
     with pytest.raises(UserError, match=says):
         check_peft_adapter(tmp_path / "adapter", model, CONFIG)
+
+
+def test_the_merged_model_is_no_adapter(tmp_path: Path) -> None:
+    """A run writes both beside each other, each with its checksums."""
+    tiny_qwen3_moe(tmp_path / "hf", num_hidden_layers=2)
+    write_checksums(tmp_path / "hf", mark="config.json")
+    with pytest.raises(UserError, match=r"is no PEFT adapter: it has no adapter_config\.json"):
+        check_peft_adapter(tmp_path / "hf", load_hf_config(tmp_path / "hf"), CONFIG)
 
 
 def test_an_adapter_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
