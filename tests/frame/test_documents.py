@@ -1,12 +1,15 @@
-"""What the documents name is there: files, and in docs/architecture.md classes, functions and settings as well."""
+"""What the documents name is there: files, headings, settings, and in docs/architecture.md classes and functions."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from pydantic import BaseModel
 
 from megatron_dppo.config.schema import Config
 from tools.actor_step.cases import CASES
@@ -55,10 +58,44 @@ def test_files(document: Path) -> None:
             assert match[2] in definitions(file), f"{match[1]} does not define {match[2]}"
 
 
+def headings(document: Path) -> set[str]:
+    """The anchors that GitHub gives them."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found: set[str] = set()
+    for title in re.findall(r"^#+ +(.*)$", text, flags=re.MULTILINE):
+        name = re.sub(r"[^\w -]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).strip().lower()).replace(" ", "-")
+        found.add(next(one for one in (name, *(f"{name}-{i}" for i in range(1, 99))) if one not in found))
+    return found
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links(document: Path) -> None:
-    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):
-        assert (document.parent / link).exists(), f"there is no {link}"
+    for link, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", document.read_text()):
+        target = document.parent / link if link else document
+        assert target.exists(), f"there is no {link}"
+        assert not anchor or anchor in headings(target), f"{target.name} has no heading #{anchor}"
+
+
+def sections(kind: object) -> Iterator[type[BaseModel]]:
+    """The classes that an annotation names."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        yield kind
+    for one in get_args(kind):
+        yield from sections(one)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_settings(document: Path) -> None:
+    """`section.key` and `section.part.key`, as such or with a value."""
+    names = "|".join(Config.model_fields)
+    for path in re.findall(rf"(?<![\w/.-])(?:{names})(?:\.\w+)+(?![\w/])", document.read_text()):
+        if path.rpartition(".")[2] in ("md", "npz", "png", "py", "yaml", "visual"):
+            continue
+        kinds: list[type[BaseModel]] = [Config]
+        for name in path.split("."):
+            having = [kind for kind in kinds if name in kind.model_fields]
+            assert having or not kinds, f"there is no setting {path}"
+            kinds = [inner for kind in having for inner in sections(kind.model_fields[name].annotation)]
 
 
 def test_cases() -> None:
@@ -70,7 +107,7 @@ def test_cases() -> None:
 
 
 def test_architecture() -> None:
-    """It names many functions with their files; classes that stand alone, folders and settings are there too."""
+    """It names many functions with their files; classes that stand alone and folders are there too."""
     document = ROOT / "docs/architecture.md"
     named = spans(document)
     assert sum(1 for span in named if (match := PATH.fullmatch(span)) and match[2]) > 60
@@ -80,7 +117,3 @@ def test_architecture() -> None:
             assert span in known, f"nothing defines {span}"
         elif re.fullmatch(r"[\w/]+/", span):
             assert (PACKAGE / span).is_dir() or (ROOT / span).is_dir(), f"there is no folder {span}"
-        elif (match := re.fullmatch(r"(\w+)\.(\w+)(?:[:=].*)?", span)) and match[1] in Config.model_fields:
-            kind = Config.model_fields[match[1]].annotation
-            fields = getattr(kind, "model_fields", None)
-            assert fields is None or match[2] in fields, f"there is no setting {span}"
