@@ -89,7 +89,7 @@ def test_settings(document: Path) -> None:
     """`section.key` and `section.part.key`, as such or with a value."""
     names = "|".join(Config.model_fields)
     for path in re.findall(rf"(?<![\w/.-])(?:{names})(?:\.\w+)+(?![\w/])", document.read_text()):
-        if path.rpartition(".")[2] in ("md", "npz", "png", "py", "yaml", "visual"):
+        if path.rpartition(".")[2] in ("md", "npz", "png", "py", "yaml", "visual"):  # files, and a module of Qwen3.5
             continue
         kinds: list[type[BaseModel]] = [Config]
         for name in path.split("."):
