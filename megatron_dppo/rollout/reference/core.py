@@ -133,9 +133,6 @@ class ReferenceCore:
 
         await self._between_steps(hold)
 
-    async def pause(self) -> None:
-        await self.hold(cut=False)
-
     async def resume(self) -> None:
         def resume() -> None:
             self._held = False
