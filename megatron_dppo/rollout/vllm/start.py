@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -27,63 +27,18 @@ from megatron_dppo.rollout.vllm.sampling import refuse_engine_defaults
 from megatron_dppo.rollout.vllm.warm_up import keep_compiled, warm_up
 from megatron_dppo.router_replay.record import RouteSchema
 
-_REFUSED: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
-    (
-        "parallel_config",
-        "enable_eplb",
-        bool,
-        "a load balancer of experts works with physical ids, several for one expert; the trainer knows logical ones",
-    ),
-    (
-        "parallel_config",
-        "pipeline_parallel_size",
-        lambda value: value > 1,
-        "vLLM records the layers of the last pipeline stage only; use tensor parallelism",
-    ),
-    (
-        "parallel_config",
-        "decode_context_parallel_size",
-        lambda value: value > 1,
-        "vLLM finds routes by the slot of a token in the key-value cache, which context parallelism splits; use 1",
-    ),
-    (
-        "parallel_config",
-        "prefill_context_parallel_size",
-        lambda value: value > 1,
-        "vLLM finds routes by the slot of a token in the key-value cache, which context parallelism splits; use 1",
-    ),
-    (
-        "parallel_config",
-        "use_ubatching",
-        bool,
-        "the halves of a split batch write their routes over each other; switch dual-batch overlap off",
-    ),
-    (
-        "",
-        "kv_transfer_config",
-        lambda value: value is not None,
-        "a connector brings key-value blocks from elsewhere, but not the routes of their tokens; start without one",
-    ),
-    (
-        "",
-        "speculative_config",
-        lambda value: value is not None,
-        "drafting layers (MTP, EAGLE) have routes of their own, which the trainer's layers lack; start without it",
-    ),
-)
-
-
 def check_engine(vllm_config: Any, schema: RouteSchema) -> None:
-    """Raise `UserError` with the first reason why an engine's routes could not be replayed.
+    """Raise `UserError` with the first reason why an engine's routes could not be replayed. What no engine may have,
+    with routes or without, `vllm_options` refuses by name.
 
     vllm_config   of the engine as it was built
     schema        layer pattern, experts and top-k that the trainer's model has
     """
-    for section, field, refused, reason in _REFUSED:
-        owner = getattr(vllm_config, section) if section else vllm_config
-        value = getattr(owner, field)
-        if refused(value):
-            raise UserError(f"rollout.router_replay cannot work with vLLM's {field}={value!r}: {reason}")
+    if vllm_config.parallel_config.use_ubatching:
+        raise UserError(
+            "rollout.router_replay cannot work with vLLM's dual-batch overlap: the halves of a split batch write their "
+            "routes over each other; switch it off"
+        )
     if not vllm_config.model_config.enable_return_routed_experts:
         raise UserError("rollout.router_replay is on, but the engine was started without enable_return_routed_experts")
     model = vllm_config.model_config.hf_text_config
