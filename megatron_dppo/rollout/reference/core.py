@@ -32,7 +32,7 @@ from megatron_dppo.rollout.model_facts import ModelFacts
 from megatron_dppo.rollout.reference.routes import RouteRecorder
 from megatron_dppo.rollout.reference.wave import Row, Wave
 from megatron_dppo.rollout.reference.weights import IncomingWeights, give_back, load_model
-from megatron_dppo.rollout.serving.core import Answer, WorkerSync, refuse_other_distributions
+from megatron_dppo.rollout.serving.core import Answer, WorkerSync
 from megatron_dppo.rollout.serving.engine import ServedEngine
 from megatron_dppo.rollout.weight_transfer.incoming import Incoming, let_go
 from megatron_dppo.router_replay.record import RouteSchema, record_routes
@@ -72,9 +72,6 @@ def score(
 _GATHER_S = 0.002
 """A wave begins when no request has come for so long: those of one call come one after another."""
 
-NEUTRAL = {"top_p": 1.0}
-"""Fields of `SamplingConfig` that change the distribution, with the value at which they do not."""
-
 
 class ReferenceCore:
     """See `Core`. The thread alone touches the model; whatever else is asked of it goes through its queue.
@@ -106,9 +103,6 @@ class ReferenceCore:
             self._end.set()
             raise
         return self
-
-    def refuse_for_training(self, sampling: SamplingConfig) -> None:
-        refuse_other_distributions(sampling, NEUTRAL)
 
     async def draw(self, request: GenerationRequest, sampling: SamplingConfig) -> Answer:
         row = Row(request, sampling, Future())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -52,10 +52,6 @@ class Core(Protocol):
     @property
     def routes(self) -> RouteSchema | None:
         """What its record of experts looks like; None where it has none."""
-        ...
-
-    def refuse_for_training(self, sampling: SamplingConfig) -> None:
-        """Raise `UserError` unless tokens are drawn from softmax(logits / temperature) and nothing else."""
         ...
 
     async def draw(self, request: GenerationRequest, sampling: SamplingConfig) -> Answer:
@@ -113,20 +109,15 @@ LOWEST_TEMPERATURE = 0.01
 """vLLM silently raises positive temperatures to this."""
 
 
-def refuse_other_distributions(params: Any, neutral: Mapping[str, Any]) -> None:
-    """Raise `UserError` unless tokens drawn under `params` follow softmax(logits / temperature) and nothing else.
-
-    neutral   fields of `params` that change the distribution, with the value at which they do not
-    """
-    if params.temperature < LOWEST_TEMPERATURE:
+def refuse_other_distributions(sampling: SamplingConfig) -> None:
+    """Raise `UserError` unless tokens drawn so follow softmax(logits / temperature) and nothing else."""
+    if sampling.temperature < LOWEST_TEMPERATURE:
         raise UserError(
-            f"temperature={params.temperature} cannot be used for training rollouts: "
+            f"temperature={sampling.temperature} cannot be used for training rollouts: "
             f"log mu of a greedy draw is not the policy's; use at least {LOWEST_TEMPERATURE}"
         )
-    for name, value in neutral.items():
-        given = getattr(params, name)
-        if given != value and not (given in ([], {}) and value is None):
-            raise UserError(
-                f"{name}={given!r} changes the sampling distribution and cannot be used for training rollouts: the "
-                f"recorded log mu would not be the policy's; leave it at {value!r} (evaluation may use it)"
-            )
+    if sampling.top_p != 1:
+        raise UserError(
+            f"top_p={sampling.top_p} changes the sampling distribution and cannot be used for training rollouts: the "
+            "recorded log mu would not be the policy's; leave it at 1 (evaluation may use it)"
+        )

@@ -20,7 +20,7 @@ from megatron_dppo.rollout.config import RolloutConfig
 from megatron_dppo.rollout.engine import GenerationRequest, Health, SamplingConfig, check_requests
 from megatron_dppo.rollout.event_loop import EventLoop
 from megatron_dppo.rollout.model_facts import ModelFacts, check_end, check_lengths
-from megatron_dppo.rollout.serving.core import Core
+from megatron_dppo.rollout.serving.core import Core, refuse_other_distributions
 from megatron_dppo.rollout.serving.sampler import Sampler, join_parts, to_batch
 from megatron_dppo.rollout.serving.weight_updates import Gate, WeightUpdates
 from megatron_dppo.rollout.weight_transfer.manifest import Manifest, read_shapes
@@ -77,7 +77,7 @@ class ServedEngine[C: Core](WeightUpdates[C]):
             ),
         )
         if training:
-            self._core.refuse_for_training(drawn)
+            refuse_other_distributions(drawn)
         responses = self._loop.run(self._sampler.sample(requests, drawn, call=call or uuid.uuid4().hex))
         parts = [part for response in responses for part in response]
         batch = to_batch(

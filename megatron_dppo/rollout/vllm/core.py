@@ -23,9 +23,9 @@ from megatron_dppo.rollout.engine import (
     TransferTerms,
     WorkerReport,
 )
-from megatron_dppo.rollout.serving.core import Answer, WorkerSync, refuse_other_distributions
+from megatron_dppo.rollout.serving.core import Answer, WorkerSync
 from megatron_dppo.rollout.vllm.record_frame import BadFrame, ResponseRecord
-from megatron_dppo.rollout.vllm.sampling import NEUTRAL, sampling_params
+from megatron_dppo.rollout.vllm.sampling import sampling_params
 from megatron_dppo.rollout.weight_transfer.manifest import IncompleteSync
 from megatron_dppo.rollout.weight_transfer.segment import MemorySegment
 from megatron_dppo.router_replay.record import RouteSchema
@@ -42,9 +42,6 @@ class VllmCore:
         self.engine, self.routes = engine, routes
         self._receiving = False
         """Whether vLLM's workers have a weight-update session open."""
-
-    def refuse_for_training(self, sampling: SamplingConfig) -> None:
-        refuse_other_distributions(sampling_params(sampling, seed=0), NEUTRAL)
 
     async def draw(self, request: GenerationRequest, sampling: SamplingConfig) -> Answer:
         from vllm.inputs.engine import tokens_input

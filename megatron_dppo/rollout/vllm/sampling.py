@@ -1,4 +1,4 @@
-"""vLLM's parameters of a request, and which of them change the distribution that tokens are drawn from."""
+"""vLLM's parameters of a request, and what of an engine would change the distribution that tokens are drawn from."""
 
 from __future__ import annotations
 
@@ -10,23 +10,6 @@ from megatron_dppo.rollout.vllm.record_frame import HOLD
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-
-NEUTRAL: dict[str, Any] = {
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_tokens": 0,
-    "logit_bias": None,
-    "bad_words": None,
-    "allowed_token_ids": None,
-    "structured_outputs": None,
-    "thinking_token_budget": None,
-    "extra_args": HOLD,  # read by our scheduler alone
-}
-"""Fields of vLLM's SamplingParams that change the distribution, with the value at which they do not."""
 
 
 def sampling_params(sampling: SamplingConfig, seed: int) -> SamplingParams:

@@ -27,6 +27,7 @@ from megatron_dppo.rollout.vllm.sampling import refuse_engine_defaults
 from megatron_dppo.rollout.vllm.warm_up import keep_compiled, warm_up
 from megatron_dppo.router_replay.record import RouteSchema
 
+
 def check_engine(vllm_config: Any, schema: RouteSchema) -> None:
     """Raise `UserError` with the first reason why an engine's routes could not be replayed. What no engine may have,
     with routes or without, `vllm_options` refuses by name.
