@@ -85,8 +85,6 @@ class Resumed:
     folder: Path
     step: int
     progress: dict[str, Any]
-    rng_restored: bool
-    """False where the state comes from another layout: its ranks' generators have no counterpart here."""
 
 
 class TrainingStates:
@@ -154,7 +152,7 @@ class TrainingStates:
         described = state_folder.read_description(source)
         trainee = self.trainee
         self._check_same_model(source, described)
-        same_layout = described["layout"] == self._layout()
+        same_layout = described["layout"] == self._layout()  # else its ranks' generators have no counterpart here
         state = self._model_state()
         if trainee.optimizer is not None:
             state["optimizer"] = sharded_optimizer_state(trainee.optimizer, state, trainee.groups, is_loading=True)
@@ -180,7 +178,7 @@ class TrainingStates:
             trainee.scheduler.load_state_dict(described["scheduler"])
         if same_layout:
             restore_rng(loaded["rng"])
-        return Resumed(source, described["step"], described["progress"], same_layout)
+        return Resumed(source, described["step"], described["progress"])
 
     def _latest(self) -> Path:
         """On rank 0."""

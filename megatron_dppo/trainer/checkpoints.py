@@ -45,7 +45,7 @@ class Checkpoints:
         part: dict[str, Any] = {} if broken_off is None else {"gradient_steps": [broken_off.done, broken_off.of]}
         if (window := self.window.get(step)) is not None:
             part |= {"window": [window.begun, *window.waiting]}
-        self._states.save(step, {"step": step, "fixed": self._fixed} | part)
+        self._states.save(step, {"fixed": self._fixed} | part)
 
     def restore(self) -> int:
         """Load the latest state; returns the number of rollout steps done.
@@ -62,7 +62,6 @@ class Checkpoints:
             logger.warning("%s: going on though %s", resumed.folder, change)
         if (made := resumed.progress.get("gradient_steps")) is not None:
             logger.warning("%s: its last step was broken off after %d of %d gradient steps", resumed.folder, *made)
-        step = int(resumed.progress["step"])
         if (window := resumed.progress.get("window")) is not None:
-            self.window[step] = WindowState(window[0], tuple(window[1:]))
-        return step
+            self.window[resumed.step] = WindowState(window[0], tuple(window[1:]))
+        return resumed.step

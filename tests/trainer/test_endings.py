@@ -125,7 +125,7 @@ def test_a_step_broken_off_between_gradient_steps_is_saved_as_that_and_goes_on_w
             "as its state, and run.dir=FOLDER trainer.resume=true goes on with step 3",
         )
         assert ending.state is not None
-        assert ending.state["progress"]["step"] == 2
+        assert ending.state["step"] == 2
         assert ending.state["progress"]["gradient_steps"] == [2, 3]
         assert ending.state["optimizer_step"] == MINI_BATCHES + 1
     resumed = endings["advantage resumed"][0]
