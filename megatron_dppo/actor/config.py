@@ -60,7 +60,7 @@ class ActorConfig(ConfigModel):
 
         if not self.megatron:
             return MegatronOptions({}, {}, {})
-        return megatron_options(self.megatron, replay=self.router_replay != "none", recompute=self.recompute)
+        return megatron_options(self.megatron, recompute=self.recompute)
 
     @model_validator(mode="after")
     def _megatron_takes_them(self) -> ActorConfig:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
-from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -15,7 +14,6 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_dppo.errors import UserError, did_you_mean
-from megatron_dppo.router_replay.requirements import check_trainer
 
 _TAKEN: dict[type, frozenset[str]] = {
     MLATransformerConfig: frozenset({
@@ -74,15 +72,12 @@ class MegatronOptions:
     optimizer: dict[str, Any]
 
 
-def megatron_options(given: Mapping[str, Any], *, replay: bool, recompute: str) -> MegatronOptions:
-    """`actor.megatron`, each option where it belongs.
+def megatron_options(given: Mapping[str, Any], *, recompute: str) -> MegatronOptions:
+    """`actor.megatron`, each option where it belongs. `recompute`: `actor.recompute`.
 
-    replay     whether routes are replayed (`actor.router_replay`)
-    recompute  `actor.recompute`
-
-    Raises UserError for one that Megatron-Core does not have, that a setting decides, that routes cannot be replayed
-    with, that is not taken, or whose value is none of its kind."""
-    known = {field.name: field.default for kind in _TAKEN for field in fields(kind)}
+    Raises UserError for one that Megatron-Core does not have, that a setting decides, that is not taken, or whose value
+    is none of its kind."""
+    known = {field.name for kind in _TAKEN for field in fields(kind)}
     taken = sorted(frozenset().union(*_TAKEN.values()))
     for name in given:
         if name not in known:
@@ -90,12 +85,6 @@ def megatron_options(given: Mapping[str, Any], *, replay: bool, recompute: str) 
             raise UserError(f"actor.megatron.{name}: Megatron-Core has no such option{hint}")
         if name in _SETTINGS:
             raise UserError(f"actor.megatron.{name}: {_SETTINGS[name]} decides it; set that")
-    if replay:  # says more than that an option is not taken
-        without = {"num_moe_experts": 1, "moe_router_load_balancing_type": "none"}
-        try:
-            check_trainer(SimpleNamespace(**(known | without | dict(given))))
-        except UserError as error:
-            raise UserError(f"actor.megatron: {error}") from None
     found: dict[type, dict[str, Any]] = {kind: {} for kind in _TAKEN}
     for name, value in given.items():
         kinds = [kind for kind, names in _TAKEN.items() if name in names]
