@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.architecture import Architecture, DeltaRule, Latent, MoE, QKNorm
+from megatron_dppo.models.architecture import Architecture, DeltaRule, Latent, MoE
 
 
 def words(text: str) -> frozenset[str]:
@@ -173,20 +173,15 @@ def latent(config: PreTrainedConfig) -> Latent:
 def decoder(
     config: PreTrainedConfig,
     *,
-    qkv_bias: bool = False,
-    qk_norm: QKNorm = "none",
     partial_rotary: bool = False,
     windows: tuple[int | None, ...] = (),
-    sinks: bool = False,
-    mtp_layers: int = 0,
-    output_gate: bool = False,
-    centred_norms: bool = False,
     delta: DeltaRule | None = None,
     latent: Latent | None = None,
     moe: MoE | None = None,
+    **others: Any,
 ) -> Architecture:
-    """The architecture of a usual config.json: sizes that are some, and no sliding window but `windows`.
-    `partial_rotary`: the model type knows `partial_rotary_factor`."""
+    """The architecture of a usual config.json: sizes that are some, and no sliding window but `windows`; `others` of
+    `Architecture`. `partial_rotary`: the model type knows `partial_rotary_factor`."""
     heads, kv_heads = whole(config, "num_attention_heads"), whole(config, "num_key_value_heads")
     head_dim, eps, mlp = getattr(config, "head_dim", None), config.rms_norm_eps, "intermediate_size"
     width = whole(config, mlp) if hasattr(config, mlp) or not moe else moe.intermediate_size
@@ -212,17 +207,12 @@ def decoder(
         tied=bool(config.tie_word_embeddings),
         rms_norm_eps=eps,
         max_position_embeddings=whole(config, "max_position_embeddings"),
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
         rotary_factor=_rotary_factor(config, head_dim) if partial_rotary else 1.0,
         windows=windows,
-        sinks=sinks,
-        mtp_layers=mtp_layers,
-        output_gate=output_gate,
-        centred_norms=centred_norms,
         delta=delta,
         latent=latent,
         moe=moe,
+        **others,
     )
 
 
