@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_dppo.actor.pack_shape import PackShape, Split
 from megatron_dppo.batch import AlignedBatch, Columns
+from megatron_dppo.batch.context_parallel import zigzag_rows
 from megatron_dppo.models.packed_logits import pack_params
 from megatron_dppo.router_replay.layout import LocalRoutes, local_routes, sequence_parallel_rows
 from megatron_dppo.router_replay.replay import to_device
@@ -88,7 +89,7 @@ class MicrobatchBuilder:
         """`batch` holds exactly the sequences of this pack, in order, with `columns(...)`; `sequence_numbers`
         are theirs in the source, `pack_rows` the rows of the pack."""
         shape = PackShape.of(batch.lengths, self.split, rows=pack_rows)
-        local = shape.context_rows(self.context_rank, self.split.context)
+        local = zigzag_rows(shape.lengths, self.context_rank, self.split.context)
         position = self._tensor(shape.position[local])
         return Microbatch(
             input_ids=self._take(batch.input_ids, shape.source[local], 0).long()[None],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dppo.batch.context_parallel import sequence_multiple, zigzag_rows
+from megatron_dppo.batch.context_parallel import sequence_multiple
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,3 @@ class PackShape:
             sequence=np.where(real, number, -1),
             lengths=packed,
         )
-
-    def context_rows(self, rank: int, size: int) -> np.ndarray:
-        """Rows of the pack that a context-parallel rank holds, in its order, int64 `[P / size]`."""
-        return zigzag_rows(self.lengths, rank, size)

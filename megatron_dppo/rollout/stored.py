@@ -103,11 +103,6 @@ class RolloutHandle:
         """Number of sequences."""
         return len(self.request_ids)
 
-    @property
-    def response_lengths(self) -> np.ndarray:
-        """int64 `[B]`, tokens of each sequence after its prompt."""
-        return self.lengths - self.prompt_lengths
-
     def objects_of(self, sequences: np.ndarray) -> np.ndarray:
         """Number of the object that holds each of the named sequences."""
         return np.searchsorted(self.bounds, sequences, side="right") - 1

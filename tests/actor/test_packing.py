@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_dppo.actor.pack_shape import PackShape, Split
 from megatron_dppo.actor.packing import SequenceTooLongError, plan_packs
+from megatron_dppo.batch.context_parallel import zigzag_rows
 
 lengths = st.lists(st.integers(1, 100), min_size=0, max_size=60).map(lambda n: np.array(n, dtype=np.int64))
 splits = st.builds(Split, context=st.sampled_from([1, 2, 3, 4]), sequence=st.sampled_from([1, 2, 4]))
@@ -90,7 +91,7 @@ def test_rows_of_all_context_parallel_ranks_make_the_pack(lengths, split, more):
         first += real
     expected += [(-1, t, -1) for t in range(rows - len(expected))]
     assert list(zip(shape.source, shape.position, shape.sequence, strict=True)) == expected
-    parts = [shape.context_rows(rank, split.context) for rank in range(split.context)]
+    parts = [zigzag_rows(shape.lengths, rank, split.context) for rank in range(split.context)]
     assert sorted(np.concatenate(parts)) == list(range(rows))
     assert {len(part) for part in parts} == {rows // split.context}
     # Causal attention costs every rank the same: the sum over its rows of the rows they see.
