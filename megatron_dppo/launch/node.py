@@ -7,7 +7,6 @@ this process ──► ray start            (of several nodes; ends with every s
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import signal
@@ -31,7 +30,7 @@ from megatron_dppo.launch.local import launch_local
 from megatron_dppo.launch.meeting import Meeting, NodeLost, Nodes
 from megatron_dppo.launch.network import LOOPBACK, address_towards, interface_variables
 from megatron_dppo.launch.nodes import PORTS, host_and_port, listed_gpus
-from megatron_dppo.launch.rank import PROGRAM, exit_status
+from megatron_dppo.launch.rank import PROGRAM, die_with_parent, exit_status
 from megatron_dppo.launch.restarts import Restarts, max_restarts
 from megatron_dppo.launch.stop import DONE, REQUEST
 
@@ -41,7 +40,6 @@ _PAUSE_S = 2.0
 """Between two of them."""
 _LATE_S = 60.0
 """What a process that waits for Ray may need beyond its time: to load Ray, and for the call that it is in."""
-_PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -183,7 +181,7 @@ class RayNode:
             wait = [sys.executable, "-c", _WAIT, str(self._expected), str(self._patience)]
             # A file: Ray's core says a lot of a head that does not answer, and a full pipe would hold the waiter.
             said = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
-            waiter = subprocess.Popen(wait, stderr=said, preexec_fn=_die_with_parent)
+            waiter = subprocess.Popen(wait, stderr=said, preexec_fn=die_with_parent)
             stack.callback(_kill, waiter)
             end = time.monotonic() + self._patience + _LATE_S
             while waiter.poll() is None:
@@ -225,7 +223,7 @@ class RayNode:
         # A session of its own: Slurm signals the whole process group of a task, and a step needs its engines.
         process = subprocess.Popen(
             [sys.executable, "-c", _RAY, "start", *self._options()],
-            stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent,
+            stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
         stack.callback(_end_session, process)
         return process
@@ -295,10 +293,6 @@ def _end_session(leader: subprocess.Popen[Any]) -> None:
                 process.kill()
                 left.append(process)
     psutil.wait_procs(left, timeout=30)
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 if __name__ == "__main__":  # what job scripts called before `python -m megatron_dppo.launch`: silence is no success

@@ -51,8 +51,7 @@ def exit_status(run: Callable[[], int | None]) -> int:
     """
     under_launcher = bool(os.environ.get("TORCHELASTIC_ERROR_FILE"))
     if under_launcher:
-        # Also when the launcher is killed with SIGKILL its ranks must not stay behind.
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        die_with_parent()
     received: list[signal.Signals] = []
     after_peer = False
     try:
@@ -89,6 +88,11 @@ def exit_status(run: Callable[[], int | None]) -> int:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(EXIT_GRACE_SECONDS)
     return status
+
+
+def die_with_parent() -> None:
+    """Have this process terminated when its parent ends, also by SIGKILL."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextmanager
