@@ -37,7 +37,7 @@ from megatron_dppo.algorithm import (
     TokenMetrics,
 )
 from megatron_dppo.batch import SequenceSource
-from megatron_dppo.checkpoint.hf_export import WeightExporter
+from megatron_dppo.checkpoint.hf_export import weight_exporter
 from megatron_dppo.checkpoint.training_state import Trainee
 from megatron_dppo.checkpoint.weight_buckets import WeightBuckets
 from megatron_dppo.errors import listed
@@ -87,7 +87,7 @@ class MegatronActor:
         """
         self.runtime = runtime
         self.model = list(chunks)
-        self._exporter = WeightExporter(self.model, hf_config, runtime.groups)
+        self._exporter = weight_exporter(self.model, hf_config, runtime.groups)
         self._buckets: WeightBuckets | None = None
         self._config, self._preset = config, preset
         self._reference_kl = reference_kl
@@ -341,7 +341,7 @@ class MegatronActor:
         return ParityReport(result, tokens)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Every weight by its Hugging Face name, streamed: whole on rank 0, None elsewhere (see `WeightExporter`)."""
+        """Every weight by its Hugging Face name, streamed: whole on rank 0, None elsewhere (see `weight_exporter`)."""
         self._require("weights")
         return self._exporter.stream()
 

@@ -138,25 +138,17 @@ class ShardExporter:
                 yield from zip(slot.names(), tensor if slot.experts else [tensor], strict=True)
 
 
-class WeightExporter(ShardExporter):
-    """Streams the weights of one model, its adapters merged; built once, used after every step.
+def weight_exporter(
+    models: Sequence[torch.nn.Module], model: HFConfig, groups: ProcessGroupCollection, *, in_files: bool = False
+) -> ShardExporter:
+    """Of the weights of one model, its adapters merged; built once, used after every step.
 
     `W + scale B A` is made block by block in float32 and rounded once: the weights here stay what they are, and
-    however often they are exported no rounding adds up.
+    however often they are exported no rounding adds up. `in_files`: tensors come in the order in which a checkpoint's
+    files hold them.
     """
-
-    def __init__(
-        self,
-        models: Sequence[torch.nn.Module],
-        model: HFConfig,
-        groups: ProcessGroupCollection,
-        *,
-        in_files: bool = False,
-    ) -> None:
-        """`in_files`: tensors come in the order in which a checkpoint's files hold them."""
-        written_in = model.written_in if in_files and model.written_in else None
-        shards = owned_parameters(models, model, groups)
-        super().__init__(shards, model.tensors, groups, written_in=written_in)
+    written_in = model.written_in if in_files and model.written_in else None
+    return ShardExporter(owned_parameters(models, model, groups), model.tensors, groups, written_in=written_in)
 
 
 def check_tiling(name: str, shape: Shape, blocks: list[Block]) -> None:

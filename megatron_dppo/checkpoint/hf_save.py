@@ -15,7 +15,7 @@ from megatron_dppo.checkpoint.atomic import check_target, require_room, write_sy
 from megatron_dppo.checkpoint.carried import carried
 from megatron_dppo.checkpoint.checksums import write_checksums
 from megatron_dppo.checkpoint.first_rank import on_first_rank, write_on_first_rank
-from megatron_dppo.checkpoint.hf_export import BUCKET_BYTES, ExportedTensor, WeightExporter
+from megatron_dppo.checkpoint.hf_export import BUCKET_BYTES, ExportedTensor, weight_exporter
 from megatron_dppo.checkpoint.hf_files import INDEX, SINGLE, converted
 from megatron_dppo.checkpoint.hf_side_files import CONFIG, check_side_files, copy_side_files
 from megatron_dppo.checkpoint.safetensors_stream import SafetensorsStream
@@ -50,7 +50,7 @@ def save_hf_checkpoint(
     called on rank 0.
     """
     target = Path(path)
-    exporter = WeightExporter(models, model, groups, in_files=True)
+    exporter = weight_exporter(models, model, groups, in_files=True)
     kept = {*model.float32_tensors, *exact}
     tensors = [
         ExportedTensor(t.name, t.shape, t.dtype if t.name in kept else dtype or t.dtype) for t in exporter.tensors

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from megatron_dppo.checkpoint.hf_export import WeightExporter
+from megatron_dppo.checkpoint.hf_export import weight_exporter
 from megatron_dppo.models.packed_logits import packed_logits
 from tests.megatron import build_from
 from tests.tiny import VOCAB_SIZE
@@ -47,7 +47,7 @@ def check_round_trip(rank: int, layout: dict[str, Any], paths: list[Path]) -> di
         for file in path.glob("*.safetensors"):
             original |= {name: tensor for name, tensor in load_file(file).items() if not model.carries(name)}
         equal = 0
-        for name, tensor in WeightExporter(models, model, groups).stream(bucket_bytes=50_000):
+        for name, tensor in weight_exporter(models, model, groups).stream(bucket_bytes=50_000):
             assert (tensor is not None) == (rank == 0)
             if tensor is not None:
                 assert torch.equal(tensor, original.pop(name)), name

@@ -127,20 +127,20 @@ def as_published(tensors: dict[str, torch.Tensor], model: HFConfig) -> dict[str,
 
 def loaded(rank: int, path: Path, states: Path, names: list[str]) -> bool:
     """Whether training in bfloat16 begins with the same weights, of a state or of the folder."""
-    from megatron_dppo.checkpoint.hf_export import WeightExporter
+    from megatron_dppo.checkpoint.hf_export import weight_exporter
     from megatron_dppo.checkpoint.training_state import Trainee, TrainingStates
     from megatron_dppo.models.parallel import ParallelConfig
     from tests.megatron import build_from
 
     models, model, groups = build_from(path, {}, params_dtype=torch.bfloat16)
     right = {
-        name: tensor.clone() for name, tensor in WeightExporter(models, model, groups).stream() if tensor is not None
+        name: tensor.clone() for name, tensor in weight_exporter(models, model, groups).stream() if tensor is not None
     }
     for chunk in models:
         for parameter in chunk.parameters():
             parameter.data.fill_(float("nan"))
     TrainingStates(states, Trainee(model=model, models=models, groups=groups, parallel=ParallelConfig())).load()
-    found = {name: tensor for name, tensor in WeightExporter(models, model, groups).stream() if tensor is not None}
+    found = {name: tensor for name, tensor in weight_exporter(models, model, groups).stream() if tensor is not None}
     return sorted(found) == names and same(found, right)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.checkpoint.hf_export import WeightExporter
+from megatron_dppo.checkpoint.hf_export import weight_exporter
 from megatron_dppo.checkpoint.random_weights import fill_random, random_tensors
 from megatron_dppo.models.hf_config import load_hf_config
 from tests.distributed import run_ranks
@@ -21,7 +21,7 @@ def drawn_and_exported(rank: int, path: Path, layout: dict[str, Any]) -> int:
     models, model, groups = build_from(path, layout, load=False)
     fill_random(models, model, groups, seed=5)
     whole, compared = dict(random_tensors(model, 5, torch.device("cpu"))), 0
-    for name, tensor in WeightExporter(models, model, groups).stream():
+    for name, tensor in weight_exporter(models, model, groups).stream():
         if tensor is not None:
             assert torch.equal(tensor, whole[name].float()), name
             compared += 1

@@ -18,7 +18,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megatron_dppo.checkpoint.hf_export import WeightExporter
+from megatron_dppo.checkpoint.hf_export import weight_exporter
 from megatron_dppo.checkpoint.training_state import Trainee, TrainingStates
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.parallel import ParallelConfig
@@ -55,7 +55,7 @@ def weights(trainee: Trainee) -> dict[str, str]:
     """Digest of every exported tensor (rank 0; empty elsewhere)."""
     return {
         name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
-        for name, tensor in WeightExporter(trainee.models, trainee.model, trainee.groups).stream()
+        for name, tensor in weight_exporter(trainee.models, trainee.model, trainee.groups).stream()
         if tensor is not None
     }
 

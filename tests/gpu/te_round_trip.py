@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.checkpoint.hf_export import WeightExporter
+from megatron_dppo.checkpoint.hf_export import weight_exporter
 from megatron_dppo.checkpoint.hf_files import HFFiles
 from megatron_dppo.checkpoint.hf_import import load_hf_weights
 from megatron_dppo.models.build import build_model
@@ -83,7 +83,7 @@ def round_trip(folder: Path) -> Result:
     del logits, exact
     torch.cuda.empty_cache()
 
-    files, exporter = HFFiles(folder), WeightExporter(models, model, groups)
+    files, exporter = HFFiles(folder), weight_exporter(models, model, groups)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.synchronize()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dppo.checkpoint.hf_export import WeightExporter
+from megatron_dppo.checkpoint.hf_export import ShardExporter, weight_exporter
 from megatron_dppo.checkpoint.peft_adapter import adapter_exporter, load_peft_adapter, save_peft_adapter
 from megatron_dppo.models.lora.attach import attach_adapters
 from megatron_dppo.models.lora.config import LoraConfig
@@ -25,7 +25,7 @@ def named(exporter: Any) -> dict[str, np.ndarray]:
     return {name: tensor.float().numpy().copy() for name, tensor in exporter.stream() if tensor is not None}
 
 
-def in_buckets(exporter: WeightExporter, rank: int) -> dict[str, np.ndarray]:
+def in_buckets(exporter: ShardExporter, rank: int) -> dict[str, np.ndarray]:
     """The weights as they travel to engines on GPUs, taken out of their buckets on rank 0."""
     buckets, found = exporter.buckets(40_000), {}
     payload = torch.empty(buckets.largest, dtype=torch.uint8)
@@ -48,7 +48,7 @@ def attach_and_look(rank: int, path: Path, layout: dict, folder: Path, saved: Pa
     """Step 0, the first A, 100 exports of random adapters, and the folder that is written of them."""
     models, model, groups = build_from(path, layout, params_dtype=torch.bfloat16)
     before = packed_logits(models, PACKS)
-    weights = named(WeightExporter(models, model, groups))
+    weights = named(weight_exporter(models, model, groups))
     attach_adapters(models, model, groups, CONFIG, seed=7)
     after = packed_logits(models, PACKS)
     found: dict[str, Any] = {
@@ -56,7 +56,7 @@ def attach_and_look(rank: int, path: Path, layout: dict, folder: Path, saved: Pa
         "trained": {n for chunk in models for n, p in chunk.named_parameters() if p.requires_grad},
         "first": named(adapter_exporter(models, model, groups, CONFIG)),
     }
-    exporter = WeightExporter(models, model, groups)
+    exporter = weight_exporter(models, model, groups)
     merged = named(exporter)
     found["merged_at_0"] = merged.keys() == weights.keys() and all((merged[n] == w).all() for n, w in weights.items())
     load_peft_adapter(models, model, CONFIG, folder)

@@ -12,7 +12,7 @@ from tests.peft_adapters import LORA
 
 def export_merged(rank: int, model: Path, layout: dict, adapter: Path, file: Path) -> None:
     """What the actor streams to the engine, to `file`."""
-    from megatron_dppo.checkpoint.hf_export import WeightExporter
+    from megatron_dppo.checkpoint.hf_export import weight_exporter
     from megatron_dppo.checkpoint.peft_adapter import load_peft_adapter
     from megatron_dppo.models.lora.attach import attach_adapters
     from megatron_dppo.models.lora.config import LoraConfig
@@ -21,7 +21,7 @@ def export_merged(rank: int, model: Path, layout: dict, adapter: Path, file: Pat
     models, hf_config, groups = build_from(model, layout, params_dtype=torch.float32)
     attach_adapters(models, hf_config, groups, LoraConfig(**LORA))
     load_peft_adapter(models, hf_config, LoraConfig(**LORA), adapter)
-    stream = WeightExporter(models, hf_config, groups).stream()
+    stream = weight_exporter(models, hf_config, groups).stream()
     streamed = {name: tensor for name, tensor in stream if tensor is not None}
     if rank == 0:
         save_file(streamed, file)

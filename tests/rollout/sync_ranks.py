@@ -11,7 +11,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.checkpoint.hf_export import WeightExporter
+from megatron_dppo.checkpoint.hf_export import weight_exporter
 from megatron_dppo.rollout.engine import Lane, RolloutEngine
 from megatron_dppo.rollout.fleet.host import future_of
 from megatron_dppo.rollout.fleet.object_store import ObjectStoreSender
@@ -45,7 +45,7 @@ def sync(
     """Send checkpoints to engines. `syncs`: (folder, version, way). Returns on rank 0 which engines failed, and why."""
     session = RaySession.connect(where) if rank == 0 else None
     models, model, groups = build_from(syncs[0][0], layout)
-    exporter = WeightExporter(models, model, groups)
+    exporter = weight_exporter(models, model, groups)
     buckets = exporter.buckets(bucket_bytes, shares, sliced=sliced)
     senders: dict[str, Any] = {
         "broadcast": BroadcastSender(buckets, torch.device("cpu"), workers_per_engine=workers, timeout_s=60),
