@@ -40,16 +40,14 @@ def check_configuration(
     Later checks need what earlier ones read; where that fails they are left out.
     """
     yield from _secrets(file)
-    config, problems = attempt("config", "correct the file or the override", lambda: load_config(file, overrides))
-    yield from problems
+    config = yield from attempt("config", "correct the file or the override", lambda: load_config(file, overrides))
     if config is None:
         return
-    model, problems = attempt(
+    model = yield from attempt(
         "model", "point model.path to a Hugging Face folder", lambda: load_hf_config(config.model.path)
     )
-    yield from problems
     yield from check_sections(config)
-    yield from attempt("tracking", "see docs/metrics.md", lambda: require_services(config.tracking))[1]
+    yield from attempt("tracking", "see docs/metrics.md", lambda: require_services(config.tracking))
     yield from _folder(config)
     if config.rollout.object_store_mib:
         yield from check_shared_memory(config.rollout.object_store_mib)
@@ -79,7 +77,7 @@ def _adapter(config: Config, model: HFConfig) -> Iterator[Finding]:
 
     if config.lora and config.lora.adapter:
         folder, lora = config.lora.adapter, config.lora
-        yield from attempt("lora", "see docs/lora.md", lambda: check_peft_adapter(folder, model, lora))[1]
+        yield from attempt("lora", "see docs/lora.md", lambda: check_peft_adapter(folder, model, lora))
 
 
 def _folder(config: Config) -> Iterator[Finding]:
@@ -90,15 +88,15 @@ def _folder(config: Config) -> Iterator[Finding]:
     from megatron_dppo.trainer.tracking import require_unused
 
     folder = config.run.dir
-    wrong = attempt("run-folder", "", lambda: require_writable(folder, named=f"run.dir={folder}"))[1]
+    wrong = [*attempt("run-folder", "", lambda: require_writable(folder, named=f"run.dir={folder}"))]
     yield from wrong
     if wrong:
         return
-    yield from attempt("resume", "", lambda: check_changed(config))[1]
+    yield from attempt("resume", "", lambda: check_changed(config))
     if config.trainer.resume:
-        yield from attempt("resume", "", lambda: latest_state(checkpoint_root(config)))[1]
+        yield from attempt("resume", "", lambda: latest_state(checkpoint_root(config)))
     else:
-        yield from attempt("run-folder", "each run has a folder of its own", lambda: require_unused(folder))[1]
+        yield from attempt("run-folder", "each run has a folder of its own", lambda: require_unused(folder))
 
 
 def _files(config: Config, model: HFConfig) -> Iterator[Finding]:
@@ -111,7 +109,7 @@ def _files(config: Config, model: HFConfig) -> Iterator[Finding]:
         check_tensors(files, model, stores_stacked_experts(files, model))
 
     if not config.model.random_weights:
-        yield from attempt("weights", "fetch the checkpoint again", weights)[1]
+        yield from attempt("weights", "fetch the checkpoint again", weights)
     yield from _task(config)
 
 
@@ -119,8 +117,8 @@ def _task(config: Config) -> Iterator[Finding]:
     from megatron_dppo.tasks.tokenizer import load_tokenizer
     from megatron_dppo.trainer.task_suite import build_task_suite
 
-    tokenizer, problems = attempt("tokenizer", "prompts cannot be encoded", lambda: load_tokenizer(config.model.path))
-    yield from problems
+    path = config.model.path
+    tokenizer = yield from attempt("tokenizer", "prompts cannot be encoded", lambda: load_tokenizer(path))
     if tokenizer is None:
         return
     try:

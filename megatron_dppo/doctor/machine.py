@@ -42,7 +42,7 @@ def check_files() -> Iterator[Finding]:
 def check_shared_memory(wanted_mib: int = SHARED_MEMORY_MIB) -> Iterator[Finding]:
     """/dev/shm holds Ray's object store (`wanted_mib` is what a configuration asks for)."""
     less = ", or lower rollout.object_store_mib"
-    yield from attempt("shared-memory", "", lambda: require_shared_memory(wanted_mib, instead=less))[1]
+    yield from attempt("shared-memory", "", lambda: require_shared_memory(wanted_mib, instead=less))
 
 
 def check_locked_memory(devices: Path = INFINIBAND) -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,12 +47,13 @@ def ok(check: str, figure: str) -> Finding:
     return Finding(check, "ok", figure, "")
 
 
-def attempt[T](check: str, fix: str, work: Callable[[], T]) -> tuple[T | None, list[Finding]]:
-    """What `work` returns, or the finding that its `UserError` is; `fix` where the error names none."""
+def attempt[T](check: str, fix: str, work: Callable[[], T]) -> Generator[Finding, None, T | None]:
+    """Returns what `work` does; yields the finding that its `UserError` is, with `fix` where the error names none."""
     try:
-        return work(), []
+        return work()
     except UserError as problem:
-        return None, [error(check, str(problem), "" if "; " in str(problem) else fix)]
+        yield error(check, str(problem), "" if "; " in str(problem) else fix)
+        return None
 
 
 def raise_first(findings: Iterable[Finding]) -> None:

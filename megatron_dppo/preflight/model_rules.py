@@ -17,7 +17,7 @@ from megatron_dppo.rollout.model_facts import ModelFacts, check_end, check_exper
 
 def _layout(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
     remedy = f"the model has to fit {ranks} ranks"
-    yield from attempt("layout", remedy, lambda: config.parallel.check_fits(model, ranks))[1]
+    yield from attempt("layout", remedy, lambda: config.parallel.check_fits(model, ranks))
 
 
 def _recompute(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
@@ -89,7 +89,7 @@ def _bucket_store(config: Config, model: HFConfig, ranks: int) -> Iterator[Findi
 
 
 def _positions(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
-    yield from attempt("lengths", "", lambda: check_lengths(model, config.rollout))[1]
+    yield from attempt("lengths", "", lambda: check_lengths(model, config.rollout))
 
 
 def _pack(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
@@ -150,7 +150,7 @@ def _vocabulary(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding
 def _adapters(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
     lora = config.lora
     if lora is not None:
-        yield from attempt("lora", "see docs/lora.md", lambda: check_targets(model, lora))[1]
+        yield from attempt("lora", "see docs/lora.md", lambda: check_targets(model, lora))
 
 
 def _served(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
@@ -164,7 +164,7 @@ def _served(config: Config, model: HFConfig, ranks: int) -> Iterator[Finding]:
         check_end(facts, rollout)
         check_expert_parallel(facts, rollout)
 
-    yield from attempt("engines", "see docs/rollouts.md", check)[1]
+    yield from attempt("engines", "see docs/rollouts.md", check)
 
 
 MODEL: tuple[Callable[[Config, HFConfig, int], Iterator[Finding]], ...] = (

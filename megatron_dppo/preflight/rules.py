@@ -175,7 +175,7 @@ def _router_bias(config: Config) -> Iterator[Finding]:
 
 
 def _offload(config: Config) -> Iterator[Finding]:
-    yield from attempt("optimizer", "set it to 0", lambda: config.optimizer.check_offload(config.actor.dtype))[1]
+    yield from attempt("optimizer", "set it to 0", lambda: config.optimizer.check_offload(config.actor.dtype))
 
 
 def _expert_exchange(config: Config) -> Iterator[Finding]:
@@ -202,8 +202,7 @@ def _own_code(config: Config) -> Iterator[Finding]:
     """A divergence, a loss and advantages of the user's own do what is asked of them."""
     own, rounds = config.algorithm.advantage, config.rollout.dynamic_sampling
     if own is not None:
-        equal_train, refused = attempt("algorithm", "correct it", lambda: try_advantages(own))
-        yield from refused
+        equal_train = yield from attempt("algorithm", "correct it", lambda: try_advantages(own))
         if equal_train and rounds:
             problem = f"rollout.dynamic_sampling={rounds} drops groups of equal rewards, and algorithm.advantage={own}"
             yield warning("algorithm", f"{problem} lets such groups train", "set rollout.dynamic_sampling to 0")
@@ -233,10 +232,9 @@ def _engine(config: Config) -> Iterator[Finding]:
     """The engine is there, and does what it is asked for."""
     rollout = config.rollout
     if rollout.engine not in ENGINES:
-        made = attempt(
+        yield from attempt(
             "engines", "see docs/rollouts.md", lambda: load_callable(rollout.engine, named="rollout.engine: ")
         )
-        yield from made[1]
     if rollout.engine == "reference" and rollout.tensor_parallel > 1:
         yield error(
             "engines",
