@@ -88,7 +88,6 @@ class MegatronActor:
         self.runtime = runtime
         self.model = list(chunks)
         self._exporter = weight_exporter(self.model, hf_config, runtime.groups)
-        self._buckets: WeightBuckets | None = None
         self._config, self._preset = config, preset
         self._reference_kl = reference_kl
         self._reference = None if reference_kl is None else ReferencePolicy(self.model)
@@ -346,12 +345,9 @@ class MegatronActor:
         return self._exporter.stream()
 
     def weight_buckets(self, bucket_bytes: int, shares: int = 1, *, sliced: bool = False) -> WeightBuckets:
-        """The weights as they go to engines whose experts `shares` workers divide (`sliced`: each of them), planned
-        once."""
+        """The weights as they go to engines whose experts `shares` workers divide (`sliced`: each of them)."""
         self._require("weights")
-        if self._buckets is None:
-            self._buckets = self._exporter.buckets(bucket_bytes, shares, sliced=sliced)
-        return self._buckets
+        return self._exporter.buckets(bucket_bytes, shares, sliced=sliced)
 
     def offload(self, parts: Iterable[Part] = PARTS) -> int:
         """Move these to host memory, so that the engine can have the GPU (see `Offloader`); the bytes freed here."""

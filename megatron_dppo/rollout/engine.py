@@ -237,19 +237,14 @@ class EngineClient(Protocol):
         ...
 
 
-class RolloutFleet(Protocol):
+class RolloutFleet(Generates, Protocol):
     """The engines of a run on the controller, as one. Engines load in the background; those that die, hang or answer
-    nonsense lose their work to the others and are replaced. Calls may come from several threads.
+    nonsense lose their work to the others and are replaced. Calls may come from several threads. What `generate` made
+    comes to this process whole.
 
     Errors of a call: `UserError` for what was asked wrongly, `NoWeights` where no engine takes its first,
     `GenerationTimeout` for a request that took too long twice, `EnginesFailed` once engines failed too often.
     """
-
-    def generate(
-        self, requests: Sequence[GenerationRequest], sampling: SamplingConfig, *, training: bool
-    ) -> RolloutBatch:
-        """See `Generates.generate`; the whole batch comes to this process."""
-        ...
 
     def generate_stored(
         self,

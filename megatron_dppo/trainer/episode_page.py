@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.trainer.history import as_written, read_rows
+from megatron_dppo.trainer.history import SAMPLES_FILE, as_written, read_rows
 from megatron_dppo.trainer.report import GREEN, RED, STYLE, TOKEN_KEY, token_spans, write_page
-from megatron_dppo.trainer.tracking import SAMPLES_FILE
 
 _OWN_STYLE = """
 .turn { border-left: 4px solid #ccc; padding: .3em .8em; margin: .6em 0 } .policy { border-color: #1f77b4 }

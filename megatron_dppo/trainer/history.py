@@ -14,7 +14,9 @@ import numpy as np
 
 from megatron_dppo.errors import UserError
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, SAMPLES_FILE, MASKED_TOKENS_FILE = "metrics.jsonl", "samples.jsonl", "masked_tokens.jsonl"
+CONFIG_FILE = "config.yaml"
+"""The settings that the run was started with."""
 CHECKPOINTS = "checkpoints"
 """Folder of a run's training states."""
 MODEL_FOLDER, ADAPTER_FOLDER = "hf", "adapter"

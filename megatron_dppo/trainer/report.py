@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from megatron_dppo.config.load import read_tree
 from megatron_dppo.errors import file_errors
-from megatron_dppo.trainer.history import History, as_written, read_rows
+from megatron_dppo.trainer.history import CONFIG_FILE, MASKED_TOKENS_FILE, SAMPLES_FILE, History, as_written, read_rows
 from megatron_dppo.trainer.mismatch import MISMATCH_FILE, Mismatch
 from megatron_dppo.trainer.mismatch_plot import draw_mismatch
 from megatron_dppo.trainer.plots import draw_runs, panels_for, plain
@@ -113,12 +113,12 @@ def _answers(runs: Mapping[str, Path]) -> str:
     blocked is struck out, and what was not trained on is grey."""
     parts = []
     for label, folder in runs.items():
-        rows = list(_rows(folder, "samples.jsonl"))
+        rows = list(_rows(folder, SAMPLES_FILE))
         last = [row for row in rows if row["step"] == rows[-1]["step"]] if rows else []
         if not last:
             parts.append(f"<h3>{html.escape(label)}</h3>{_nothing('no answers were kept (tracking.samples_every)')}")
             continue
-        with as_written(folder / "samples.jsonl"):
+        with as_written(folder / SAMPLES_FILE):
             largest = max((abs(one) for row in last for one in _advantages(row)), default=0.0) or 1.0
             lines = "".join(_answer(row, largest) for row in last)
         parts.append(
@@ -168,8 +168,8 @@ def _masked(runs: Mapping[str, Path]) -> str:
     parts = []
     for label, folder in runs.items():
         totals: dict[str, dict[str, int]] = {"positive": defaultdict(int), "negative": defaultdict(int)}
-        with as_written(folder / "masked_tokens.jsonl"):
-            for row in _rows(folder, "masked_tokens.jsonl"):
+        with as_written(folder / MASKED_TOKENS_FILE):
+            for row in _rows(folder, MASKED_TOKENS_FILE):
                 for sign, counts in totals.items():
                     for text, count in row.get(sign, ()):
                         counts[text] += int(count)
@@ -185,12 +185,12 @@ def _masked(runs: Mapping[str, Path]) -> str:
 def _configurations(runs: Mapping[str, Path]) -> str:
     """Of one run every setting that its file states; of several those in which they differ."""
     settings = {
-        label: {name: json.dumps(value) for name, value in flatten(read_tree(folder / "config.yaml")).items()}
+        label: {name: json.dumps(value) for name, value in flatten(read_tree(folder / CONFIG_FILE)).items()}
         for label, folder in runs.items()
-        if (folder / "config.yaml").is_file()
+        if (folder / CONFIG_FILE).is_file()
     }
     if not settings:
-        return _nothing("no run has its config.yaml")
+        return _nothing(f"no run has its {CONFIG_FILE}")
     names = dict.fromkeys(name for one in settings.values() for name in one)
     several = len(settings) > 1
     differ = [name for name in names if not several or len({one.get(name) for one in settings.values()}) > 1]

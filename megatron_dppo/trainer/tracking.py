@@ -17,13 +17,20 @@ from torch.utils.tensorboard import SummaryWriter
 from megatron_dppo.checkpoint.atomic import sync
 from megatron_dppo.errors import UserError, file_errors, typed_line
 from megatron_dppo.launch.secrets import redact
-from megatron_dppo.trainer.history import ADAPTER_FOLDER, CHECKPOINTS, METRICS_FILE, MODEL_FOLDER, read_lines, read_rows
+from megatron_dppo.trainer.history import (
+    ADAPTER_FOLDER,
+    CHECKPOINTS,
+    MASKED_TOKENS_FILE,
+    METRICS_FILE,
+    MODEL_FOLDER,
+    SAMPLES_FILE,
+    read_lines,
+    read_rows,
+)
 from megatron_dppo.trainer.samples import Sample
 from megatron_dppo.trainer.sinks import Sink
 
 logger = logging.getLogger(__name__)
-
-SAMPLES_FILE, MASKED_TOKENS_FILE = "samples.jsonl", "masked_tokens.jsonl"
 
 
 class Tracker:

@@ -43,7 +43,7 @@ from megatron_dppo.tasks.tokenizer import load_tokenizer
 from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.checkpoints import Checkpoints, checkpoint_root
 from megatron_dppo.trainer.evaluation import Evaluator
-from megatron_dppo.trainer.history import ADAPTER_FOLDER, MODEL_FOLDER, History
+from megatron_dppo.trainer.history import ADAPTER_FOLDER, CONFIG_FILE, METRICS_FILE, MODEL_FOLDER, History
 from megatron_dppo.trainer.loop import Controller, Trainer
 from megatron_dppo.trainer.progress import Progress
 from megatron_dppo.trainer.resume import check_changed, facts, weights_fingerprint
@@ -51,9 +51,6 @@ from megatron_dppo.trainer.sinks import open_sinks, require_services
 from megatron_dppo.trainer.summary import Took, print_summary
 from megatron_dppo.trainer.task_suite import build_task_suite
 from megatron_dppo.trainer.tracking import Tracker, require_unused
-
-CONFIG = "config.yaml"
-"""Of the run's folder."""
 
 
 def train(
@@ -144,7 +141,7 @@ def train(
         # What rank 0 alone has: what is logged, and who samples and evaluates.
         controller = None
         if fleet is not None and suite is not None and progress is not None:
-            save_config(dated, config.run.dir / CONFIG)
+            save_config(dated, config.run.dir / CONFIG_FILE)
             resumed_at = first_step if config.trainer.resume else None
             sinks = open_sinks(
                 config.tracking,
@@ -242,7 +239,7 @@ def _export(runtime: Runtime, config: Config, actor: MegatronActor, hf_config: H
 
 def _dated(config: Config) -> Config:
     """With the date that a chat template may show: the day on which the run began, also when it goes on."""
-    file, began = config.run.dir / CONFIG, None
+    file, began = config.run.dir / CONFIG_FILE, None
     if config.task.date is None and config.trainer.resume and file.is_file():
         began = (read_tree(file).get("task") or {}).get("date")
     task = config.task.model_dump() | {"date": config.task.date or began or datetime.date.today()}
@@ -257,7 +254,7 @@ def _report(config: Config, took: Took) -> None:
     history = History.read(folder)
     picture = folder / "curves.png"
     plot_runs({config.run.name: history}, picture, title=config.run.name)
-    paths: dict[str, Path] = {"metrics": folder / "metrics.jsonl", "curves": picture}
+    paths: dict[str, Path] = {"metrics": folder / METRICS_FILE, "curves": picture}
     if config.trainer.export_hugging_face:
         paths["model"] = folder / MODEL_FOLDER
     if config.lora:
