@@ -5,8 +5,12 @@ from __future__ import annotations
 import random
 import socket
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import psutil
+
+if TYPE_CHECKING:
+    from megatron_dppo.rollout.engine import EngineClient, RolloutEngine
 
 
 def command_of(process: psutil.Process) -> str:
@@ -14,6 +18,16 @@ def command_of(process: psutil.Process) -> str:
     with suppress(psutil.NoSuchProcess):
         return " ".join([process.name(), *process.cmdline()])
     return ""
+
+
+def processes_of(client: EngineClient) -> list[int]:
+    """Process ids where an engine lives: its host's, then those of its core and of the core's workers."""
+
+    def ids(engine: RolloutEngine) -> list[int]:  # in here, so that it goes to a process that may not import tests
+        host = psutil.Process()
+        return [host.pid, *(child.pid for child in host.children(recursive=True))]
+
+    return client.ask(ids, "control").result()
 
 
 def free_port() -> int:

@@ -22,6 +22,7 @@ from megatron_dppo.rollout.fleet.fleet import EngineFleet
 from megatron_dppo.rollout.ray_session import RaySession
 from tests.agents.test_exact import check_rows
 from tests.distributed import PATIENCE_S
+from tests.processes import processes_of
 from tests.rollout.conftest import CONFIG, making
 from tests.tiny import tiny_qwen3_moe, tiny_tokenizer
 
@@ -88,7 +89,7 @@ def test_an_engine_that_dies_inside_of_a_turn(fleet: EngineFleet) -> None:
             while not replica.running:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
-            os.kill(replica.engine.processes()[0], signal.SIGKILL)
+            os.kill(processes_of(replica.engine)[0], signal.SIGKILL)
             for one in talks:
                 one.result(PATIENCE_S)
         records = [session.finish() for session in sessions]

@@ -26,6 +26,7 @@ from megatron_dppo.rollout.ray_session import RaySession
 from megatron_dppo.rollout.stored import RolloutHandle
 from megatron_dppo.rollout.weight_transfer.recipients import Recipients
 from tests.distributed import PATIENCE_S
+from tests.processes import processes_of
 from tests.rollout.conftest import CONFIG, SAMPLING, making
 from tests.rollout.reference import model_with, other_weights
 from tests.rollout.spans import check_spans, check_tokens
@@ -222,7 +223,7 @@ def test_engines_that_die_hang_or_answer_nonsense_lose_no_request_and_double_non
 
     def one_is_killed() -> None:
         """The engine's actor, outright: what it wrote before stays."""
-        os.kill(fleet.members[0].processes()[0], signal.SIGKILL)
+        os.kill(processes_of(fleet.members[0])[0], signal.SIGKILL)
 
     killed = two.rolled_out("b", one_is_killed)
     counts = fleet.take_counts()
@@ -232,7 +233,7 @@ def test_engines_that_die_hang_or_answer_nonsense_lose_no_request_and_double_non
     two.whole()
 
     def a_core_is_stopped() -> None:
-        host, *core = fleet.members[1].processes()
+        host, *core = processes_of(fleet.members[1])
         for process in core or [host]:
             os.kill(process, signal.SIGSTOP)
 

@@ -18,6 +18,7 @@ from megatron_dppo.config.load import load_config
 from megatron_dppo.launch import exit_status
 from megatron_dppo.rollout.fleet.fleet import EngineFleet
 from megatron_dppo.trainer.train import train
+from tests.processes import processes_of
 
 
 def disturb(fleet: EngineFleet, fault: str, number: int) -> None:
@@ -25,7 +26,7 @@ def disturb(fleet: EngineFleet, fault: str, number: int) -> None:
     while len(fleet.members) <= number:  # an engine may still be loading
         time.sleep(0.1)
     replica = fleet._dispatcher._replicas[number]
-    processes = replica.engine.processes()
+    processes = processes_of(replica.engine)
     while not replica.running:
         time.sleep(0.001)
     for process in processes if fault == "kill" else processes[1:]:

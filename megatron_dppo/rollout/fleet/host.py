@@ -55,11 +55,6 @@ class EngineHost:
             raise self._refused
         return call(self._engine)
 
-    def processes(self) -> list[int]:
-        """Process ids: this one's, then those of the core and its workers."""
-        own = psutil.Process()
-        return [own.pid, *(child.pid for child in own.children(recursive=True))]
-
     def kill_core(self) -> None:
         """End every process below this one, also one that is stopped and would not notice that its parent ended."""
         for child in psutil.Process().children(recursive=True):
@@ -106,10 +101,6 @@ class RemoteEngine:
         """A call of the lane "work" that returns `count` values, each an object of its own in Ray's store. They belong
         to the caller and outlive the engine."""
         return self._host.run.options(concurrency_group="work", num_returns=count).remote(call)
-
-    def processes(self) -> list[int]:
-        """Process ids where the engine lives: its host's first."""
-        return future_of(self._host.processes.options(concurrency_group="control").remote()).result()
 
     def close(self) -> None:
         """Stop the engine's processes and the actor. Idempotent; never raises for an actor that is gone."""
