@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -252,9 +253,10 @@ def test_a_world_that_the_layout_does_not_divide(
     assert any(line.startswith("error: layout: parallel: world size 3 is not a multiple") for line in lines)
 
 
-def in_a_mount(mount: str, *arguments: str) -> str:
-    """The doctor in a mount namespace of its own, where `mount` was run."""
-    command = " ".join([sys.executable, "-m", "megatron_dppo.cli", "doctor", *arguments])
+def in_a_mount(mount: str, *commands: list[str]) -> list[str]:
+    """What the doctor says to each command line, in a mount namespace of its own, where `mount` was run."""
+    run = f"for one in {list(commands)}:\n    main(['doctor', *one])\n    print('|')"
+    command = shlex.join([sys.executable, "-c", f"from megatron_dppo.cli import main\n{run}"])
     try:
         probe = subprocess.run(["unshare", "--mount", "true"], capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -268,11 +270,13 @@ def in_a_mount(mount: str, *arguments: str) -> str:
         timeout=300,
         check=False,
     )
-    return done.stdout + done.stderr
+    *outs, rest = done.stdout.split("|\n")
+    assert (len(outs), rest) == (len(commands), ""), done.stderr
+    return outs
 
 
 def test_small_shared_memory_is_found() -> None:
-    out = in_a_mount("mount -t tmpfs -o size=16m none /dev/shm")
+    (out,) = in_a_mount("mount -t tmpfs -o size=16m none /dev/shm", [])
     assert "error: shared-memory: /dev/shm has 16 MiB free of 256 wanted" in out
 
 
@@ -282,14 +286,16 @@ def test_a_disk_without_room_is_found(tmp_path: Path, checkpoint: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
     tree["run"]["dir"] = str(small / "mine")
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(tree))
-    out = in_a_mount(f"mount -t tmpfs -o size=4m none {small}", str(file), "--ranks", "4")
-    assert f"error: disk: {small} has 4 MiB free" in out
-    tree["trainer"]["export_hugging_face"] = False
-    tree["lora"] = {"rank": 1, "targets": ["o"]}  # states then have adapters alone
-    file.write_text(yaml.safe_dump(tree))
-    assert "error: disk" not in in_a_mount(f"mount -t tmpfs -o size=4m none {small}", str(file), "--ranks", "4")
+    adapters = tree | {"trainer": tree["trainer"] | {"export_hugging_face": False}}
+    adapters["lora"] = {"rank": 1, "targets": ["o"]}  # states then have adapters alone
+    files = [tmp_path / name for name in ("whole.yaml", "adapters.yaml")]
+    for file, one in zip(files, (tree, adapters), strict=True):
+        file.write_text(yaml.safe_dump(one))
+    whole, little = in_a_mount(
+        f"mount -t tmpfs -o size=4m none {small}", *([str(file), "--ranks", "4"] for file in files)
+    )
+    assert f"error: disk: {small} has 4 MiB free" in whole
+    assert "error: disk" not in little
 
 
 @pytest.mark.parametrize(
