@@ -200,18 +200,37 @@ def test_a_layer_without_all_of_its_weights_is_refused_by_name(
     assert len(engine.generate(requests(2, "open"), SAMPLING, training=True)) == 2
 
 
+def test_generation_pauses_and_resumes(served_mixed: Served) -> None:
+    import threading
+
+    engine = served_mixed.engine
+    expected = engine.generate(requests(8, "run"), SAMPLING, training=True)
+    engine.pause()
+    answers = []
+    worker = threading.Thread(
+        target=lambda: answers.append(engine.generate(requests(8, "paused"), SAMPLING, training=True)), daemon=True
+    )
+    worker.start()
+    worker.join(1.0)
+    assert worker.is_alive()
+    engine.resume()
+    worker.join(300)
+    assert not worker.is_alive()
+    np.testing.assert_array_equal(answers[0].token_ids, expected.token_ids)
+
+
 def test_a_call_that_takes_too_long_is_given_up_and_leaves_the_engine_usable(served_mixed: Served) -> None:
     engine = served_mixed.engine
     assert isinstance(engine, ServedEngine)
     kept = engine._sampler._timeout
-    engine._loop.run(engine.core.hold(cut=False))
+    engine.pause()
     try:
         engine._sampler._timeout = 0.2
         with pytest.raises(GenerationTimeout, match=r"late/\d/0 had not ended after rollout.request_timeout_s=0.2"):
             engine.generate(requests(8, "late"), SAMPLING, training=True)
     finally:
         engine._sampler._timeout = kept
-        engine._loop.run(engine.core.resume())
+        engine.resume()
     assert len(engine.generate(requests(8, "late"), SAMPLING, training=True)) == 8
 
 

@@ -46,7 +46,7 @@ def test_calls_side_by_side_get_their_own_answers(engine: ReferenceEngine) -> No
 
 
 def test_a_call_that_is_given_up_leaves_nothing(engine: ReferenceEngine) -> None:
-    engine._loop.run(engine.core.hold(cut=False))
+    engine.pause()
     raised: list[BaseException] = []
 
     def call() -> None:
@@ -62,7 +62,7 @@ def test_a_call_that_is_given_up_leaves_nothing(engine: ReferenceEngine) -> None
     engine.abandon("mine")
     waiting.join(300)
     assert [type(error) for error in raised] == [CancelledError]
-    engine._loop.run(engine.core.resume())
+    engine.resume()
     assert len(engine.generate(requests(20, "given up"), SAMPLING, training=True)) == 20
     assert engine.alive().ended == {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -33,6 +34,8 @@ class UniformEngine:
     def __init__(self, config: RolloutConfig) -> None:
         self._config, self._manifest = config, Manifest(TENSORS)
         self.weight_version, self._refused = 0, ""
+        self._paused = threading.Event()
+        self._paused.set()
 
     def generate(
         self, requests: Sequence[GenerationRequest], sampling: SamplingConfig, *, training: bool, call: str = ""
@@ -40,6 +43,7 @@ class UniformEngine:
         if self._refused:
             raise EngineClosed(f"the engine refuses to generate: {self._refused}")
         check_requests(requests, sampling, self._config)
+        self._paused.wait()
         return RolloutBatch.concatenate([self._answer(request, sampling.max_tokens) for request in requests])
 
     def _answer(self, request: GenerationRequest, count: int) -> RolloutBatch:
@@ -92,6 +96,12 @@ class UniformEngine:
     def sleep(self) -> None: ...
 
     def wake(self, what: Literal["weights", "kv_cache"]) -> None: ...
+
+    def pause(self) -> None:
+        self._paused.clear()
+
+    def resume(self) -> None:
+        self._paused.set()
 
     def close(self) -> None: ...
 

@@ -127,6 +127,9 @@ class ReferenceCore:
 
         await self._between_steps(hold)
 
+    async def pause(self) -> None:
+        await self.hold(cut=False)
+
     async def resume(self) -> None:
         def resume() -> None:
             self._held = False

@@ -68,6 +68,10 @@ class Core(Protocol):
         "length", or "abort" where it has none."""
         ...
 
+    async def pause(self) -> None:
+        """Freeze what is under way where it is, until `resume`."""
+        ...
+
     async def resume(self) -> None: ...
 
     async def sleep(self) -> None:

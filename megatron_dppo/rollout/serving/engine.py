@@ -27,7 +27,7 @@ from megatron_dppo.rollout.weight_transfer.manifest import Manifest, read_shapes
 
 
 class ServedEngine[C: Core](WeightUpdates[C]):
-    """One engine on this machine. Blocking; calls may come from several threads."""
+    """One engine on this machine. Blocking; calls may come from several threads (pausing while generating)."""
 
     def __init__(
         self, facts: ModelFacts, config: RolloutConfig, loop: EventLoop, start: Callable[[], Coroutine[Any, Any, C]]
@@ -116,6 +116,14 @@ class ServedEngine[C: Core](WeightUpdates[C]):
             self._gate.shut = "the engine woke without weights; sync them"
         if not self._gate.asleep:
             self._loop.run(self._core.resume())
+
+    def pause(self) -> None:
+        self._loop.check()
+        self._loop.run(self._core.pause())
+
+    def resume(self) -> None:
+        self._check_open()
+        self._loop.run(self._core.resume())
 
     def close(self) -> None:
         if self._loop.closed:

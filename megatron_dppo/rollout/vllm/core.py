@@ -59,6 +59,9 @@ class VllmCore:
         # for callers that look at once for what ended. The prefix cache is emptied at the end of the sync.
         await self.engine.engine_core.pause_scheduler_async(mode="abort" if cut else "wait", clear_cache=False)
 
+    async def pause(self) -> None:
+        await self.engine.pause_generation(mode="keep", clear_cache=False)
+
     async def resume(self) -> None:
         await self.engine.resume_generation()
 
