@@ -28,7 +28,7 @@ def user_message(config: TaskConfig, question: str, metadata: Mapping[str, Any])
     comes out is blank."""
     try:
         message = _Template().format(config.prompt, question=question, metadata=metadata)
-    except (KeyError, IndexError, AttributeError, ValueError) as error:
+    except Exception as error:  # what a row holds decides which formats and parts it has
         known = ", ".join(sorted(metadata))
         raise UserError(
             f"task.prompt={config.prompt!r} cannot be filled ({type(error).__name__}: {error}); it may use "

@@ -106,6 +106,7 @@ def test_the_length_filter_counts(path, tokenizer):
         ("{problem} {metadata[hint]}", "neither"),
         ("{question} {metadata[hint]}", r"hints.jsonl, line 2: task.prompt=.* \(ValueError: what it shows is null\)"),
         ("{metadata[blank]}", r"hints.jsonl, line 2: task.prompt='{metadata\[blank\]}' gives a blank message"),
+        ("{metadata[hint][text]}", r"hints.jsonl, line 1: task.prompt=.* \(TypeError: string indices must be integers"),
     ],
 )
 def test_a_prompt_that_a_row_does_not_fill(tmp_path, tokenizer, prompt, message):
