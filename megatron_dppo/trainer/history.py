@@ -77,7 +77,8 @@ class History:
 
 def _number(value: Any, where: str) -> float:
     try:
-        return np.nan if value is None else float(value)
+        number = np.nan if value is None else float(value)
+        return number if np.isfinite(number) else np.nan
     except (TypeError, ValueError, OverflowError):
         raise UserError(f"{where} is {value!r:.60}, which is no number; correct it") from None
 
@@ -102,7 +103,7 @@ def read_lines(file: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     for number, line in complete_lines(file):
         try:
             row = json.loads(line)
-            row["step"] = int(row["step"])
+            row["step"] = int(np.int64(row["step"]))  # as series hold it
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise UserError(f'{file}, line {number}: not a metrics row ({{"step": ..., ...}}): {error}') from error
         yield line, row

@@ -269,7 +269,9 @@ def test_reading_says_what_is_wrong(tmp_path: Path) -> None:
         file.write_text(f'{{"step": 1, "a": {value}}}\n')
         with pytest.raises(UserError, match=r"a of step 1 is .*which is no number"):
             History.read(file)
-    for row in ('{"step": 1e999}', '{"step": []}', "[" * 100_000):
+    file.write_text('{"step": 1, "a": Infinity}\n')  # another program's: a run writes null
+    assert np.isnan(History.read(file)["a"].values).all()
+    for row in ('{"step": 1e999}', '{"step": []}', f'{{"step": {2**63}}}', "[" * 100_000):
         file.write_text(row + "\n")
         with pytest.raises(UserError, match="line 1: not a metrics row"):
             History.read(file)
