@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,3 +29,14 @@ def fail_to_open(monkeypatch: pytest.MonkeyPatch, part: str, number: int) -> Non
         return (failing(number) if part in self.name else opened)(self, *words, **options)
 
     monkeypatch.setattr(Path, "open", fails)
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Inside, no file of this process grows beyond `size` bytes, as on a disk that is full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -15,9 +15,10 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from omegaconf.resolvers import oc
 from pydantic import BaseModel, ValidationError
 
+from megatron_dppo.checkpoint.atomic import replace_synced
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config_base import ConfigModel
-from megatron_dppo.errors import UserError, did_you_mean, first_line, listed, of_file
+from megatron_dppo.errors import UserError, did_you_mean, file_errors, first_line, listed, of_file
 from megatron_dppo.launch.secrets import confide, redact, secret_variables
 
 
@@ -137,12 +138,14 @@ def _put(tree: Any, kind: type[BaseModel], key: str, value: Any) -> None:
 
 def save_config(config: Config, path: Path) -> None:
     """Write the configuration, readable by `load_config`, without secrets (see `recorded`) and without what of a
-    rollout follows from other settings, which may be overridden where it is read."""
+    rollout follows from other settings, which may be overridden where it is read. Raises UserError where it cannot be
+    written; what was there is there then."""
     tree = recorded(config)
     for name in {"top_k_logprobs", "router_replay"} - config.rollout.model_fields_set:
         del tree["rollout"][name]
     # Not PyYAML's own: what OmegaConf reads as a number, '1e-6', that one writes without quotes.
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(tree)), encoding="utf-8")
+    with file_errors(f"{path}: cannot write"):
+        replace_synced(path, OmegaConf.to_yaml(OmegaConf.create(tree)))
 
 
 def recorded(config: ConfigModel) -> dict[str, Any]:

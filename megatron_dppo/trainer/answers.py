@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,16 +65,18 @@ class AnswerFile:
             self._remember(answer)
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # what `add` could not write, once more
+            self._file.close()
 
     def _remember(self, answer: Answer) -> None:
         """Half a million long responses would not fit in memory."""
         self._answers[answer.prompt, answer.sample] = dataclasses.replace(answer, response="")
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
-        self._file.writelines(json.dumps(row) + "\n" for row in rows)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with file_errors(f"{self.path}: cannot be written"):
+            self._file.writelines(json.dumps(row) + "\n" for row in rows)
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def _read(self, settings: dict[str, Any]) -> int:
         """Take in what the file holds; returns the bytes of its complete lines, 0 where none is an answer."""

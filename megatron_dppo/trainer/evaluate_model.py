@@ -27,7 +27,7 @@ from megatron_dppo.checkpoint.hf_files import WEIGHTS, require_unchanged
 from megatron_dppo.config.load import build_config, read_tree, section
 from megatron_dppo.config.trainer import EvaluationConfig
 from megatron_dppo.config_base import ConfigModel
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, file_errors
 from megatron_dppo.launch.lease import FOLDER as LEASE
 from megatron_dppo.launch.lease import lease
 from megatron_dppo.launch.network import stay_on_loopback
@@ -137,7 +137,8 @@ def evaluate_model(model: Path, config: EvaluateConfig, out: Path, *, keep: tupl
             for one, file, prompts in zip(sets, files, missing, strict=True):
                 _answer_all(engine, tokenizer, config, one, file, prompts, console)
         results = {one.name: _metrics(one, file) for one, file in zip(sets, files, strict=True)}
-        replace_synced(out / "summary.json", json.dumps(results, indent=2) + "\n")
+        with file_errors(f"{out}/summary.json: cannot be written"):
+            replace_synced(out / "summary.json", json.dumps(results, indent=2) + "\n")
         if keep is not None:
             for one, file in zip(sets, files, strict=True):
                 console.print(_keep(one, file, keep), markup=False, soft_wrap=True)
@@ -232,7 +233,8 @@ def _keep(one: EvaluationSet, file: AnswerFile, band: tuple[float, float]) -> st
         rate = float(np.mean([given.correct for given in file.answers(prompt.index, one.samples)]))
         if band[0] <= rate <= band[1]:
             rows.append(json.dumps({**prompt.metadata, "pass_rate": rate}, default=str) + "\n")
-    replace_synced(target, "".join(rows))
+    with file_errors(f"{target}: cannot be written"):
+        replace_synced(target, "".join(rows))
     return f"{one.name}: {len(rows)} of {len(one.prompts)} questions kept: {target}"
 
 

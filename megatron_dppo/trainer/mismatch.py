@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, file_errors
 
 MISMATCH_FILE = "mismatch.npz"
 MISMATCH_TOKENS = 20_000
@@ -31,7 +31,10 @@ class Mismatch:
         return Mismatch(replayed[:, 0], replayed[:, 1], live[:, 1])
 
     def write(self, folder: Path) -> None:
-        np.savez_compressed(folder / MISMATCH_FILE, log_mu=self.log_mu, log_pi=self.log_pi, live=self.log_pi_live)
+        """Raises `UserError` where it cannot be written."""
+        path = folder / MISMATCH_FILE
+        with file_errors(f"{path}: cannot write"):
+            np.savez_compressed(path, log_mu=self.log_mu, log_pi=self.log_pi, live=self.log_pi_live)
 
     @staticmethod
     def read(folder: Path) -> Mismatch:
@@ -42,5 +45,5 @@ class Mismatch:
                 return Mismatch(arrays["log_mu"], arrays["log_pi"], arrays["live"])
         except FileNotFoundError as error:
             raise UserError(f"{path}: no such file; a run writes it with trainer.parity_check=true") from error
-        except (OSError, KeyError, ValueError) as error:
+        except Exception as error:  # numpy meets damage wherever it reads: in a zip file, in zlib, in Python's tokens
             raise UserError(f"{path}: not what a run writes: {error}") from error

@@ -10,6 +10,7 @@ from megatron_dppo.config import load
 from megatron_dppo.config.load import load_config, read_tree, save_config
 from megatron_dppo.config_base import Bounds, ConfigModel, Seed
 from megatron_dppo.errors import UserError
+from tests.system_faults import files_of_at_most
 
 MINIMAL = "run: {dir: out}\nmodel: {path: model}\n"
 
@@ -131,6 +132,15 @@ def test_a_saved_config_loads_again(config_file, tmp_path):
         save_config(config, tmp_path / "saved.yaml")
         assert load_config(tmp_path / "saved.yaml") == config
     assert config.run.name == "1e-6"
+
+
+def test_a_full_disk_leaves_the_saved_config_as_it_was(config_file, tmp_path):
+    """A run that goes on writes it again; what it holds may be in no other file."""
+    config, saved = load_config(config_file), tmp_path / "config.yaml"
+    save_config(config, saved)
+    with pytest.raises(UserError, match=r"config\.yaml: cannot write: File too large"), files_of_at_most(100):
+        save_config(config, saved)
+    assert load_config(saved) == config
 
 
 def test_settings_that_are_gone_are_left_out_where_they_did_nothing(config_file, tmp_path):

@@ -33,6 +33,7 @@ from megatron_dppo.trainer.evaluate_model import _answer_all, _keep, _scored, _s
 from megatron_dppo.trainer.evaluation import pass_at_k
 from megatron_dppo.trainer.task_suite import EvaluationSet
 from tests.rollout.uniform_engine import UniformEngine
+from tests.system_faults import files_of_at_most
 
 AIME = [{"id": i, "problem": f"Find {i}.", "answer": str(i)} for i in range(5)]
 CONFIG = """
@@ -298,6 +299,20 @@ def test_a_file_without_an_answer_is_begun_anew(tmp_path):
     assert json.loads(path.read_text().splitlines()[0]) == {"settings": {"seed": 1}}
     with pytest.raises(UserError, match=r"another evaluation \(seed changed\)"):
         AnswerFile(path, {"seed": 0})
+
+
+def test_a_full_disk_is_named_and_costs_no_answer_before(tmp_path):
+    path = tmp_path / "set.jsonl"
+
+    def add() -> None:
+        with files_of_at_most(200), closing(AnswerFile(path, {"seed": 0})) as file:
+            file.add([answer(0, 0)])
+            file.add([answer(1, 0)])
+
+    with pytest.raises(UserError, match=r"set\.jsonl: cannot be written: File too large"):
+        add()
+    with closing(AnswerFile(path, {"seed": 0})) as file:
+        assert (file.has(0, 1), file.has(1, 1)) == (True, False)
 
 
 REWARDS_OF_BEFORE = [

@@ -26,6 +26,7 @@ from megatron_dppo.trainer.samples import choose_samples, spelled
 from megatron_dppo.trainer.sinks import require_services
 from megatron_dppo.trainer.tracking import Tracker
 from tests.batch.rollouts import random_batch
+from tests.system_faults import files_of_at_most
 
 
 def mismatch(spread: float, tokens: int = 4000) -> Mismatch:
@@ -51,6 +52,13 @@ def test_figure_2_from_a_runs_folder(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert min(part.mean() for part in quarters) > 0.005
     assert main(["plot", str(tmp_path), "--mismatch"]) == 2
     assert "mismatch.npz: no such file; a run writes it with trainer.parity_check=true" in capsys.readouterr().err
+    whole = (tmp_path / "small/mismatch.npz").read_bytes()
+    for damaged in (b"", whole[:-100], whole[:200] + bytes(50) + whole[250:]):  # by a kill, a full disk
+        (tmp_path / "mismatch.npz").write_bytes(damaged)
+        assert main(["plot", str(tmp_path), "--mismatch"]) == 2
+        assert "mismatch.npz: not what a run writes: " in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"mismatch\.npz: cannot write: File too large"), files_of_at_most(100):
+        mismatch(0.01).write(tmp_path)
 
 
 def test_evaluation_sets_have_panels_of_their_own(tmp_path: Path) -> None:
