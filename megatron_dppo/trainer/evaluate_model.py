@@ -42,6 +42,7 @@ from megatron_dppo.trainer.answers import Answer, AnswerFile
 from megatron_dppo.trainer.evaluation import accuracy_metrics, evaluation_sampling
 from megatron_dppo.trainer.requests import Draws, requests_for
 from megatron_dppo.trainer.task_suite import EvaluationSet, build_sets, judge_responses
+from megatron_dppo.trainer.terminal import terminal
 
 _OF_ENGINE = {"engine", "dtype", "quantization", "kv_cache_dtype"}
 """What answers depend on besides; kept with them where it is not the default."""
@@ -112,7 +113,7 @@ def evaluate_model(model: Path, config: EvaluateConfig, out: Path, *, keep: tupl
         max_response_tokens=config.rollout.max_response_tokens,
         grader=None,
     )
-    console = Console(highlight=False)
+    console = terminal()
     for line in report:
         console.print(line, markup=False, soft_wrap=True)
     with ExitStack() as stack:

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 
 from megatron_dppo.launch.secrets import redact
+from megatron_dppo.trainer.terminal import terminal
 
 HEADER_EVERY = 20
 SILENT_S = 30.0
@@ -58,7 +59,7 @@ class Progress:
     ) -> None:
         """`look_every_s`: seconds between two looks at what happens; 0 leaves looking (`look`) to the caller."""
         self.total_steps = total_steps
-        self.console = console or Console(highlight=False)
+        self.console = console or terminal()
         self.detail: Callable[[], str] = str
         """Asked for more about the current phase, on a thread of its own; an error of it is no more."""
         self._live = self.console.is_terminal and not self.console.is_dumb_terminal

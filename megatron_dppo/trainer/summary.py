@@ -13,6 +13,7 @@ from rich.text import Text
 
 from megatron_dppo.trainer.history import History
 from megatron_dppo.trainer.progress import clock
+from megatron_dppo.trainer.terminal import terminal
 
 _BEFORE_AND_AFTER = (
     ("held-out accuracy", "eval/accuracy", ".3f"),
@@ -88,7 +89,7 @@ def print_summary(
     history: History, *, title: str, took: Took, paths: Mapping[str, Path], console: Console | None = None
 ) -> None:
     """The tables, then one line per path (label -> path), not wrapped, so that a path can be copied."""
-    console = console or Console(highlight=False)
+    console = console or terminal()
     parity = parity_table(history)
     if parity is not None:
         console.print(parity)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import sys
 import threading
 
 import pytest
@@ -139,3 +141,24 @@ def test_metrics_that_a_step_lacks_are_dashes(wall: Clock) -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (750, "12:30"), (11045, "3:04:05")])
 def test_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
+
+
+@pytest.mark.parametrize("end", ["the reader has gone", "the disk of the log is full"])
+def test_what_cannot_be_shown_ends_no_run(end: str, wall: Clock, monkeypatch: pytest.MonkeyPatch,
+                                          caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
+    """A killed `tee` cost a run all that came after its last state."""
+    if end == "the reader has gone":
+        reading, writing = os.pipe()
+        os.close(reading)
+    else:
+        writing = os.open("/dev/full", os.O_WRONLY)
+    with open(writing, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        shown = Progress(total_steps=10, title="tiny", look_every_s=0)
+        with shown:
+            shown.phase("training")
+            for step in (1, 2):
+                shown.step(step, METRICS)
+        monkeypatch.undo()
+    (warning,) = caplog.messages
+    assert "cannot be written any more, the work goes on without: " in warning
