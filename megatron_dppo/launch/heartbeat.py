@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 
+from megatron_dppo.errors import file_errors
 from megatron_dppo.launch.secrets import redact
 
 FOLDER, STACKS = "heartbeats", "stacks"
@@ -74,10 +75,12 @@ class Heartbeat:
     @contextmanager
     def running(self) -> Iterator[Heartbeat]:
         """Beats count inside; afterwards the rank's file is gone, so that a finished run looks healthy."""
-        for file in (self._file, self._stacks):
-            file.parent.mkdir(parents=True, exist_ok=True)
+        with file_errors(f"{self._stacks} cannot be written", "choose another run.dir"):
+            for file in (self._file, self._stacks):
+                file.parent.mkdir(parents=True, exist_ok=True)
+            stream = open(self._stacks, "a")  # noqa: SIM115  (below)
         watcher = threading.Thread(target=self._watch, daemon=True, name="heartbeat")
-        with open(self._stacks, "a") as stacks:
+        with stream as stacks:
             self._stream = stacks
             self.beat("starting", 0)
             if self._watch_peers:

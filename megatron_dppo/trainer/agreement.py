@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_dppo.actor.runtime import Runtime
 from megatron_dppo.config.schema import Config
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, file_errors
 from megatron_dppo.trainer.resume import flatten
 
 _PATIENCE_S = 15.0
@@ -23,7 +23,8 @@ def check_agreement(runtime: Runtime, config: Config) -> None:
     mine = flatten(config.model_dump(mode="json"))
     mark = config.run.dir / f".shared-{secrets.token_hex(4)}"
     if runtime.is_controller:
-        mark.touch()
+        with file_errors(f"run.dir={config.run.dir} cannot be written", "choose another folder"):
+            mark.touch()
     first, name = runtime.broadcast((mine, mark.name))
     differing = sorted(
         key

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.errors import UserError
 from megatron_dppo.launch.heartbeat import Beat, Heartbeat, culprits, read_beats
 from megatron_dppo.launch.heartbeat import main as health
 from megatron_dppo.launch.logs import logging_to
@@ -159,6 +160,19 @@ def test_a_folder_that_cannot_be_written_or_read_ends_no_run(tmp_path: Path, cap
         shutil.rmtree(tmp_path / "heartbeats")
         heartbeat.beat("rollout", 1)
         assert "rank-00000.json cannot be written: No such file" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["heartbeats", "stacks", "stacks/rank-00000.txt"])
+def test_a_folder_that_takes_no_more_files_is_named_at_the_start(tmp_path: Path, name: str) -> None:
+    """As where a quota of files is used up; without a name it was a fault of ours, and ranks were started again."""
+    blocked = tmp_path / name
+    blocked.parent.mkdir(exist_ok=True)
+    blocked.mkdir() if blocked.suffix else blocked.write_text("")
+    with (
+        pytest.raises(UserError, match=r"stacks/rank-00000\.txt cannot be written: .*; choose another run\.dir"),
+        Heartbeat(tmp_path, 0, limit=60.0).running(),
+    ):
+        pass
 
 
 def test_the_rank_that_others_wait_for() -> None:

@@ -6,18 +6,18 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_dppo.actor.runtime import Runtime
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.start import require_cluster
+from megatron_dppo.trainer.agreement import check_agreement
 from tests.distributed import run_ranks
 
 
 def agree(rank: int, folder: str, names: list[str], steps: list[int]) -> str:
     """What the check says on this rank; `names` are the folder's on each, of which the first alone has the data."""
-    import torch
-
-    from megatron_dppo.actor.runtime import Runtime
-    from megatron_dppo.config.schema import Config
     from megatron_dppo.trainer import agreement
 
     agreement._PATIENCE_S = 1.0
@@ -76,3 +76,11 @@ def test_ranks_of_several_nodes_need_a_ray_cluster(monkeypatch: pytest.MonkeyPat
         require_cluster()
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     require_cluster()
+
+
+def test_a_folder_that_takes_no_more_files_is_named(tmp_path: Path) -> None:
+    """It has gone here; where a quota of files is used up it is the same call that fails."""
+    config = Config.model_validate({"run": {"dir": str(tmp_path / "gone")}, "model": {"path": "model"}})
+    runtime = Runtime(0, 1, torch.device("cpu"), groups=None)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"run\.dir=.*gone cannot be written: No such file or directory"):
+        check_agreement(runtime, config)
