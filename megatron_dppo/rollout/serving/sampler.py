@@ -138,7 +138,8 @@ def to_batch(
     if not np.isfinite(logp[:, 0]).all():
         row = int(np.flatnonzero(~np.isfinite(logp[:, 0]))[0])
         raise MalformedOutput(
-            f"log mu of a sampled token is {logp[row, 0]} (token {ids[row, 0]}); the engine's forward is not finite"
+            f"log mu of a sampled token is {logp[row, 0]} (token {ids[row, 0]}): the engine's forward is not finite; "
+            "where every engine says so the weights have diverged (optimizer.lr)"
         )
     mu_logp = np.zeros(len(token_ids), dtype=np.float32)
     mu_logp[loss_mask] = logp[:, 0]
