@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -46,16 +45,12 @@ def what_is_wrongly_quantised(engine: Any) -> list[list[str]]:
 
 
 class Place:
-    """Holds the engine of one family after another: what its process has imported, ten seconds for vLLM, stays. So does
-    what their cores import, in the server that they are forked from."""
+    """Holds the engine of one family after another: what its process has imported, ten seconds for vLLM, stays."""
 
     weight_version = 0
     _engine: RolloutEngine | None = None
 
     def open(self, model: Path, config: RolloutConfig) -> None:
-        contexts: dict[str, Any] = multiprocessing.context._concrete_contexts
-        contexts["spawn"] = contexts["forkserver"]
-        contexts["spawn"].set_forkserver_preload(["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"])
         self._engine = open_engine(model, config)
 
     def close(self) -> None:
