@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megatron_dppo.launch.arguments import real, whole
-from megatron_dppo.launch.imports import ignore_warnings_of_libraries
+from megatron_dppo.launch.imports import ignore_warnings_of_libraries, uncollected
 
 DESCRIPTION = (
     "Convert a Hugging Face folder to a training state of Megatron-Core, a training state (or the latest one under a "
@@ -51,8 +51,9 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
 def run_convert(arguments: argparse.Namespace) -> int:
     """Convert as the parsed arguments say."""
     ignore_warnings_of_libraries()
-    from megatron_dppo.checkpoint.convert import convert_command
-    from megatron_dppo.models.parallel import ParallelConfig
+    with uncollected():
+        from megatron_dppo.checkpoint.convert import convert_command
+        from megatron_dppo.models.parallel import ParallelConfig
 
     sizes = {name: getattr(arguments, name) for name in _LAYOUT}
     convert_command(
