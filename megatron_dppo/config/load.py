@@ -66,7 +66,7 @@ def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides:
         if value.strip() == "???":  # merged, it would change nothing
             raise UserError(f"override {override}: ??? is what a config file has to be filled in; give a value")
         try:
-            given = OmegaConf.from_dotlist([override])
+            given = OmegaConf.from_dotlist([_whole(key, value)])
             if value.lstrip().startswith("{"):
                 _put(merged, kind, key, OmegaConf.to_container(OmegaConf.select(given, key)))
             else:
@@ -110,6 +110,16 @@ def build_config[C: ConfigModel](kind: type[C], tree: dict[str, Any], overrides:
         raise UserError(listed(wrong, 6, between="; ")) from error
     config._from_environment.update(marked)
     return config
+
+
+def _whole(key: str, value: str) -> str:
+    """The override, in quotes where its value is text with a `#`: YAML would take the rest for a comment."""
+    text = re.match(r"(?!\s*['\"{\[])(.*?)(?<!\S)#", value, re.DOTALL)
+    if text:
+        before: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"x={text[1]}"]))
+        if isinstance(before["x"], str | None):
+            value = json.dumps(value, ensure_ascii=False)
+    return f"{key}={value}"
 
 
 @contextmanager

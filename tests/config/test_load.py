@@ -87,6 +87,20 @@ def test_the_home_folder_and_numbers_in_lists_and_unions(tmp_path, monkeypatch):
             Several(**given)
 
 
+def test_a_value_with_a_hash_is_whole(config_file):
+    """To YAML the rest is a comment: a system prompt lost its end, and two runs had one folder."""
+    texts = {
+        "task.system_prompt": "Write the answer after ####, as in #### 5.",
+        "run.name": "#1",
+        "run.dir": '/runs/it\'s "exp" \U0001f600 #2: {x}',
+    }
+    config = load_config(config_file, [f"{name}={text}" for name, text in texts.items()])
+    assert (config.task.system_prompt, config.run.name, str(config.run.dir)) == tuple(texts.values())
+    same = load_config(config_file, ["optimizer.lr=1e-3 # low", "run.name='a' # b", "tracking.samples_every=3 #"])
+    assert (same.optimizer.lr, same.run.name, same.tracking.samples_every) == (1e-3, "a", 3)
+    assert load_config(config_file, ["run.name=a#b", "task.system_prompt="]).run.name == "a#b"
+
+
 def test_the_home_folder(config_file, tmp_path, monkeypatch):
     """No shell puts it in place of the `~` of `run.dir=~/runs`."""
     monkeypatch.setenv("HOME", str(tmp_path))
