@@ -117,7 +117,7 @@ def _whole(key: str, value: str) -> str:
     text = re.match(r"(?!\s*['\"{\[])(.*?)(?<!\S)#", value, re.DOTALL)
     if text:
         before: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"x={text[1]}"]))
-        if isinstance(before["x"], str | None):
+        if isinstance(before["x"], str) or not text[1].strip():  # not `null # comment`, which is YAML's null
             value = json.dumps(value, ensure_ascii=False)
     return f"{key}={value}"
 

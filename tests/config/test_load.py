@@ -99,6 +99,9 @@ def test_a_value_with_a_hash_is_whole(config_file):
     same = load_config(config_file, ["optimizer.lr=1e-3 # low", "run.name='a' # b", "tracking.samples_every=3 #"])
     assert (same.optimizer.lr, same.run.name, same.tracking.samples_every) == (1e-3, "a", 3)
     assert load_config(config_file, ["run.name=a#b", "task.system_prompt="]).run.name == "a#b"
+    for null in ("null # none", "~ # none", " NULL\t# none", "null #"):
+        unset = load_config(config_file, ["task.system_prompt=before", f"task.system_prompt={null}"])
+        assert unset.task.system_prompt is None, null
 
 
 def test_the_home_folder(config_file, tmp_path, monkeypatch):
