@@ -75,9 +75,10 @@ class Heartbeat:
     @contextmanager
     def running(self) -> Iterator[Heartbeat]:
         """Beats count inside; afterwards the rank's file is gone, so that a finished run looks healthy."""
+        for folder in (self._file.parent, self._stacks.parent):
+            with file_errors(f"{folder} cannot be made", "choose another run.dir"):
+                folder.mkdir(parents=True, exist_ok=True)
         with file_errors(f"{self._stacks} cannot be written", "choose another run.dir"):
-            for file in (self._file, self._stacks):
-                file.parent.mkdir(parents=True, exist_ok=True)
             stream = open(self._stacks, "a")  # noqa: SIM115  (below)
         watcher = threading.Thread(target=self._watch, daemon=True, name="heartbeat")
         with stream as stacks:
