@@ -51,7 +51,7 @@ def test_loads_under_any_layout_with_the_next_step_exact(
     assert expected[0] != expected[1]
     assert found[0] == expected[0]
     assert found[1] == expected[1]
-    assert said == (3, {"position": 12, "weight_version": 3})
+    assert said == (3, {"position": 12, "weight_version": 3}, layout == "same")
 
 
 def test_data_parallel_ranks_write_a_part_each(saved: tuple[Path, Path, list[dict[str, str]]], tmp_path: Path) -> None:

@@ -72,15 +72,18 @@ def train_and_save(rank: int, path: Path, root: Path, layout: dict[str, Any]) ->
 
 
 def load_and_step(rank: int, path: Path, root: Path, layout: dict[str, Any]) -> tuple[list[dict[str, str]], Any]:
-    """The same two sets of weights from a loaded state, and what it said."""
+    """The same two sets of weights from a loaded state, what it said, and whether it brought generators along."""
     trainee = trainee_from(path, layout, load=False)
     for chunk in trainee.models:
         for parameter in chunk.parameters():
             parameter.data.fill_(7.0)
+    random.seed(11)
+    undisturbed = random.getstate()
     resumed = TrainingStates(root, trainee).load()
+    restored = random.getstate() != undisturbed
     before = weights(trainee)
     adam_step(trainee, 3)
-    return [before, weights(trainee)], (resumed.step, resumed.progress)
+    return [before, weights(trainee)], (resumed.step, resumed.progress, restored)
 
 
 def save_several(rank: int, path: Path, root: Path) -> None:

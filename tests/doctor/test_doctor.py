@@ -255,7 +255,7 @@ def test_a_world_that_the_layout_does_not_divide(
 
 def in_a_mount(mount: str, *commands: list[str]) -> list[str]:
     """What the doctor says to each command line, in a mount namespace of its own, where `mount` was run."""
-    run = f"for one in {list(commands)}:\n    main(['doctor', *one])\n    print('|')"
+    run = f"for one in {list(commands)}:\n    print(f'status {{main([\"doctor\", *one])}}|')"
     command = shlex.join([sys.executable, "-c", f"from megatron_dppo.cli import main\n{run}"])
     try:
         probe = subprocess.run(["unshare", "--mount", "true"], capture_output=True, text=True, check=False)
@@ -278,6 +278,7 @@ def in_a_mount(mount: str, *commands: list[str]) -> list[str]:
 def test_small_shared_memory_is_found() -> None:
     (out,) = in_a_mount("mount -t tmpfs -o size=16m none /dev/shm", [])
     assert "error: shared-memory: /dev/shm has 16 MiB free of 256 wanted" in out
+    assert out.endswith("status 1")
 
 
 def test_a_disk_without_room_is_found(tmp_path: Path, checkpoint: Path) -> None:
@@ -295,7 +296,9 @@ def test_a_disk_without_room_is_found(tmp_path: Path, checkpoint: Path) -> None:
         f"mount -t tmpfs -o size=4m none {small}", *([str(file), "--ranks", "4"] for file in files)
     )
     assert f"error: disk: {small} has 4 MiB free" in whole
-    assert "error: disk" not in little
+    assert whole.endswith("status 1")
+    assert "error: " not in little
+    assert little.endswith("status 0")
 
 
 @pytest.mark.parametrize(

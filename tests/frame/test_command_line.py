@@ -60,7 +60,7 @@ def test_ctrl_c_while_it_is_loaded_is_one_line(program, late, tmp_path):
 
 def test_a_start_says_nothing_that_no_user_can_act_on() -> None:
     code = """
-import importlib, inspect, logging, sys
+import importlib, inspect, logging, sys, warnings
 from megatron_dppo.launch.imports import _NOBODYS, ignore_warnings_of_libraries
 ignore_warnings_of_libraries()
 for name, start in _NOBODYS.items():
@@ -69,10 +69,14 @@ for name, start in _NOBODYS.items():
     logger.addHandler(logging.StreamHandler(sys.stdout))
     logger.warning(start + " and so on")
     logger.warning("of use")
+for said in "Detected a Jax installation but", "another":
+    warnings.warn_explicit(said, RuntimeWarning, "__init__.py", 59, module="transformer_engine")
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines() == ["of use"] * 3
     assert "No CUDA runtime" not in result.stderr
+    assert "RuntimeWarning: another" in result.stderr
+    assert "Jax" not in result.stderr
 
 
 def test_output_that_nobody_reads_any_more_is_no_traceback():
