@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -130,7 +130,8 @@ def evaluate_model(model: Path, config: EvaluateConfig, out: Path, *, keep: tupl
             stack.callback(one.grader.close)
         if any(missing):
             require_unchanged(model, which=lambda name: name.endswith(WEIGHTS))
-            for one in sets:
+            for one, file in zip(sets, files, strict=True):
+                one.grader.trust([prompt for prompt in one.prompts if file.has(prompt.index, one.samples)])
                 one.grader.prepare()
             console.print("starting the engine")
             engine = open_engine(model, config.rollout)
@@ -159,7 +160,8 @@ def _answer_all(
 ) -> None:
     """Sample the answers to `prompts`, and score and write a question's as they come. The engine has as many again
     to go on with as it decodes together: no question waits for another's longest answer. Where a reward of the user's
-    fails on all of a question, its answers are written when another was scored: what is on the disk stays as it is."""
+    fails on all of a question, this one's answers are written when the reward scored another, or last: what is on the
+    disk stays as it is."""
     at_once = max(1, config.rollout.max_num_seqs // one.samples)
     sampling = evaluation_sampling(config.evaluation, config.rollout)
 
@@ -169,22 +171,23 @@ def _answer_all(
 
     came: SimpleQueue[Future[tuple[Prompt, RolloutBatch]]] = SimpleQueue()
     threads = ThreadPoolExecutor(2 * at_once, thread_name_prefix="question")
-    written = told = 0
+    scored = told = 0
     held: list[Answer] = []
     try:
         for prompt in prompts:
             threads.submit(sample, prompt).add_done_callback(came.put)
-        while written < len(prompts):
+        while scored < len(prompts):
             done = [came.get(), *(came.get() for _ in range(came.qsize()))]
             if answered := [future.result() for future in done if future.exception() is None]:
                 part, batches = zip(*answered, strict=True)
                 held += _scored(RolloutBatch.concatenate(list(batches)), tokenizer, one, part)
-            written += len(done)
-            if not one.grader.doubtful or written == len(prompts):
-                file.add(held)
-                held.clear()
+            scored += len(answered)
+            doubtful: Collection[int] = one.grader.doubtful if scored < len(prompts) else ()
+            file.add(answer for answer in held if answer.prompt not in doubtful)
+            held = [answer for answer in held if answer.prompt in doubtful]
             for future in done:
                 future.result()  # raises what one failed with, now that the others are on the disk
+            written = scored - len({answer.prompt for answer in held})
             if written - told >= at_once or written == len(prompts):
                 console.print(f"{one.name}: {written} of {len(prompts)} questions", markup=False)
                 told = written

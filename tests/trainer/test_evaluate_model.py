@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from examples.tiny_moe_dppo.model import byte_tokenizer, random_tiny_qwen3_moe, 
 from megatron_dppo.checkpoint.checksums import write_checksums
 from megatron_dppo.cli import main
 from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.engine import EngineClosed
 from megatron_dppo.tasks.config import TaskConfig
 from megatron_dppo.tasks.data.config import DataConfig
 from megatron_dppo.tasks.data_task import load_prompts
@@ -225,6 +228,7 @@ def worth(*, metadata, **_):
         raise KeyError(metadata["problem"])
     return 1
 """
+OF_CODE = "task.rewards=[{{kind: python, path: '{}/mine.py:worth', when: {{kind: code}}}}, {{kind: exact-match}}]"
 
 
 @pytest.mark.parametrize("fine", [(False, True, True), (True, True, False), (False, False, True)])
@@ -263,6 +267,73 @@ def test_a_question_that_a_reward_fails_on_ends_no_evaluation(tmp_path, monkeypa
     answers = [json.loads(line) for line in path.read_text().splitlines()[1:]]
     expected = [] if ends else [one for one in fine for _ in range(2)]
     assert [row["correct"] for row in answers] == expected
+
+
+class DiesAt(UniformEngine):
+    """Dies at a question, when the answers to others are there."""
+
+    def __init__(self, config, question: int, others_there: Callable[[], bool]) -> None:
+        super().__init__(config)
+        self.question, self.others_there = question, others_there
+
+    def generate(self, requests, sampling, *, training, call=""):
+        if int(requests[0].request_id.split("/")[2]) == self.question:
+            deadline = time.monotonic() + 60
+            while not self.others_there():
+                assert time.monotonic() < deadline, "answers were kept back"
+                time.sleep(0.01)
+            raise EngineClosed("the engine died")
+        return super().generate(requests, sampling, training=training)
+
+
+def test_one_question_that_a_rare_reward_fails_on_keeps_no_other_s_answers_back(tmp_path):
+    """Of a set of sums with one bad program among them: the sums are on the disk when the engine dies."""
+    (tmp_path / "mine.py").write_text(REWARD)
+    rows = [{"problem": f"{i}?", "answer": "1", "kind": "sum" if i else "code", "fine": False} for i in range(10)]
+    (tmp_path / "set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = evaluate_config([str(tmp_path / "set.jsonl")], None, [
+        "rollout.max_num_seqs=2", "rollout.max_response_tokens=5", "evaluation.samples=2", "task.reward_workers=1",
+        OF_CODE.format(tmp_path),
+    ])  # fmt: skip
+    prompts = load_prompts(config.task, config.evaluation.sets[0].data, byte_tokenizer(), 512)[0]
+    one = EvaluationSet("set", prompts, 2, build_grader(config.task, max_response_tokens=5))
+    said, path = io.StringIO(), tmp_path / "answers.jsonl"
+
+    def written() -> list[int]:
+        return [json.loads(line)["prompt"] for line in path.read_text().splitlines()[1:]]
+
+    engine = DiesAt(config.rollout, 9, lambda: len(written()) == 2 * 8)
+    with closing(one.grader), closing(AnswerFile(path, {})) as file, pytest.raises(EngineClosed):
+        _answer_all(engine, byte_tokenizer(), config, one, file, prompts, Console(file=said))
+    assert sorted(written()) == [number for number in range(1, 9) for _ in range(2)]
+    assert said.getvalue().splitlines()[-1] == "set: 8 of 10 questions"
+
+
+@pytest.mark.parametrize(("there", "code"), [("sum", 2), ("code", 0)])
+def test_an_evaluation_of_which_two_bad_rows_are_left_comes_to_its_end(tmp_path, capsys, there, code):
+    """Where their function scored answers that are on the disk; those of another say nothing of it."""
+    write_checkpoint(tmp_path / "model", random_tiny_qwen3_moe(byte_tokenizer(), seed=1), byte_tokenizer())
+    (tmp_path / "mine.py").write_text(REWARD)
+    kinds = [there, "code", "code"]
+    rows = [{"problem": f"{i}?", "answer": "1", "kind": kind, "fine": False} for i, kind in enumerate(kinds)]
+    (tmp_path / "set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = [
+        "rollout.engine=tests.rollout.uniform_engine:make", "rollout.max_response_tokens=5", "evaluation.samples=2",
+        OF_CODE.format(tmp_path),
+        "task.reward_workers=1", "task.date=2026-01-01",
+    ]  # fmt: skip
+    config = evaluate_config([str(tmp_path / "set.jsonl")], None, overrides)
+    prompts = load_prompts(config.task, config.evaluation.sets[0].data, byte_tokenizer(), 512)[0]
+    settings = _settings(tmp_path / "model", config, EvaluationSet("set", prompts, 2, grader=None))
+    with closing(AnswerFile(tmp_path / "out/set.jsonl", settings)) as file:
+        file.add(answer(0, sample) for sample in range(2))
+    arguments = ["evaluate", str(tmp_path / "model"), str(tmp_path / "set.jsonl"), "--out", str(tmp_path / "out")]
+    assert main([*arguments, *overrides]) == code
+    printed = capsys.readouterr()
+    if code:
+        assert "the reward python failed on all 4 responses to 2 questions" in printed.err
+    else:
+        assert json.loads((tmp_path / "out/summary.json").read_text())["set"]["accuracy"] == pytest.approx(1 / 3)
 
 
 def answer(prompt: int, sample: int) -> Answer:

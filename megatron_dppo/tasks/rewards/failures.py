@@ -23,9 +23,15 @@ class Failures:
         self._responses = 0
 
     @property
-    def doubtful(self) -> bool:
-        """Whether it failed on every response of its last call."""
-        return bool(self._questions)
+    def doubtful(self) -> frozenset[int]:
+        """Questions that it failed on since it last scored a response."""
+        with self._lock:
+            return frozenset(self._questions)
+
+    def trust(self) -> None:
+        """It scored responses in a process before: what is left may be two bad rows, and is to come to an end."""
+        with self._lock:
+            self._enough = _LATER
 
     def count(self, name: str, questions: Collection[int], verdicts: Sequence[Verdict]) -> None:
         """Count the verdicts of a call, on responses to these questions. Raises UserError where there is nothing to

@@ -204,9 +204,15 @@ class Grader:
         )
 
     @property
-    def doubtful(self) -> bool:
-        """Whether a function of the user's failed on every response of its last call."""
-        return any(part.failures.doubtful for part in self.parts)
+    def doubtful(self) -> frozenset[int]:
+        """Questions on all responses to which a function of the user's failed, where it scored none since."""
+        return frozenset(chain.from_iterable(part.failures.doubtful for part in self.parts))
+
+    def trust(self, scored: Sequence[Prompt]) -> None:
+        """The functions that are for these questions scored responses in a process before."""
+        for part in self.parts:
+            if any(part.config.is_for(prompt.metadata) for prompt in scored):
+                part.failures.trust()
 
     def check(self, prompts: Sequence[Prompt], of: str = "") -> None:
         """Raise UserError with the first question, `of` which set, for which no reward decides what is correct."""

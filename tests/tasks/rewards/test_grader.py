@@ -127,7 +127,7 @@ def test_a_question_that_is_at_fault_never_stops_a_run():
         for _ in range(3):
             assert made.score([code[0]] * 40, ["raise"] * 40).errors["picky"] == 40
         assert made.score([sums, code[0]], ["14", "raise"]).errors["picky"] == 1
-        assert made.doubtful
+        assert made.doubtful == {1}
         with pytest.raises(UserError, match=r"the reward picky failed on all 122 responses to 2 questions: .*KeyError"):
             made.score([code[1]], ["raise"])
         assert made.score([code[0], code[1]], ["raise", "14"]).errors["picky"] == 1
