@@ -80,21 +80,20 @@ class AnswerFile:
 
     def _read(self, settings: dict[str, Any]) -> int:
         """Take in what the file holds; returns the bytes of its complete lines, 0 where none is an answer."""
-        whole, before = 0, settings
+        whole = 0
         for number, line in complete_lines(self.path):
             try:
                 row = json.loads(line)
                 if number == 1:
                     before = dict(row["settings"])
                 else:
+                    if number == 2:  # an answer of other settings may have other fields
+                        self._check(before, settings)
                     self._remember(Answer(**row))
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise UserError(f"{self.path}, line {number}: not an answer of an evaluation: {error!r}") from error
             whole += len(line)
-        if not self._answers:
-            return 0
-        self._check(before, settings)
-        return whole
+        return whole if self._answers else 0
 
     def _check(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         changed = [name for name in {**now, **before} if before.get(name) != now.get(name)]

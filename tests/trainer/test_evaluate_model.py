@@ -427,6 +427,16 @@ def test_a_model_that_changed_since_its_export_is_not_evaluated(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_answer_of_another_evaluation_with_other_fields(tmp_path):
+    """What changed is said before what its answers lack."""
+    path = tmp_path / "set.jsonl"
+    path.write_text('{"settings": {"seed": 1}}\n{"prompt": 0, "sample": 0, "reward": 0.5}\n')
+    with pytest.raises(UserError, match=r"another evaluation \(seed changed\)"):
+        AnswerFile(path, {"seed": 0})
+    with pytest.raises(UserError, match=r"set\.jsonl, line 2: not an answer of an evaluation: TypeError"):
+        AnswerFile(path, {"seed": 1})
+
+
 def test_files_that_are_something_else(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(UserError, match=r"x\.jsonl, line 1: not an answer of an evaluation"):
