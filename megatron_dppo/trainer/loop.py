@@ -83,6 +83,8 @@ class Trainer:
         self._trained = Trained(0, 0)
         self.began = 0.0
         """`time.monotonic` when the engines had the weights."""
+        self.evaluated = False
+        """Whether there was an evaluation before the first step."""
 
     def run(self, first_step: int, export: Callable[[], None] = lambda: None) -> bool:
         """Steps `first_step + 1 .. trainer.steps`; `first_step` steps are done already (0, or what a checkpoint holds).
@@ -119,6 +121,7 @@ class Trainer:
         # A run that was stopped during an evaluation has the checkpoint of that step, but not its result.
         if self._is_due(first_step, self._config.evaluation.every) and not self._evaluated(first_step):
             self._evaluate(first_step)
+            self.evaluated = True
         if self._config.rollout.schedule == "window":
             self._collector.open_window(self._checkpoints.window.get(first_step, WindowState()))
         for step in range(first_step + 1, self._config.trainer.steps + 1):

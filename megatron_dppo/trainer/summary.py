@@ -23,7 +23,7 @@ _BEFORE_AND_AFTER = (
     ("entropy (nats per token)", "policy/entropy", ".3f"),
     ("response length (tokens)", "response/length_mean", ".1f"),
 )
-_PHASES = ("rollout", "train", "sync", "eval")
+_PHASES = ("rollout", "hand_over", "train", "sync", "eval")
 _PARITY = (
     ("max |log pi - log mu| (nats)", "max_abs_logp_gap", ".1e"),
     ("mean |pi - mu|", "mean_abs_prob_gap", ".1e"),
@@ -39,13 +39,16 @@ class Took:
     wall: float
     start: float
     """Of these, until the model was loaded, and the engines were up with its weights."""
-    since: int = 0
+    since: int = 1
     """Its first step: a run that was resumed has the rows of others before."""
+    evaluated: bool = True
+    """Whether it evaluated before that step."""
 
 
 def summary_table(history: History, *, title: str, took: Took) -> Table:
     """First and last value of every metric that was logged, then steps, time and throughput. The parts of the time, as
-    the steps' own `time/*_s` have them, add up to the whole: "other" is what is left for checkpoints and the end."""
+    the steps' own `time/*_s` have them, add up to the whole: "other" is what is left for checkpoints, the parity check
+    and the end."""
     table = Table(title=Text(title), title_justify="left")
     table.add_column("")
     for header in ("before", "after", "change"):
@@ -62,7 +65,8 @@ def summary_table(history: History, *, title: str, took: Took) -> Table:
     for phase in _PHASES:
         series = history[f"time/{phase}_s"]
         if len(series):
-            parts[phase] = float(np.nansum(series.values[series.steps >= took.since]))
+            since = took.since - 1 if phase == "eval" and took.evaluated else took.since
+            parts[phase] = float(np.nansum(series.values[series.steps >= since]))
     for part, seconds in (parts | {"other": took.wall - sum(parts.values())}).items():
         table.add_row(f"  of it {part}", "", clock(seconds), "")
     throughput = history["throughput/tokens_per_second"].values

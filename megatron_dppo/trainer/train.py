@@ -175,8 +175,8 @@ def train(
         )
         finished = trainer.run(first_step, lambda: _export(runtime, config, actor, hf_config))
     if finished and runtime.is_controller:
-        since = first_step + 1 if config.trainer.resume else 0
-        _report(config, Took(time.monotonic() - started, trainer.began - started, since))
+        now = time.monotonic()
+        _report(config, Took(now - started, trainer.began - started, first_step + 1, trainer.evaluated))
     return 0
 
 

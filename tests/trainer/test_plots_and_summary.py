@@ -233,7 +233,9 @@ def test_smoothing_bridges_steps_that_were_not_finite() -> None:
 def test_the_table_says_what_was_gained_and_where_it_is(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=80)
     path = tmp_path / ("long" * 30) / "metrics.jsonl"
-    print_summary(history(), title="tiny", took=Took(341.0, 95.0), paths={"metrics": path}, console=console)
+    logged = history()
+    logged.series["time/hand_over_s"] = Series(np.array([1, 2]), np.array([6.0, 1.0]))
+    print_summary(logged, title="tiny", took=Took(341.0, 95.0), paths={"metrics": path}, console=console)
     text = console.file.getvalue()
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
     assert ["held-out accuracy", "0.250", "0.750", "+0.500"] in rows
@@ -241,21 +243,27 @@ def test_the_table_says_what_was_gained_and_where_it_is(tmp_path: Path) -> None:
     assert ["steps", "", "30", ""] in rows
     assert ["max |log pi - log mu| (nats)", "5.0e-06", "2.5e-01"] in rows
     assert ["tokens routed differently", "0", "17"] in rows
-    assert rows[-6:-1] == [
+    assert rows[-7:-1] == [
         ["time (min:s)", "", "5:41", ""],
         ["of it start", "", "1:35", ""],
         ["of it rollout", "", "1:00", ""],
+        ["of it hand_over", "", "0:07", ""],
         ["of it eval", "", "0:40", ""],
-        ["of it other", "", "2:26", ""],
+        ["of it other", "", "2:19", ""],
     ]
     assert ["tokens/s (median step)", "", "2,300", ""] in rows
     assert text.splitlines()[-1] == f"metrics  {path}"
 
 
-def test_the_time_of_a_resumed_run_is_that_of_its_own_steps() -> None:
-    shown = io.StringIO()
-    print_summary(history(), title="tiny", took=Took(100.0, 50.0, 21), paths={}, console=Console(file=shown, width=80))
-    for part, seconds in {"start": 50, "rollout": 20, "eval": 5, "other": 25}.items():
+@pytest.mark.parametrize(
+    ("since", "evaluated", "rollout", "evaluation", "other"),
+    [(21, False, 20, 5, 25), (11, False, 40, 5, 5), (11, True, 40, 20, 30)],
+)
+def test_the_time_of_a_resumed_run_is_that_of_its_own_steps(since, evaluated, rollout, evaluation, other) -> None:
+    """And of the evaluation before them, where it makes up for one that the stop cut off."""
+    shown, took = io.StringIO(), Took(50.0 + rollout + evaluation + other, 50.0, since, evaluated)
+    print_summary(history(), title="tiny", took=took, paths={}, console=Console(file=shown, width=80))
+    for part, seconds in {"start": 50, "rollout": rollout, "eval": evaluation, "other": other}.items():
         assert re.search(rf"of it {part} *│ *│ *0:{seconds:02}", shown.getvalue()), shown.getvalue()
 
 
