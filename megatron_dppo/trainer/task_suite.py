@@ -97,6 +97,8 @@ def build_task_suite(config: Config, tokenizer: PreTrainedTokenizerBase) -> Task
         for one in (task.grader, *(one.grader for one in sets)):
             if one is not None:
                 one.prepare()
+                if config.trainer.resume:
+                    one.trust()
     except BaseException:
         suite.close()
         raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -132,6 +133,19 @@ def test_a_judge_that_fails_ends_a_step_before_all_is_sampled(
         collector.close()
         suite.close()
         fleet.close()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_two_bad_rows_do_not_end_a_run_each_time_it_goes_on(tmp_path: Path, config: Config, resume: bool) -> None:
+    """They would come first each time; where a run begins so, its function is taken for broken."""
+    (tmp_path / "judge.py").write_text("def judge(**_):\n    raise KeyError('bad row')\n")
+    task = config.task.model_copy(update={"reward_placement": "local"})
+    trainer = config.trainer.model_copy(update={"resume": resume})
+    suite = build_task_suite(config.model_copy(update={"task": task, "trainer": trainer}), byte_tokenizer())
+    grader, ends = suite.task.grader, pytest.raises(UserError, match="failed on all 2 responses to 2 questions")
+    assert grader is not None
+    with closing(suite), nullcontext() if resume else ends:
+        assert grader.score(suite.task.prompts(0, 2), ["1"] * 2).errors == {"python": 2}
 
 
 @pytest.mark.parametrize("baseline", ["mean", "none"])

@@ -208,10 +208,10 @@ class Grader:
         """Questions on all responses to which a function of the user's failed, where it scored none since."""
         return frozenset(chain.from_iterable(part.failures.doubtful for part in self.parts))
 
-    def trust(self, scored: Sequence[Prompt]) -> None:
-        """The functions that are for these questions scored responses in a process before."""
+    def trust(self, scored: Sequence[Prompt] | None = None) -> None:
+        """The functions that are for these questions, by default all, scored responses in a process before."""
         for part in self.parts:
-            if any(part.config.is_for(prompt.metadata) for prompt in scored):
+            if scored is None or any(part.config.is_for(prompt.metadata) for prompt in scored):
                 part.failures.trust()
 
     def check(self, prompts: Sequence[Prompt], of: str = "") -> None:
