@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.tiny_moe_dppo.model import byte_tokenizer, random_tiny_qwen3_moe, write_checkpoint
+from megatron_dppo.trainer.progress import clock
 
 STEPS, HALF = 4, 2
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -181,13 +182,19 @@ def test_the_trained_model_is_another_one_that_transformers_loads(whole, model):
 @pytest.mark.slow
 def test_a_run_in_two_halves_is_the_same_run(whole, model, tmp_path):
     """Weights, moments, schedule, data order and request seeds all go on where they were when the run is taken back to
-    the checkpoint in its middle, and made one step longer."""
+    the checkpoint in its middle, and made one step longer. An evaluation that the stop cut off is made up for."""
     halves = tmp_path / "halves"
     shutil.copytree(whole[0], halves)
     (halves / "checkpoints/latest").write_text(f"step_{HALF:08d}\n")
+    kept = [row for row in rows(halves) if row["step"] != HALF or "time/eval_s" not in row]
+    (halves / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
     longer = (f"trainer.steps={STEPS + 1}", "trainer.export_hugging_face=false")
     printed = run(halves, model, "trainer.resume=true", *longer)
     assert f"going on after step {HALF}, saved in " in printed
+    evaluated = {row["step"]: row["time/eval_s"] for row in rows(halves) if "time/eval_s" in row}
+    assert sorted(evaluated) == [0, HALF, STEPS, STEPS + 1]
+    took = clock(sum(seconds for step, seconds in evaluated.items() if step >= HALF))
+    assert re.search(rf"of it eval *│ *│ *{took}", printed)
     expected = {row["step"]: row for row in rows(whole[0]) if "optimizer/loss" in row}
     resumed = {row["step"]: row for row in rows(halves) if "optimizer/loss" in row}
     assert list(resumed) == [*expected, STEPS + 1]
