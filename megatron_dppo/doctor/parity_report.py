@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +14,7 @@ from rich.text import Text
 from megatron_dppo.batch import RolloutBatch
 from megatron_dppo.config.schema import Config
 from megatron_dppo.doctor.parity import Comparison, Precision, measure, spell
+from megatron_dppo.launch.console import CommandConsole
 from megatron_dppo.launch.folders import require_writable
 from megatron_dppo.preflight.finding import Finding, error
 from megatron_dppo.tasks.tokenizer import load_tokenizer
@@ -35,7 +35,7 @@ WIDTH = 112
 
 
 def run_parity(config: Config, precisions: list[Precision], *, reference: bool = False) -> Iterator[Finding]:
-    """Measure, print two tables, write `run.dir`/parity.json and parity.png; findings where float32 does not agree.
+    """Measure, write `run.dir`/parity.json and parity.png, print two tables; findings where float32 does not agree.
 
     Only rank 0 prints, writes and finds."""
     folder = config.run.dir
@@ -43,12 +43,13 @@ def run_parity(config: Config, precisions: list[Precision], *, reference: bool =
     found, batches = measure(config, precisions, reference=reference)
     if batches is None:
         return
-    console = Console(highlight=False, width=max(Console().width, WIDTH))
     numbers = {name: summarise(one) for name, one in found.items()}
-    console.print(_summary(str(config.model.path), numbers))
-    console.print(_worst(config, found, batches))
     (folder / "parity.json").write_text(json.dumps(numbers, indent=2) + "\n")
     plot_mismatch({name: one.mismatch for name, one in found.items()}, folder / "parity.png")
+    console = CommandConsole(highlight=False)  # after the files: nobody may read it
+    console.width = max(console.width, WIDTH)
+    console.print(_summary(str(config.model.path), numbers))
+    console.print(_worst(config, found, batches))
     console.print(f"picture and numbers: {folder}/parity.png, {folder}/parity.json", markup=False, soft_wrap=True)
     for name, passes in numbers.items():
         worst = next(iter(passes.values()))["logp_max"]

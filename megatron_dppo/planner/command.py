@@ -173,9 +173,9 @@ def _plan_config(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(run_json(plan, fix, beside), indent=1))
     else:
-        from rich.console import Console
+        from megatron_dppo.launch.console import CommandConsole
 
-        print_run(Console(), plan, fix, beside)
+        print_run(CommandConsole(), plan, fix, beside)
     return 1 if plan.problem else 0
 
 
@@ -209,9 +209,9 @@ def _plan_model(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(result_json(result, config), indent=1))
     else:
-        from rich.console import Console
+        from megatron_dppo.launch.console import CommandConsole
 
-        print_report(Console(), result, config)
+        print_report(CommandConsole(), result, config)
     return 0 if result.best else 1
 
 

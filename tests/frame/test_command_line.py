@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.cli import _parse, main
+from tests.tiny import make_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,11 +80,13 @@ for said in "Detected a Jax installation but", "another":
     assert "Jax" not in result.stderr
 
 
-def test_output_that_nobody_reads_any_more_is_no_traceback():
+@pytest.mark.parametrize("line", ["doctor", "plan MODEL --gpus 8", "plan MODEL --gpus 8 --json"])
+def test_output_that_nobody_reads_any_more_is_no_traceback(line, tmp_path):
     """As by `| head`."""
+    make_config("qwen3_moe").save_pretrained(tmp_path)
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "megatron_dppo.cli", "doctor"]
+    command = [sys.executable, "-m", "megatron_dppo.cli", *line.replace("MODEL", str(tmp_path)).split()]
     ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
     os.close(write)
     said = ended.stderr.splitlines()[-1]
