@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import importlib.util
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,21 @@ def test_what_vllm_refuses_of_an_option_names_the_section(tmp_path: Path) -> Non
     config = RolloutConfig(max_prompt_tokens=40, max_response_tokens=24, vllm={"attention_backend": "NONE_SUCH"})
     with pytest.raises(
         UserError, match=r"rollout.vllm={'attention_backend': 'NONE_SUCH'}: vLLM refuses it: .*NONE_SUCH"
+    ):
+        asyncio.run(start_vllm(facts, config))
+
+
+def test_what_vllm_refuses_of_a_model_that_no_family_describes_is_one_line(tmp_path: Path) -> None:
+    """Of a quantised checkpoint, or of a model of no family, nothing but vLLM knows how long sequences may be."""
+    tiny_qwen3_moe(tmp_path, seed=1)
+    file = tmp_path / "config.json"
+    scales = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": scales}))
+    facts = ModelFacts.read(tmp_path, router_replay=False)
+    assert facts.model is None
+    config = RolloutConfig(router_replay=False, max_prompt_tokens=40, max_response_tokens=512)
+    with pytest.raises(
+        UserError, match=rf"^{tmp_path}: vLLM refuses .*max_model_len \(552\) is greater .*max_position_embeddings=512"
     ):
         asyncio.run(start_vllm(facts, config))
 

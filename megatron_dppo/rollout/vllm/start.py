@@ -216,10 +216,15 @@ async def start_vllm(facts: ModelFacts, config: RolloutConfig) -> VllmCore:
     except (ValueError, TypeError, NotImplementedError) as error:
         named = read_json_object(facts.folder / "config.json").get("architectures") or ()
         if not set(named).isdisjoint(vllm.ModelRegistry.get_supported_archs()):
+            problem = " ".join(str(error).split())[:300]
             if config.vllm:
-                problem = " ".join(str(error).split())[:300]
                 raise UserError(
                     f"rollout.vllm={config.vllm}: vLLM refuses it: {problem}; change or remove it"
+                ) from error
+            if isinstance(error, ValueError):  # what it says of settings; checked here only of models of a family
+                raise UserError(
+                    f"{facts.folder}: vLLM refuses to run it under these settings of rollout: {problem}; change what "
+                    "it names"
                 ) from error
             raise
         raise UserError(
