@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_dppo.errors import UserError, did_you_mean
+from megatron_dppo.router_replay.requirements import REFUSED
 
 _TAKEN: dict[type, frozenset[str]] = {
     MLATransformerConfig: frozenset({
@@ -89,10 +90,9 @@ def megatron_options(given: Mapping[str, Any], *, recompute: str) -> MegatronOpt
     for name, value in given.items():
         kinds = [kind for kind, names in _TAKEN.items() if name in names]
         if not kinds:
-            raise UserError(
-                f"actor.megatron.{name} is not taken: it changes what is computed, or nothing here makes use of it; "
-                "remove it"
-            )
+            unlike = {field: f"routes cannot be replayed with it: {reason}" for field, _, reason, _ in REFUSED}
+            why = unlike.get(name, "it changes what is computed, or nothing here makes use of it")
+            raise UserError(f"actor.megatron.{name} is not taken: {why}; remove it")
         found[kinds[0]][name] = _as_meant(kinds[0], name, value)
     for name in sorted(_ON & given.keys()):
         if given[name]:

@@ -46,9 +46,16 @@ def test_each_option_is_where_it_belongs() -> None:
         ({"moe_token_dispatcher_type": "flex"}, "actor.token_dispatcher decides it; set that"),
         ({"moe_flex_dispatcher_backend": "deepep"}, "nothing here makes use of it; remove it"),
         ({"adam_beta1": 0.5}, "optimizer.beta1 decides it; set that"),
-        ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor is not taken: it changes what is computed"),
-        ({"moe_router_fusion": True}, "moe_router_fusion is not taken: it changes what is computed"),
-        ({"mtp_num_layers": 1}, "mtp_num_layers is not taken: it changes what is computed"),
+        (
+            {"moe_expert_capacity_factor": 1.0},
+            "with it: experts with a capacity drop tokens, which the engine did not; re",
+        ),
+        (
+            {"moe_router_fusion": True},
+            "moe_router_fusion is not taken: routes cannot be replayed with it: the fused router returns before it "
+            "consults the replay hook, so nothing would be replayed; remove it",
+        ),
+        ({"mtp_num_layers": 1}, "and the engine records no routes for them; remove it"),
         ({"num_layers": 4}, "it changes what is computed, or nothing here makes use of it; remove it"),
         ({"fp8": "e4m3"}, "is not taken: it changes what is computed"),
         ({"check_for_nan_in_grad": True}, "actor.max_skipped_steps decides it; set that"),
