@@ -172,7 +172,8 @@ class RolloutEngine(Protocol):
         ...
 
     def agree(self, terms: TransferTerms) -> None:
-        """Take in how weights will come. Raises `IncompleteSync` for layouts that are not those of its model."""
+        """Take in how the weights of the update that is open will come. Raises `IncompleteSync` for layouts that are
+        not those of its model."""
         ...
 
     def begin_update(self, version: int) -> None:

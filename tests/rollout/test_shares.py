@@ -57,8 +57,8 @@ def test_a_bucket_without_a_checksum_is_named() -> None:
             core: Any = Summed(theirs[0], second)
             gate = Gate("no weights yet")
             engine = WeightUpdates(core, loop, gate, Manifest(None), cut=False, timeout_s=PATIENCE_S)
-            engine.agree(TransferTerms(layouts=layouts))
             engine.begin_update(1)
+            engine.agree(TransferTerms(layouts=layouts))
             engine.receive_group(1)
             with nullcontext() if kind is None else pytest.raises(kind, match=message):
                 engine.end_update(1, sent)
