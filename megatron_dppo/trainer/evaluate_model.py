@@ -28,6 +28,7 @@ from megatron_dppo.config.load import build_config, read_tree, section
 from megatron_dppo.config.trainer import EvaluationConfig
 from megatron_dppo.config_base import ConfigModel
 from megatron_dppo.errors import UserError, file_errors
+from megatron_dppo.launch.console import terminal
 from megatron_dppo.launch.lease import FOLDER as LEASE
 from megatron_dppo.launch.lease import lease
 from megatron_dppo.launch.network import stay_on_loopback
@@ -42,7 +43,6 @@ from megatron_dppo.trainer.answers import Answer, AnswerFile
 from megatron_dppo.trainer.evaluation import accuracy_metrics, evaluation_sampling
 from megatron_dppo.trainer.requests import Draws, requests_for
 from megatron_dppo.trainer.task_suite import EvaluationSet, build_sets, judge_responses
-from megatron_dppo.trainer.terminal import terminal
 
 _OF_ENGINE = {"engine", "dtype", "quantization", "kv_cache_dtype"}
 """What answers depend on besides; kept with them where it is not the default."""

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
+from megatron_dppo.launch.console import terminal
 from megatron_dppo.launch.secrets import redact
-from megatron_dppo.trainer.terminal import terminal
 
 HEADER_EVERY = 20
 SILENT_S = 30.0

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_dppo.launch.console import terminal
 from megatron_dppo.trainer.history import History
 from megatron_dppo.trainer.progress import clock
-from megatron_dppo.trainer.terminal import terminal
 
 _BEFORE_AND_AFTER = (
     ("held-out accuracy", "eval/accuracy", ".3f"),
