@@ -89,10 +89,10 @@ class WeightUpdates[C: Core]:
         self.cut, self._timeout = cut, timeout_s
         self._layouts: Sequence[BucketLayout] = ()
         """Those of `agree`."""
+        self._coming = 0
+        """Version of the last sync that began."""
         self._came = False
         """Whether they came in the sync under way."""
-        self._begun = 0
-        """Version of the last sync begun."""
 
     @property
     def weight_version(self) -> int:
@@ -101,7 +101,7 @@ class WeightUpdates[C: Core]:
     def agree(self, terms: TransferTerms) -> None:
         """See `RolloutEngine.agree`."""
         self._loop.check()
-        with self._failure(self._begun):
+        with self._failure(self._coming):
             if terms.layouts is not None:
                 self._manifest.check_layouts(terms.layouts)
                 self._layouts = terms.layouts
@@ -122,7 +122,7 @@ class WeightUpdates[C: Core]:
                 self._loop.run(self._gate.emptied())
                 self._loop.run(self._core.hold(cut=False))
             self._manifest.begin()
-            self._begun, self._came = version, False
+            self._coming, self._came = version, False
             self._loop.run(self._core.start_update(), timeout=self._timeout)
 
     def receive_bucket(self, version: int, bucket: Bucket) -> None:
