@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +47,12 @@ def ignore_warnings_of_libraries() -> None:
     for category in (UserWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=r"(megatron|megatron_dppo\.compat|torch)\b")
     warnings.filterwarnings("ignore", "Detected a Jax installation", RuntimeWarning, r"transformer_engine\b")
-    for name, start in _NOBODYS.items():
-        logging.getLogger(name).addFilter(partial(_begins_otherwise, start))
+    for name in _NOBODYS:
+        logging.getLogger(name).addFilter(_is_somebodys)
 
 
-def _begins_otherwise(start: str, record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(start)
+def _is_somebodys(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_NOBODYS[record.name])
 
 
 def look_first_in(folder: str) -> None:
